@@ -11,10 +11,11 @@ STEP := @.ci/quietly
 # The transformers that is kept working beside the pinned one: an environment over the first, in `make test-all` only.
 OLDER := 5.17.0
 OLDER_VENV := .venv-transformers-$(OLDER)
-OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/transformers tests/construction/test_transformers*.py
+OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/transformers tests/zero/construction/test_transformers*.py
 
-# One thread per process: ranks and test workers share the cores.
-TEST_ENV := OMP_NUM_THREADS=1
+# One thread per process: ranks and test workers share the cores. Bytecode is kept whatever the environment says, because
+# several hundred processes import the package, and without it each compiles it again.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Ranks of one test wait for each other much of the time, so as many tests run at once as there are cores, but each keeps
 # up to four ranks in memory. `make test AT_ONCE=1` runs one after the other.
 AT_ONCE = logical
@@ -23,13 +24,16 @@ PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n 
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
 
-.PHONY: help quickstart generate test test-all test-older-transformers lint docs docs-check install clean
+RAY_VENV := .venv-ray
+
+.PHONY: help quickstart generate test test-all test-older-transformers test-ray lint docs docs-check install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
 	@echo "make generate     let the quickstart's model write, with weights of 32, 16, 8 and 4 bits"
 	@echo "make test         lint, type check and the default tests"
 	@echo "make test-all     the same with the slow tests, and the Hugging Face tests with transformers $(OLDER) too"
+	@echo "make test-ray     Ray Train with two and three workers on this machine (some minutes; installs ray[train])"
 	@echo "make lint         ruff and mypy only"
 	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
 	@echo "make docs-check   documents against the code they describe"
@@ -53,6 +57,9 @@ test-older-transformers: $(VENV)/.for-tests
 	  $(MAKE) --no-print-directory $(OLDER_VENV)/.ready && \
 	  $(TEST_ENV) $(OLDER_VENV)/bin/python -m pytest $(OLDER_TESTS); \
 	else echo "left out: tests with transformers $(OLDER), which need Python 3.11"; fi
+
+test-ray: $(RAY_VENV)/.ready
+	$(TEST_ENV) DS_ACCELERATOR=cpu $(RAY_VENV)/bin/python -m pytest -m "" tests/ecosystem/ray
 
 lint: $(VENV)/.for-tests
 	$(STEP) "ruff check" $(BIN)/ruff check .
@@ -90,6 +97,14 @@ $(OLDER_VENV)/.ready: $(VENV)/.for-tests
 	  --disable-pip-version-check install -c $(OLDER_VENV)/constraints.txt "transformers==$(OLDER)"
 	@touch $@
 
+# Finds everything in the first environment except Ray and what only Ray needs.
+$(RAY_VENV)/.ready: $(VENV)/.for-tests
+	@$(BIN)/python -m venv --clear $(RAY_VENV)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+	  > $$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth
+	$(STEP) "installing ray[train] into $(RAY_VENV)" $(RAY_VENV)/bin/python -m pip --disable-pip-version-check install "ray[train]"
+	@touch $@
+
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Python 3.10 or newer is needed and $(PYTHON) is older or missing: install it, or name one with 'make PYTHON=...'."; exit 1; }
@@ -98,4 +113,5 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDER_VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(OLDER_VENV) $(RAY_VENV) build dist site *.egg-info
+	find deepspeed tests benchmarks examples docs -name __pycache__ -prune -exec rm -rf {} +

@@ -49,6 +49,7 @@ def settings(folder: str) -> dict[str, dict[str, Any]]:
         "steps_per_print: 1": {"steps_per_print": 1},
         "wall_clock_breakdown, printed every 10 steps": {"wall_clock_breakdown": True, "steps_per_print": 10},
         "comms_logger": {"comms_logger": {"enabled": True}},
+        "run_report": {"run_report": {"path": f"{folder}/run"}},
         "csv, tensorboard, breakdown, steps_per_print: 10": {
             "csv_monitor": files("all"),
             "tensorboard": files("all"),
@@ -82,20 +83,24 @@ class Contestant:
         }
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         self.x = torch.randn(4, 64, 256, device=self.engine.device)
-        self.is_timed = "breakdown" in name
+        self.is_timed = "breakdown" in name or name == "run_report"
         self.is_logged = name == "comms_logger"
         self.times: list[float] = []
         self.inside: list[float] = []
         self._spent = 0.0
         progress = self.engine._progress
-        for method in ("before", "after", "loss", "step"):
+        for method in ("before", "after", "loss", "inputs", "step"):
             setattr(progress, method, self._clocked(getattr(progress, method)))
+        for tracker in progress._trackers:
+            for method in ("wait_begins", "wait_ends"):
+                setattr(tracker, method, self._clocked(getattr(tracker, method)))
 
     def _clocked(self, method: Any) -> Any:
-        def call(*args: Any) -> None:
+        def call(*args: Any) -> Any:
             begun = time.perf_counter()
-            method(*args)
+            result = method(*args)
             self._spent += time.perf_counter() - begun
+            return result
 
         return call
 

@@ -103,7 +103,7 @@ def _kept(block: torch.nn.Module, x: torch.Tensor, **given: Any) -> int:
 def _kept_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from deepspeed.parallel.sequence.sharing import sharing_of
+    from deepspeed.parallel.sequence.context import sharing_of
     from deepspeed.parallel.sequence.transformers_models import share_sequences
 
     width = HEADS * WIDTH

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.job.mesh import TENSOR
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class EngineSetup:
     root: Root
     model: nn.Module
     optimizer: Any
-    ranks: Standing
+    ranks: RankCoordinates
     device: torch.device
     mesh_is_ours: bool = True
 
@@ -90,7 +91,7 @@ Test = Callable[[EngineSetup], bool]
 
 
 @dataclass(frozen=True)
-class Other:
+class ConflictKey:
     """Something that a feature may be in conflict with.
 
     Attributes:
@@ -132,12 +133,12 @@ def _experts(setup: EngineSetup) -> str | None:
     return "with experts that are spread over ranks" if is_there else None
 
 
-SEQUENCE_RANKS = Other("sequence parallelism", _shared_sequences)
-TENSOR_RANKS = Other("tensor parallelism", _shared_layers)
-STAGES = Other("pipeline", _stages)
-ISLANDS = Other("islands", _islands)
-STAGE_3 = Other("ZeRO stage 3", _sharded_parameters)
-EXPERTS = Other("spread experts", _experts)
+SEQUENCE_RANKS = ConflictKey("sequence parallelism", _shared_sequences)
+TENSOR_RANKS = ConflictKey("tensor parallelism", _shared_layers)
+STAGES = ConflictKey("pipeline", _stages)
+ISLANDS = ConflictKey("islands", _islands)
+STAGE_3 = ConflictKey("ZeRO stage 3", _sharded_parameters)
+EXPERTS = ConflictKey("spread experts", _experts)
 OTHERS = (STAGES, TENSOR_RANKS, SEQUENCE_RANKS, EXPERTS, ISLANDS, STAGE_3)
 """The columns of the table of the documentation."""
 
@@ -156,7 +157,7 @@ class Conflict:
 
     part: str
     is_on: Test
-    other: Other
+    other: ConflictKey
     why: str
     instead: str
 
@@ -173,8 +174,91 @@ def takes_keyword(model: nn.Module, name: str, *, by_name: bool = False) -> bool
     return name in parameters or (any_name and not by_name)
 
 
+@dataclass(frozen=True)
+class StepInfo:
+    """What is known after an update.
+
+    Attributes:
+        step: Number of the update, from 1.
+        samples: Samples seen so far, over all ranks.
+        batch: Samples of this update, over all ranks.
+        own_batch: Those of them that this rank has seen.
+        skipped: Updates skipped so far.
+        lr: Learning rate of each param group, after the schedule has advanced.
+        norm: Norm of the gradients before clipping; None if it was not computed.
+        loss_scale: Of fp16; None otherwise.
+        more: Name and value of further events.
+    """
+
+    step: int
+    samples: int
+    batch: int
+    own_batch: int
+    skipped: int
+    lr: list[float]
+    norm: float | None
+    loss_scale: float | None
+    more: Sequence[tuple[str, float]] = ()
+
+
+class StepTracker:
+    """Takes note of what one rank does and when; the methods of this class do nothing.
+
+    Attributes:
+        wants_loss: Whether :meth:`end_step` has a use for the loss.
+        wants_events: Whether it has a use for the events of features.
+    """
+
+    wants_loss = wants_events = False
+
+    def begin(self, phase: str) -> None:
+        """Takes note that a phase begins (forward, backward, step, ...); one may lie inside another."""
+
+    def end(self, phase: str) -> None:
+        """Takes note that a phase has ended."""
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Takes note of a phase that is as long as the block."""
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end(phase)
+
+    def named(self, name: str) -> AbstractContextManager[None]:
+        """Returns a context for a part of a phase, such as one micro-batch of a pipeline's stage."""
+        return nullcontext()
+
+    def add_tokens(self, count: int) -> None:
+        """Takes the number of tokens of one more micro-batch of this rank."""
+
+    def event(self, name: str, **values: Any) -> None:
+        """Takes note of something that is no step, such as a save."""
+
+    def take_memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
+        """Called after each update with what returns the rows of ``engine.memory_report()``."""
+
+    def end_step(self, info: StepInfo, loss: torch.Tensor | None) -> None:
+        """Called after each update.
+
+        Args:
+            info: What is known of it.
+            loss: Of the update, 0-dim, on any device; None: not known on this rank, or not wanted.
+        """
+
+    def close(self) -> None:
+        """Ends what was begun. Called when the engine is destroyed; may be called twice."""
+
+
 class EngineHooks:
-    """What a feature does in the steps of one engine; the methods of this class do nothing."""
+    """What a feature does in the steps of one engine; the methods of this class do nothing.
+
+    Attributes:
+        tracker: Takes note of the engine's phases and steps on this rank; None: nothing does.
+    """
+
+    tracker: StepTracker | None = None
 
     def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
         """Called before each forward, on every rank alike.
@@ -193,7 +277,7 @@ class EngineHooks:
         """Called before a backward that an update follows.
 
         Args:
-            loss: As the backward gets it.
+            loss: 0-dim, as the backward gets it.
             scale: What the program's loss was multiplied by.
             global_steps: Updates so far.
         """
@@ -224,12 +308,29 @@ class EngineHooks:
             was_skipped: A gradient was not finite.
         """
 
+    def after_step(self, global_steps: int) -> None:
+        """Called at the end of each step with an update, when the engine can be saved. It may end the process.
+
+        Args:
+            global_steps: Updates so far.
+        """
+
+    def close(self) -> None:
+        """Gives back what belongs to the process. Called when the engine is destroyed; may be called twice."""
+
     def resume(self, global_steps: int, skipped_steps: int) -> None:
         """Goes to the moment after so many updates; called when a checkpoint was loaded."""
 
     def events(self) -> Sequence[tuple[str, float]]:
         """Returns names and values for the monitors."""
         return ()
+
+
+class TrackingHooks(EngineHooks):
+    """What a feature does that only takes note of phases and steps."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self.tracker = tracker
 
 
 class EngineFeature:
@@ -239,11 +340,13 @@ class EngineFeature:
         title: As the documentation names it.
         setting: What switches it on.
         conflicts: What it does not go with.
+        only_watches: Whether it changes nothing of the training, so that it goes with every other feature.
     """
 
     title: str
     setting: str
     conflicts: tuple[Conflict, ...] = ()
+    only_watches: bool = False
 
     def read_config(self, config: Any, mpu: Any) -> Any:
         """Returns what ``initialize`` got as configuration, as the feature's mpu means it."""

@@ -11,6 +11,7 @@
     |-- NonFiniteError (RuntimeError)            gradients stayed NaN or infinite for too long
     |-- CommunicationError (RuntimeError)        a peer died or a collective failed
     |-- CheckpointError (RuntimeError)           a checkpoint is missing, damaged or does not fit
+    |-- ElasticityError                          no batch suits the numbers of ranks that section elasticity allows
     `-- OffloadError (RuntimeError)              files of offloaded states cannot be made, read or written
 
 Every message says which setting or call, what was expected, what was found, and what to change.
@@ -65,6 +66,18 @@ class PipelineError(DeepSpeedError, RuntimeError):
 
 class CheckpointError(DeepSpeedError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class ElasticityError(DeepSpeedError):
+    """The section ``elasticity`` and what it is used for do not go together."""
+
+
+class ElasticityConfigError(ElasticityError, DeepSpeedConfigError):
+    """The section ``elasticity`` cannot be used."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818 - the name that programs catch
+    """The number of ranks is not one of those that share the elastic batch."""
 
 
 class OffloadError(DeepSpeedError, RuntimeError):

@@ -5,7 +5,7 @@ what it needs on the way. A package states its names once::
 
     __getattr__, __dir__, __all__ = lazy_names(__name__, {"WarmupLR": "deepspeed.schedulers"}, submodules=["engine"])
 
-Names of missing features (:mod:`deepspeed.features`) need no mention.
+Names of missing features (:mod:`deepspeed.missing_features`) need no mention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from deepspeed.features import is_missing, missing_names, unavailable
+from deepspeed.missing_features import is_missing, missing_names, unavailable
 
 
 def lazy_names(

@@ -113,11 +113,11 @@ def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, only errors are logged; what would have been said once can be said later."""
-    level, said = logger.level, set(_seen)
+    level, seen = logger.level, set(_seen)
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(level)
         _seen.clear()
-        _seen.update(said)
+        _seen.update(seen)

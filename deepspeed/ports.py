@@ -1,4 +1,4 @@
-"""TCP ports of this machine: which are free, and who holds one that is not."""
+"""TCP ports and addresses of this machine: which ports are free, and who holds one that is not."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ def is_here(address: str) -> bool:
     except (ValueError, OSError):  # a name, or an address of another machine
         return False
     return True
+
+
+def address_towards(host: str) -> str | None:
+    """Returns the address of this machine that ``host`` (a name or an address) sees; None if there is no route.
+
+    Sends nothing: connecting a datagram socket only asks the kernel for the route.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def holder_of(port: int) -> str:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import deepspeed
 from deepspeed.comm.job.mesh import DATA, Mesh
-from deepspeed.plan.network import PlayedJob
+from deepspeed.plan.network import SimulatedJob
 from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
 from on_gpu.part import timed, waiter
 from on_gpu.queue import QueuedGroup
@@ -22,7 +22,7 @@ RANKS = 8
 SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep, which stands for a transfer
 
 
-class QueuedJob(PlayedJob):
+class QueuedJob(SimulatedJob):
     """Rank 0 of eight; transfers keep one stream busy, as NCCL's communicators share the links.
 
     Args:

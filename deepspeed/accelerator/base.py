@@ -7,6 +7,7 @@ device numbers of this process (after the visible-device variable), None is the 
 from __future__ import annotations
 
 import functools
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -118,7 +119,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores what :meth:`get_rng_state` returned."""
+        """Restores what :meth:`get_rng_state` returned: 1-D bytes."""
 
     @abstractmethod
     def default_generator(self, index: int) -> torch.Generator:
@@ -294,7 +295,7 @@ class DeepSpeedAccelerator(ABC):
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> bool:
-        """Always False: torch's allocator owns page-locked memory and takes it back when the tensor is dropped."""
+        """Returns False, for a tensor of any shape: torch's allocator owns page-locked memory."""
         return False
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
@@ -409,16 +410,18 @@ class DeepSpeedAccelerator(ABC):
     # --- compiled operators: none -----------------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
-        """Raises: there are no compiled operators."""
-        self._no_op_builders("op_builder_dir()")
+        """Returns the package of the builders, which build nothing."""
+        return "deepspeed.ops.op_builder"
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Raises: there are no compiled operators."""
-        self._no_op_builders(f"create_op_builder({class_name!r})")
+        """Returns a builder by the name of its class; None for an unknown name."""
+        kind = self.get_op_builder(class_name)
+        return None if kind is None else kind()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Raises: there are no compiled operators."""
-        self._no_op_builders(f"get_op_builder({class_name!r})")
+        """Returns the class of a builder by its name; None for an unknown name."""
+        known = importlib.import_module(f"{self.op_builder_dir()}.builder")
+        return getattr(known, class_name, None) if class_name.endswith("Builder") else None
 
     def build_extension(self) -> Any:
         """Raises: there are no compiled operators."""

@@ -28,7 +28,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
 
     def __init__(self) -> None:
         super().__init__("cpu", "gloo")
-        self._peak = host_memory.PeakResident()
+        self._peak = host_memory.PeakResidentMemory()
 
     def device_name(self, index: Index = None) -> str:
         """Always ``"cpu"``."""
@@ -47,8 +47,8 @@ class CPUAccelerator(DeepSpeedAccelerator):
 
     def device_count(self) -> int:
         """The ranks on this machine, which take the place of devices: the launcher's ``LOCAL_SIZE``, else 1."""
-        told = os.environ.get("LOCAL_SIZE", "")
-        return max(int(told), 1) if told.isdecimal() else 1
+        local_size = os.environ.get("LOCAL_SIZE", "")
+        return max(int(local_size), 1) if local_size.isdecimal() else 1
 
     def synchronize(self, index: Index = None) -> None:
         """Does nothing: a call that returned is finished."""
@@ -74,7 +74,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores the state of torch's host generator."""
+        """Restores the state of torch's host generator, 1-D bytes."""
         torch.set_rng_state(state)
 
     def default_generator(self, index: int) -> torch.Generator:
@@ -163,9 +163,9 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return _TYPED_CLASSES[dtype]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Ordinary host memory: without another device, page-locking would cost and bring nothing.
+        """Returns ``tensor`` in ordinary host memory; without another device, page-locking brings nothing.
 
-        ``tensor`` itself comes back, as from torch for one that is pinned already.
+        ``tensor`` itself comes back, as from torch for one that is pinned already; flat (1-D) without ``match_shape``.
         """
         return tensor if match_shape else tensor.reshape(-1)
 

@@ -38,7 +38,7 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
 
 
-class Trimmer:
+class MallocTrimmer:
     """Gives what malloc keeps of freed memory back to the system, now and then.
 
     For phases in which short-lived tensors are made between long-lived ones: the holes that they leave are rarely of

@@ -20,7 +20,7 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class PeakResident:
+class PeakResidentMemory:
     """The peak of :func:`resident_bytes`.
 
     On Linux the kernel keeps it exactly. Where it does not, or refuses to reset it, the peak is the largest value that

@@ -64,7 +64,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return torch.mps.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores the generator's state."""
+        """Restores the generator's state, 1-D bytes."""
         torch.mps.set_rng_state(state)
 
     def default_generator(self, index: int) -> torch.Generator:

@@ -93,7 +93,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return self._call("get_rng_state", *self._given(index))
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
-        """Restores a generator's state."""
+        """Restores a generator's state, 1-D bytes."""
         self._call("set_rng_state", state, *self._given(index))
 
     def _given(self, index: Index) -> tuple[Any, ...]:

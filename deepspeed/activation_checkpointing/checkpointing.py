@@ -65,7 +65,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reentrant: bool) -> Any:
     options = settings_module.settings
-    called = _Rerunnable(functools.partial(function, **kwargs) if kwargs else function, options)
+    called = _CheckpointedBlock(functools.partial(function, **kwargs) if kwargs else function, options)
     with _keeping(options):
         return torch_checkpoint(called, *args, use_reentrant=reentrant)
 
@@ -98,7 +98,7 @@ def _holds_gradient(value: Any) -> bool:
     return False
 
 
-class _Rerunnable:
+class _CheckpointedBlock:
     """The block, made so that its second call sees the named random states of the first.
 
     Torch restores the default random states itself.
@@ -130,13 +130,13 @@ def _measured(name: str, options: Settings) -> Iterator[None]:
     waits = options.synchronize or options.profile
     if waits:
         get_accelerator().synchronize()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with torch.profiler.record_function(name):
         yield
     if waits:
         get_accelerator().synchronize()
     if options.profile:
-        log_dist(f"{name}: {(time.perf_counter() - begun) * 1e3:.2f} ms")
+        log_dist(f"{name}: {(time.perf_counter() - started) * 1e3:.2f} ms")
 
 
 def is_configured() -> bool:

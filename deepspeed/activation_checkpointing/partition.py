@@ -49,7 +49,7 @@ class Partition:
         self._on_host = on_host
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | ActivationShard:
-        """Keeps this rank's part of a floating activation; anything else stays whole.
+        """Keeps this rank's part (1-D) of a floating activation of any shape; returns anything else whole.
 
         A parameter stays whole too: it is in memory anyway.
         """
@@ -65,7 +65,7 @@ class Partition:
         return ActivationShard(values, tensor.shape, tensor.device)
 
     def unpack(self, packed: torch.Tensor | ActivationShard) -> torch.Tensor:
-        """The whole tensor. Every rank of the group must call it for the same tensor."""
+        """Returns the whole tensor in its own shape. Every rank of the group must call it for the same tensor."""
         if not isinstance(packed, ActivationShard):
             return packed
         mine = packed.values.to(packed.device)

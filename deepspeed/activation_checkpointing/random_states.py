@@ -39,7 +39,7 @@ class CudaRNGStatesTracker:
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Replaces the states by what :meth:`get_states` returned."""
+        """Replaces the states, 1-D bytes each, by what :meth:`get_states` returned."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Autotuning; the feature is missing (:mod:`deepspeed.features`)."""
+"""Autotuning; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

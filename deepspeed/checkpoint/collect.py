@@ -1,4 +1,4 @@
-"""What this rank writes: the stretches of every bucket that fall to it, and the small states of the optimizer.
+"""What this rank writes: the runs of every bucket that fall to it, and the small states of the optimizer.
 
 Along axes on which tiles are whole, one rank stands for the others (``BucketGroup.counts``), which write nothing.
 Sharded states are written by their owner. Replicated ones are divided alike: each rank writes its share of each bucket
@@ -29,12 +29,12 @@ class RankCheckpoint:
     """This rank's part of a checkpoint, as views of live tensors.
 
     Attributes:
-        stretches: By kind, in bucket order.
+        runs: By kind, in bucket order.
         scalars: For each set of parameter names the optimizer states that are no per-element tensors, if no other rank
             has the same.
     """
 
-    stretches: dict[str, list[BucketRun]] = field(default_factory=lambda: defaultdict(list))
+    runs: dict[str, list[BucketRun]] = field(default_factory=lambda: defaultdict(list))
     scalars: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -68,7 +68,7 @@ def collect(
         else:
             kept = [parameter.requires_grad or not exclude_frozen for parameter in bucket.params]
             _collect_compute(found, bucket, number, kept)
-    found.stretches = {kind: list(_joined(parts)) for kind, parts in found.stretches.items()}
+    found.runs = {kind: list(_joined(parts)) for kind, parts in found.runs.items()}
     return found
 
 
@@ -78,15 +78,15 @@ def _collect_master(found: RankCheckpoint, bucket: Bucket, number: int, master: 
     flat = master.flat[lower - base : upper - base]
     if lower == upper:
         return
-    found.stretches[MASTER].append(BucketRun(number, lower, upper, (flat,)))
+    found.runs[MASTER].append(BucketRun(number, lower, upper, (flat,)))
     if master.out is not None:
         out = master.out[lower - base : upper - base]
         if not _is_rounded(out, flat):
-            found.stretches[COMPUTE].append(BucketRun(number, lower, upper, (out,)))
+            found.runs[COMPUTE].append(BucketRun(number, lower, upper, (out,)))
 
 
 def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
-    """Whether ``out`` holds the bits of ``flat`` in its own dtype, so that writing it would be waste."""
+    """Returns whether ``out`` holds the bits of ``flat`` in its own dtype, so that writing it would be waste."""
     for start in range(0, flat.numel(), _COMPARED_NUMEL):
         rounded = flat[start : start + _COMPARED_NUMEL].to(out.dtype)
         part = out[start : start + _COMPARED_NUMEL].to(rounded.device)
@@ -106,7 +106,7 @@ def _collect_compute(found: RankCheckpoint, bucket: Bucket, number: int, kept: l
         wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in spans if keep]
         intervals = [(first, last) for first, last in wanted if first < last]
     for first, last in intervals:
-        found.stretches[COMPUTE].append(BucketRun(number, first, last, (values[first - lower : last - lower],)))
+        found.runs[COMPUTE].append(BucketRun(number, first, last, (values[first - lower : last - lower],)))
 
 
 def _collect_state(
@@ -126,7 +126,7 @@ def _collect_state(
             first, last = max(start, lower), min(start + flat.numel(), upper)
             if first < last:
                 part = flat[first - start : last - start]
-                found.stretches[optimizer_kind(key)].append(BucketRun(number, first, last, (part,)))
+                found.runs[optimizer_kind(key)].append(BucketRun(number, first, last, (part,)))
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and len(names) > 1:
             raise CheckpointError(
                 f"the optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {len(names)} parameters "
@@ -140,14 +140,14 @@ def _collect_state(
 
 
 def is_per_element(value: Any, param: torch.Tensor) -> bool:
-    """Whether an optimizer's state ``value`` has one entry per element of the run ``param``."""
+    """Returns whether an optimizer's state ``value`` has the shape of the run ``param``, and at least one dimension."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
-def _joined(stretches: Iterable[BucketRun]) -> Iterable[BucketRun]:
+def _joined(runs: Iterable[BucketRun]) -> Iterable[BucketRun]:
     """Neighbours of one bucket and dtype as one."""
     last: BucketRun | None = None
-    for part in stretches:
+    for part in runs:
         if last is not None and (last.bucket, last.stop, last.dtype) == (part.bucket, part.start, part.dtype):
             last = BucketRun(last.bucket, last.start, part.stop, (*last.values, *part.values))
             continue

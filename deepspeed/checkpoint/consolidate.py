@@ -70,7 +70,7 @@ class FullTensor:
             yield part[: stop - start]
 
     def contiguous(self) -> torch.Tensor:
-        """The whole tensor, with a storage of its own."""
+        """Returns the whole tensor, with a storage of its own."""
         out = torch.empty(self.numel(), dtype=self.dtype)
         position = 0
         for part in self.parts():
@@ -113,7 +113,7 @@ def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoin
 def _entries(
     source: CheckpointSource, dtype: torch.dtype | None, exclude_frozen: bool
 ) -> list[tuple[TensorEntry, FullTensor]]:
-    """Everything that a full state dict holds; tied tensors follow the one that holds their values."""
+    """Returns everything that a full state dict holds; tied tensors follow the one that holds their values."""
     names = [n for n, parameter in source.parameters.items() if not (exclude_frozen and parameter.is_frozen)]
     names += list(source.buffers)
     tied: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> OrderedDict[str, Any]:
-    """The model's full state dict in fp32; integer buffers keep their dtype, tied names share one tensor.
+    """Returns the model's full state dict in fp32; integer buffers keep their dtype, tied names share one tensor.
 
     Args:
         checkpoint_dir: The folder of checkpoints.

@@ -129,7 +129,7 @@ def _write(
                     by_kind.setdefault(kind, []).append(entry)
     with FileWriter(folder) as writer:
         files = [
-            writer.write_stretches(names.data_file(0, kind, number), kind, entries)
+            writer.write_runs(names.data_file(0, kind, number), kind, entries)
             for number, (kind, entries) in enumerate(by_kind.items())
         ]
         if source.buffers:

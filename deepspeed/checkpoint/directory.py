@@ -45,7 +45,7 @@ class Format(Enum):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that is there.
 
     Attributes:
@@ -60,7 +60,7 @@ class Found:
 
 
 def check_tag(tag: object) -> str:
-    """The tag as text.
+    """Returns the tag as text.
 
     Raises:
         CheckpointError: It does not name a folder below the checkpoint folder.
@@ -81,22 +81,22 @@ def check_tag(tag: object) -> str:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name in a tag folder belongs to a checkpoint, ours or upstream's."""
+    """Returns whether a file of this name in a tag folder belongs to a checkpoint, ours or upstream's."""
     return name == MANIFEST or any(pattern.fullmatch(name) for pattern in (_OUR_FILE, _STATES, _OPTIM))
 
 
 def replaced_folder(root: Path, tag: str) -> Path:
-    """Where the former content of ``tag`` waits while the tag is being saved again."""
+    """Returns where the former content of ``tag`` waits while the tag is being saved again."""
     return root / (REPLACED + quote(tag, safe=""))
 
 
 def tag_of_replaced(name: str) -> str:
-    """The tag of a folder that :func:`replaced_folder` names."""
+    """Returns the tag of a folder that :func:`replaced_folder` names."""
     return unquote(name.removeprefix(REPLACED))
 
 
 def format_of(folder: Path) -> Format | None:
-    """Who wrote ``folder``; None if it is not a checkpoint.
+    """Returns who wrote ``folder``; None if it is not a checkpoint.
 
     Raises:
         CheckpointError: It is one of ours without its manifest.
@@ -118,8 +118,8 @@ def format_of(folder: Path) -> Format | None:
     return None
 
 
-def find(root: Path, tag: str | None, *, prefer_universal: bool = False) -> Found | None:
-    """The checkpoint that ``load_checkpoint(root, tag)`` means.
+def find(root: Path, tag: str | None, *, prefer_universal: bool = False) -> FoundCheckpoint | None:
+    """Returns the checkpoint that ``load_checkpoint(root, tag)`` means.
 
     Args:
         root: The folder of checkpoints.
@@ -158,16 +158,16 @@ def find(root: Path, tag: str | None, *, prefer_universal: bool = False) -> Foun
     )
 
 
-def _open(root: Path, tag: str) -> Found | None:
+def _open(root: Path, tag: str) -> FoundCheckpoint | None:
     for folder in (root / tag, replaced_folder(root, tag)):
         kind = format_of(folder)
         if kind is not None:
-            return Found(tag, folder, kind)
+            return FoundCheckpoint(tag, folder, kind)
     return None
 
 
 def read_pointer(path: Path) -> str | None:
-    """The tag that ``latest`` names; None if the file is not there.
+    """Returns the tag that ``latest`` names; None if the file is not there.
 
     Raises:
         CheckpointError: It is no text.
@@ -188,7 +188,7 @@ def read_pointer(path: Path) -> str | None:
 
 
 def tags(root: Path) -> Iterable[str]:
-    """Every whole checkpoint below ``root``, oldest first."""
+    """Returns every whole checkpoint below ``root``, oldest first."""
     found: list[tuple[float, str]] = []
     _collect(root, "", found, _DEEPEST_TAG)
     return [tag for _, tag in sorted(found)]
@@ -213,7 +213,7 @@ def _collect(folder: Path, prefix: str, found: list[tuple[float, str]], depth: i
 
 
 def what_exists(root: Path) -> str:
-    """A part of a sentence that lists what is there."""
+    """Returns a part of a sentence that lists what is there."""
     if not root.exists():
         return "the folder does not exist"
     if not root.is_dir():

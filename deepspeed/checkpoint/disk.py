@@ -23,7 +23,7 @@ except ImportError:  # not on Windows: then a left-over folder is recognised by 
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, to read or to write, without a copy.
+    """Returns the bytes of a contiguous host tensor, to read or to write, without a copy.
 
     The caller must keep the tensor. Not by way of numpy: torch pins a storage's size for good once numpy has seen it,
     and the flat buffers of sharded parameters come and go by resizing.
@@ -163,7 +163,7 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object has the lock, on a file system that has locks."""
+        """Returns whether this object has the lock, on a file system that has locks."""
         return self._descriptor is not None
 
     def release(self) -> None:

@@ -70,7 +70,7 @@ def _tell(error: Exception) -> str:
 
 
 def _remedy(error: OSError) -> str:
-    """What to change where a disk refuses to take more."""
+    """Returns what to change where a disk refuses to take more."""
     if error.errno == errno.EFBIG:
         return "; a limit on the size of files is in force: raise it (ulimit -f)"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.plan import Fill, ParameterMatch, fills, wanted_of
+from deepspeed.checkpoint.plan import FillEntry, ParameterMatch, fills, wanted_of
 from deepspeed.checkpoint.source import CheckpointSource, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket, State
@@ -44,7 +44,7 @@ class WeightFiller:
         self._masters = {master.bucket.index: master for master in runtime.masters}
 
     def wanted(self) -> list[Wanted]:
-        """All that :meth:`fill` will read."""
+        """Returns all that :meth:`fill` will read."""
         found = []
         for bucket in self._runtime.buckets:
             layout, rank, _, out = self._target(bucket)
@@ -91,7 +91,7 @@ class WeightFiller:
         values = bucket.shard if bucket.is_sharded else bucket.full.tensor[lower:upper]
         return bucket.layout, rank, values, values
 
-    def _overlays(self, layout: BucketLayout, rank: int, out: torch.Tensor | None) -> list[Fill]:
+    def _overlays(self, layout: BucketLayout, rank: int, out: torch.Tensor | None) -> list[FillEntry]:
         """Compute values that differ from the rounded master, where they fit the model's dtype."""
         if out is None:
             return []
@@ -104,7 +104,7 @@ class WeightFiller:
             whole = wanted_of(tile, COMPUTE, entry.saved.name, fragment.tile_start, fragment.tile_stop)
             for first, last in self._source.covered(whole):
                 position = fragment.slice_start + first - fragment.tile_start
-                found.append(Fill(position, position + last - first, whole._replace(start=first, stop=last)))
+                found.append(FillEntry(position, position + last - first, whole._replace(start=first, stop=last)))
         return found
 
 
@@ -115,7 +115,7 @@ def load_buffers(source: CheckpointSource, names: Mapping[str, str], buffers: Ma
     Args:
         source: The checkpoint.
         names: The checkpoint's name of each of the model's buffers.
-        buffers: The model's, by name.
+        buffers: The model's, by name, in the shapes that the checkpoint has.
     """
     for name, saved in names.items():
         target, values = distinct(buffers[name]), source.read_buffer(saved)

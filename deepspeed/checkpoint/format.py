@@ -2,8 +2,8 @@
 
 A tag folder holds
 
-- safetensors files, one per rank and *kind*, whose tensors are flat 1-D stretches of the model's buckets
-  (:mod:`deepspeed.zero.tiling.layout`). A **piece** is such a stretch: elements ``[start, stop)`` of the flat buffer of
+- safetensors files, one per rank and *kind*, whose tensors are 1-D runs of the flat buffers of the model's buckets
+  (:mod:`deepspeed.zero.tiling.layout`). A **piece** is such a run: elements ``[start, stop)`` of the flat buffer of
   one bucket. Nothing in a piece depends on how many ranks wrote it, so any number of ranks can read it.
 - small torch files with counters, schedules and the caller's own state, readable by torch's restricted loader.
 - ``manifest.json``, written last: the layout (every parameter's name, shape and place, or those of the tiles that it
@@ -80,7 +80,7 @@ _CODE_OF = {dtype: code for code, dtype in _DTYPE_CODES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` in files.
+    """Returns the name of ``dtype`` in files.
 
     Raises:
         CheckpointError: safetensors cannot hold it.
@@ -93,7 +93,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The dtype that a file names ``code``.
+    """Returns the dtype that a file names ``code``.
 
     Raises:
         CheckpointError: No dtype has this code.
@@ -104,17 +104,17 @@ def dtype_of(code: str) -> torch.dtype:
 
 
 def optimizer_kind(state: str) -> str:
-    """The kind of the per-element optimizer state ``state``, such as ``exp_avg``."""
+    """Returns the kind of the per-element optimizer state ``state``, such as ``exp_avg``."""
     return _OPTIMIZER + state
 
 
 def state_of_kind(kind: str) -> str | None:
-    """The optimizer state that ``kind`` holds, or None for other kinds."""
+    """Returns the optimizer state that ``kind`` holds, or None for other kinds."""
     return kind.removeprefix(_OPTIMIZER) if kind.startswith(_OPTIMIZER) else None
 
 
 @dataclass(frozen=True)
-class SavedStretch:
+class SavedRun:
     """Elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
 
     Attributes:
@@ -176,7 +176,7 @@ class SavedFile:
     kind: str
     size: int
     checksums: tuple[int, ...]
-    pieces: tuple[SavedStretch, ...] = ()
+    pieces: tuple[SavedRun, ...] = ()
     tensors: tuple[NamedTensor, ...] = ()
 
 
@@ -230,13 +230,13 @@ class Manifest:
         object.__setattr__(self, "tiles", table)
 
     def file(self, name: str) -> SavedFile | None:
-        """The file called ``name``."""
+        """Returns the file called ``name``."""
         return next((entry for entry in self.files if entry.name == name), None)
 
     # -- to and from JSON --------------------------------------------------------------------------------------------
 
     def encode(self) -> bytes:
-        """The bytes of ``manifest.json``."""
+        """Returns the bytes of ``manifest.json``."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -486,9 +486,7 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
         numel = buckets[bucket].numel
         stop = check.number(stop, f"the end of a piece of {name!r}", 1, numel)
         start = check.number(start, f"the start of a piece of {name!r}", 0, stop - 1)
-        pieces.append(
-            SavedStretch(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8))
-        )
+        pieces.append(SavedRun(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8)))
     tensors = []
     for row in check.get(entry, "tensors", list):
         tensor, shape, code, offset = check.row(row, 4, f"a tensor of {name!r}")
@@ -516,7 +514,7 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
 def safetensors_header(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The first bytes of a safetensors file whose tensors follow end to end, in this order.
+    """Returns the first bytes of a safetensors file whose tensors follow end to end, in this order.
 
     Args:
         entries: Name, dtype and shape of each tensor.

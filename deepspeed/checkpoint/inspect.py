@@ -197,7 +197,7 @@ def _parameter_table(source: CheckpointSource) -> Table:
 
 
 def _tiles(parameter: SavedParameter) -> str:
-    """How a parameter is cut: the shapes of its tiles, and of how many boxes each is made."""
+    """Returns how a parameter is cut: the shapes of its tiles, and of how many boxes each is made."""
     shown = [
         f"{tile.shape}" + (f" of {len(tile.boxes)} boxes" if len(tile.boxes) != 1 else "")
         for tile in parameter.tiles[:_SHOWN_TILES]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed.checkpoint.consolidate import full_tensors
-from deepspeed.checkpoint.directory import Format, Found, find, what_exists
+from deepspeed.checkpoint.directory import Format, FoundCheckpoint, find, what_exists
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.fill import WeightFiller, load_buffers
 from deepspeed.checkpoint.native import read_training_state
@@ -23,9 +23,9 @@ from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.renaming import kind_of_names, renamed
 from deepspeed.checkpoint.roster import names_elsewhere
+from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS
-from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
@@ -63,7 +63,7 @@ class LoadOptions:
 
 
 @dataclass
-class Loaded:
+class LoadResult:
     """What was loaded.
 
     Attributes:
@@ -82,7 +82,7 @@ class Loaded:
 
 
 @dataclass
-class _Prepared:
+class _LoadPlan:
     """A checkpoint that fits and is whole, and what will be copied out of it."""
 
     source: CheckpointSource
@@ -95,7 +95,7 @@ class _Prepared:
     notes: list[str] = field(default_factory=list)
 
 
-def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded | None:
+def load(run_state: RunState, options: LoadOptions, exchange: Exchange) -> LoadResult | None:
     """Loads a checkpoint into a training run. Every rank must call it.
 
     Nothing is changed unless every rank has found all it needs, undamaged.
@@ -107,48 +107,48 @@ def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded |
         CheckpointError: The same on all ranks.
     """
     doing = f"load_checkpoint({options.root}{'' if options.tag is None else f', tag={options.tag!r}'})"
-    found = _find(subject, options, exchange, doing)
+    found = _find(run_state, options, exchange, doing)
     if found is None:
         return None
-    elsewhere = names_elsewhere(subject, exchange)
-    trained = _trained_names(subject, exchange, doing) if found.format is not Format.OURS else []
+    elsewhere = names_elsewhere(run_state, exchange)
+    trained = _trained_names(run_state, exchange, doing) if found.format is not Format.OURS else []
     with ExitStack() as stack:
         prepared = _on_all(
-            exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, elsewhere, trained, stack)
+            exchange, doing, lambda: _prepare(run_state, options, found, exchange.rank, elsewhere, trained, stack)
         )
         for note in dict.fromkeys(note for notes in exchange.gather(prepared.notes, doing) for note in notes):
             log_dist(f"{doing}: {note}", level=WARNING)
         if prepared.optimizer is not None:
             prepared.optimizer.cut_runs()
         try:
-            loaded = _on_all(exchange, doing, lambda: _apply(subject, options, found, prepared))
+            loaded = _on_all(exchange, doing, lambda: _apply(run_state, options, found, prepared))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine anew"
             ) from error
-        publish(subject.runtime)
-        if subject.runtime.reducer is not None:
-            subject.runtime.reducer.clear()  # those of the former weights
+        publish(run_state.runtime)
+        if run_state.runtime.reducer is not None:
+            run_state.runtime.reducer.clear()  # those of the former weights
         if options.custom_load_fn is not None:
-            load_by(subject, full_tensors(prepared.source), options.custom_load_fn)
+            load_by(run_state, full_tensors(prepared.source), options.custom_load_fn)
     return loaded
 
 
-def load_by(subject: Subject, state_dict: dict[str, Any], custom_load_fn: Callable[..., Any]) -> None:
+def load_by(run_state: RunState, state_dict: dict[str, Any], custom_load_fn: Callable[..., Any]) -> None:
     """Lets the caller's function fill the model, with every parameter in full. Every rank must call it."""
-    with full_parameters(subject.runtime):
-        custom_load_fn(src=state_dict, dst=subject.model)
-    if subject.optimizer is not None:
-        subject.optimizer.refresh_fp32_params()
+    with full_parameters(run_state.runtime):
+        custom_load_fn(src=state_dict, dst=run_state.model)
+    if run_state.optimizer is not None:
+        run_state.optimizer.refresh_fp32_params()
 
 
 def load_state_dict(
-    subject: Subject, state_dict: dict[str, Any], exchange: Exchange, *, strict: bool, may_miss: Iterable[str]
+    run_state: RunState, state_dict: dict[str, Any], exchange: Exchange, *, strict: bool, may_miss: Iterable[str]
 ) -> None:
     """Fills the model from a full state dict that every rank has. Every rank must call it.
 
     Args:
-        subject: The training run.
+        run_state: The training run.
         state_dict: Full tensors by name.
         exchange: The ranks.
         strict: Differences are an error.
@@ -158,15 +158,15 @@ def load_state_dict(
         CheckpointError: It does not fit; nothing was changed.
     """
     doing = "load_module_state_dict"
-    source = StateDictSource(state_dict, subject.extra_state_owners())
-    elsewhere = names_elsewhere(subject, exchange)
+    source = StateDictSource(state_dict, run_state.extra_state_owners())
+    elsewhere = names_elsewhere(run_state, exchange)
 
     def prepare() -> tuple[WeightFiller, dict[str, str], Mismatch]:
-        matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
+        matches, buffers, difference = match(source, run_state.shapes(), run_state.aliases(), run_state.buffers())
         difference.missing = [name for name in difference.missing if name not in set(may_miss)]
         difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
         _check_fit("the state dict", difference, strict=strict)
-        weights = WeightFiller(subject.runtime, source, matches)
+        weights = WeightFiller(run_state.runtime, source, matches)
         weights.check_state()
         return weights, buffers, difference
 
@@ -174,11 +174,11 @@ def load_state_dict(
     if difference:
         log_dist(f"{doing}: the model and the state dict differ:\n{difference.table()}", level=WARNING)
     weights.fill()
-    load_buffers(source, buffers, subject.buffers())
-    for key, module in subject.extra_state_owners().items():
+    load_buffers(source, buffers, run_state.buffers())
+    for key, module in run_state.extra_state_owners().items():
         if key in state_dict:
             module.set_extra_state(state_dict[key])
-    publish(subject.runtime)
+    publish(run_state.runtime)
 
 
 def _on_all(exchange: Exchange, doing: str, action: Callable[[], T]) -> T:
@@ -188,11 +188,11 @@ def _on_all(exchange: Exchange, doing: str, action: Callable[[], T]) -> T:
     return results[0]
 
 
-def _find(subject: Subject, options: LoadOptions, exchange: Exchange, doing: str) -> Found | None:
-    """The same checkpoint on all ranks."""
+def _find(run_state: RunState, options: LoadOptions, exchange: Exchange, doing: str) -> FoundCheckpoint | None:
+    """Returns the same checkpoint on all ranks."""
 
-    def look() -> Found | None:
-        universal = subject.settings.load_universal and options.tag is None
+    def look() -> FoundCheckpoint | None:
+        universal = run_state.settings.load_universal and options.tag is None
         found = find(options.root, options.tag, prefer_universal=universal)
         if found is None and options.must_exist:
             raise CheckpointError(f"must_exist=True, but {what_exists(options.root)}")
@@ -214,17 +214,22 @@ def _find(subject: Subject, options: LoadOptions, exchange: Exchange, doing: str
     return all_found[exchange.rank]
 
 
-def _trained_names(subject: Subject, exchange: Exchange, doing: str) -> list[list[str]]:
+def _trained_names(run_state: RunState, exchange: Exchange, doing: str) -> list[list[str]]:
     """Of each param group, the names on this rank; of a pipeline those of all stages, in their order."""
-    if not subject.is_pipeline:
-        return subject.trained_names()
-    everyones = exchange.together(doing, subject.trained_names)
+    if not run_state.is_pipeline:
+        return run_state.trained_names()
+    everyones = exchange.together(doing, run_state.trained_names)
     by_number = zip_longest(*everyones, fillvalue=[])  # stages may have different numbers of groups
     return [list(dict.fromkeys(name for names in same for name in names)) for same in by_number]
 
 
 def _open(
-    found: Found, subject: Subject, options: LoadOptions, rank: int, trained: list[list[str]], stack: ExitStack
+    found: FoundCheckpoint,
+    run_state: RunState,
+    options: LoadOptions,
+    rank: int,
+    trained: list[list[str]],
+    stack: ExitStack,
 ) -> tuple[CheckpointSource, TrainingState]:
     if found.format is not Format.OURS:
         upstream = open_upstream(
@@ -232,49 +237,51 @@ def _open(
             found.format,
             trust=options.trust_objects,
             trained=trained,
-            layer_names=subject.layer_names(),
+            layer_names=run_state.layer_names(),
         )
         return upstream, upstream.state
-    reader = stack.enter_context(CheckpointReader(found.folder, verify=subject.settings.verify_checksums))
+    reader = stack.enter_context(CheckpointReader(found.folder, verify=run_state.settings.verify_checksums))
     return reader, read_training_state(reader, rank, trust=options.trust_objects)
 
 
 def _prepare(
-    subject: Subject,
+    run_state: RunState,
     options: LoadOptions,
-    found: Found,
+    found: FoundCheckpoint,
     rank: int,
     elsewhere: set[str],
     trained: list[list[str]],
     stack: ExitStack,
-) -> _Prepared:
+) -> _LoadPlan:
     """Everything that can go wrong, before anything is changed."""
-    source, state = _open(found, subject, options, rank, trained, stack)
+    source, state = _open(found, run_state, options, rank, trained, stack)
     notes = []
-    matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
+    matches, buffers, difference = match(source, run_state.shapes(), run_state.aliases(), run_state.buffers())
     if not matches and difference:  # perhaps another kind of the same model
-        for beginnings in subject.renamings():
+        for beginnings in run_state.renamings():
             names = renamed(source, beginnings)
             if names is not None:
-                matches, buffers, difference = match(names, subject.shapes(), subject.aliases(), subject.buffers())
+                matches, buffers, difference = match(
+                    names, run_state.shapes(), run_state.aliases(), run_state.buffers()
+                )
                 notes.append(f"it was saved from {kind_of_names(source.parameters)}; names are those of this model now")
                 break
     difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
     strict = options.strict and options.custom_load_fn is None
-    if strict and not matches and subject.shapes() and source.parameters:
-        raise CheckpointError(_of_another_kind(subject, found, options, source))
+    if strict and not matches and run_state.shapes() and source.parameters:
+        raise CheckpointError(_of_another_kind(run_state, found, options, source))
     _check_fit(str(found.folder), difference, strict=strict)
     weights = WeightFiller(
-        subject.runtime, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
+        run_state.runtime, source, matches, use_masters=run_state.use_fp32_weights or run_state.optimizer is None
     )
     weights.check_state()
     wanted = weights.wanted()
     optimizer = None
     if difference:
         notes.append(f"the model and the checkpoint differ (load_module_strict=False):\n{difference.table()}")
-    if subject.optimizer is not None and options.optimizer_states and not options.module_only:
+    if run_state.optimizer is not None and options.optimizer_states and not options.module_only:
         optimizer = OptimizerFiller(
-            subject.optimizer, subject.runtime.masters, source, state, matches, subject.group_names()
+            run_state.optimizer, run_state.runtime.masters, source, state, matches, run_state.group_names()
         )
         optimizer.check()
         wanted += optimizer.wanted()
@@ -284,26 +291,30 @@ def _prepare(
             f"not restored, because that would run code: {', '.join(state.withheld)}; if you trust the file, pass "
             "allow_pickled_objects=True"
         )
-    _check_scheduler(subject, options, state)
+    _check_scheduler(run_state, options, state)
     source.check(wanted)
-    private = PrivateFiller(subject, source, state, rank, wanted=optimizer is not None)
+    private = PrivateFiller(run_state, source, state, rank, wanted=optimizer is not None)
     notes += private.notes
-    return _Prepared(source, state, weights, optimizer, buffers, private, _schedule(subject, state, matches), notes)
+    return _LoadPlan(source, state, weights, optimizer, buffers, private, _schedule(run_state, state, matches), notes)
 
 
-def _schedule(subject: Subject, state: TrainingState, matches: Mapping[str, ParameterMatch]) -> dict[str, Any] | None:
+def _schedule(
+    run_state: RunState, state: TrainingState, matches: Mapping[str, ParameterMatch]
+) -> dict[str, Any] | None:
     """Returns the saved state of the learning-rate schedule, with one entry per param group of this rank."""
-    present = subject.schedule_state()
+    present = run_state.schedule_state()
     if state.lr_scheduler is None or present is None:
         return state.lr_scheduler
-    choices = choose_groups(state.param_groups, matches, subject.group_names())
+    choices = choose_groups(state.param_groups, matches, run_state.group_names())
     return schedule_for(state.lr_scheduler, present, len(state.param_groups), choices)
 
 
-def _of_another_kind(subject: Subject, found: Found, options: LoadOptions, source: CheckpointSource) -> str:
+def _of_another_kind(
+    run_state: RunState, found: FoundCheckpoint, options: LoadOptions, source: CheckpointSource
+) -> str:
     """Returns the message for a checkpoint that has no name in common with the model."""
     tag = "" if options.tag is None else f" -t {options.tag}"
-    expected, there = kind_of_names(subject.shapes()), kind_of_names(source.parameters)
+    expected, there = kind_of_names(run_state.shapes()), kind_of_names(source.parameters)
     return (
         f"{found.folder} does not fit the model; nothing was loaded: expected the weights of {expected}, found those "
         f"of {there}; no name is in both. Load it into a model of the kind that saved it. Or write its weights by "
@@ -321,8 +332,8 @@ def _check_fit(what: str, difference: Mismatch, *, strict: bool) -> None:
         raise CheckpointError(f"{what} does not fit the model; nothing was loaded:\n{difference.table()}{remedy}")
 
 
-def _check_scheduler(subject: Subject, options: LoadOptions, state: TrainingState) -> None:
-    if not _loads_scheduler(subject, options, state):
+def _check_scheduler(run_state: RunState, options: LoadOptions, state: TrainingState) -> None:
+    if not _loads_scheduler(run_state, options, state):
         return
     cut = [name for name in state.withheld if name.startswith("lr_scheduler")]
     if cut:
@@ -332,35 +343,35 @@ def _check_scheduler(subject: Subject, options: LoadOptions, state: TrainingStat
         )
 
 
-def _loads_scheduler(subject: Subject, options: LoadOptions, state: TrainingState) -> bool:
+def _loads_scheduler(run_state: RunState, options: LoadOptions, state: TrainingState) -> bool:
     wanted = options.lr_scheduler_states and not options.module_only
-    return wanted and state.lr_scheduler is not None and hasattr(subject.lr_scheduler, "load_state_dict")
+    return wanted and state.lr_scheduler is not None and hasattr(run_state.lr_scheduler, "load_state_dict")
 
 
-def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prepared) -> Loaded:
+def _apply(run_state: RunState, options: LoadOptions, found: FoundCheckpoint, prepared: _LoadPlan) -> LoadResult:
     """Copies everything on this rank. No communication."""
     state = prepared.state
     prepared.weights.fill()
     prepared.private.fill()
-    load_buffers(prepared.source, prepared.buffers, subject.buffers())
-    for key, module in subject.extra_state_owners().items():
+    load_buffers(prepared.source, prepared.buffers, run_state.buffers())
+    for key, module in run_state.extra_state_owners().items():
         if key in state.extra_state:
             module.set_extra_state(state.extra_state[key])
-    loads_scheduler = _loads_scheduler(subject, options, state)
+    loads_scheduler = _loads_scheduler(run_state, options, state)
     if prepared.optimizer is not None:
         prepared.optimizer.fill()
-        _restore_schedules(subject, state)
-        _restore_position(subject, state)
+        _restore_schedules(run_state, state)
+        _restore_position(run_state, state)
     if loads_scheduler:
-        subject.lr_scheduler.load_state_dict(prepared.schedule)
+        run_state.lr_scheduler.load_state_dict(prepared.schedule)
         has_rates = prepared.optimizer is not None and any("lr" in group for group in state.param_groups)
         if (
-            isinstance(subject.lr_scheduler, LrSchedule)
+            isinstance(run_state.lr_scheduler, LrSchedule)
             and not has_rates
-            and subject.lr_scheduler.last_batch_iteration >= 0
+            and run_state.lr_scheduler.last_batch_iteration >= 0
         ):
             # The rates were not among what was restored: write those that the schedule stands at.
-            subject.lr_scheduler.step(subject.lr_scheduler.last_batch_iteration)
+            run_state.lr_scheduler.step(run_state.lr_scheduler.last_batch_iteration)
     client_state = {key: value for key, value in state.model_states.items() if key not in ENGINE_KEYS}
     if options.module_only:
         client_state = {key: value for key, value in state.model_states.items() if key != "module"}
@@ -369,25 +380,28 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
     if prepared.optimizer is not None or options.module_only:
         client_state.pop("optimizer", None)
     counters = {} if options.module_only else {key: int(state.counters.get(key, 0)) for key in COUNTERS}
-    return Loaded(found.folder, client_state, counters, state.world_size, state.mesh.get("model", 1))
+    return LoadResult(found.folder, client_state, counters, state.world_size, state.mesh.get("model", 1))
 
 
-def _restore_schedules(subject: Subject, state: TrainingState) -> None:
+def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
     """What all ranks share of how data are chosen and shortened, so it fits however many they are."""
     sampler, tokens = (state.model_states.get(name) for name in ("data_sampler", "random_ltd"))
-    if sampler is not None and subject.sampler_state() is not None:
-        subject.dataloader.load_sampler_state(sampler)
-    if tokens is not None and subject.token_schedule is not None:
-        subject.token_schedule.load_state_dict(tokens)
-    if subject.compression is not None:
-        subject.compression.load_state_dict(state.model_states.get("quantization_pace"))
+    if sampler is not None and run_state.sampler_state() is not None:
+        run_state.dataloader.load_sampler_state(sampler)
+    if tokens is not None and run_state.token_schedule is not None:
+        run_state.token_schedule.load_state_dict(tokens)
+    if run_state.compression is not None:
+        run_state.compression.load_state_dict(state.model_states.get("quantization_pace"))
 
 
-def _restore_position(subject: Subject, state: TrainingState) -> None:
-    """RNG and data position, which belong to a rank: only where the ranks stand as they stood."""
-    if state.rank_state is None or state.mesh != subject.mesh:
+def _restore_position(run_state: RunState, state: TrainingState) -> None:
+    """Goes to the saved position in the data. Random states belong to a rank: only where ranks stand as they stood."""
+    if state.rank_state is None or state.mesh != run_state.mesh:
+        position = state.model_states.get("data_position")
+        if position is not None and run_state.data_position() is not None:
+            run_state.dataloader.load_position(position)
         return
-    restore = getattr(subject.dataloader, "load_state_dict", None)
+    restore = getattr(run_state.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:
         restore(state.rank_state["data"])  # draws random numbers, so it comes first
     restore_random_state(state.rank_state["random"])

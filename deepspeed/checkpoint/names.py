@@ -14,17 +14,17 @@ OBJECTS = "rank00000-objects.pt"
 
 
 def data_file(rank: int, kind: str, number: int) -> str:
-    """The safetensors file of one rank and kind; ``number`` stands in for a kind that is no file name."""
+    """Returns the safetensors file of one rank and kind; ``number`` stands in for a kind that is no file name."""
     return f"rank{rank:05d}-{kind if _SAFE.fullmatch(kind) else f'kind{number}'}.safetensors"
 
 
 def buffers_file(rank: int = 0) -> str:
-    """The safetensors file of the model's buffers that ``rank`` writes."""
+    """Returns the safetensors file of the model's buffers that ``rank`` writes."""
     return data_file(rank, BUFFERS, 0)
 
 
 def private_file(rank: int) -> str:
-    """The safetensors file of what one rank keeps for itself."""
+    """Returns the safetensors file of what one rank keeps for itself."""
     return data_file(rank, PRIVATE, 0)
 
 
@@ -34,12 +34,12 @@ def rank_state_file(rank: int) -> str:
 
 
 def model_states_file(stage: int, rank: int = 0) -> str:
-    """The file with counters and the caller's state, where the ecosystem looks for it."""
+    """Returns the file with counters and the caller's state, where the ecosystem looks for it."""
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage >= 3 else "mp_rank_00_model_states.pt"
 
 
 def optim_states_file(bf16: bool, rank: int = 0) -> str:
-    """The file in which the ecosystem looks for the ZeRO stage."""
+    """Returns the file in which the ecosystem looks for the ZeRO stage."""
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
@@ -59,17 +59,17 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """The optimizer-states files of a tag folder, by rank."""
+    """Returns the optimizer-states files of a tag folder, by rank."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
-    """The model-states files of a tag folder, by rank."""
+    """Returns the model-states files of a tag folder, by rank."""
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The model-states file of rank 0.
+    """Returns the model-states file of rank 0.
 
     Args:
         checkpoint_dir: The tag folder.

@@ -12,7 +12,7 @@ from deepspeed.errors import CheckpointError
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:
-    """Everything that is no large tensor.
+    """Returns everything that is no large tensor.
 
     Args:
         reader: The open checkpoint.

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.checkpoint.collect import is_per_element
 from deepspeed.checkpoint.param_groups import NOT_HYPERPARAMETERS, choose_groups, comparable
-from deepspeed.checkpoint.plan import Fill, ParameterMatch, state_fills
+from deepspeed.checkpoint.plan import FillEntry, ParameterMatch, state_fills
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.placement import Home
@@ -54,7 +54,7 @@ class OptimizerFiller:
         self.notes: list[str] = []
 
     def wanted(self) -> list[Wanted]:
-        """All per-element states that :meth:`fill` may read."""
+        """Returns all per-element states that :meth:`fill` may read."""
         return [
             entry.wanted
             for master in self._masters
@@ -152,7 +152,7 @@ class OptimizerFiller:
         self._fill_loss_scaler()
         self._zero.count_state()
 
-    def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[Fill]]) -> None:
+    def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[FillEntry]]) -> None:
         tiles = [tile for tile, _, _ in master.tile_spans(run.span)]
         name = master.layout.tiles[tiles[0]].logical if tiles else ""
         saved = self._states_of(name) if tiles else None
@@ -181,7 +181,7 @@ class OptimizerFiller:
             state[key] = _restored(value, state.get(key), group, run.param)
         self._optimizer.state[run.param] = state
 
-    def _fill_state(self, target: torch.Tensor, run: MasterRun, entries: list[Fill]) -> None:
+    def _fill_state(self, target: torch.Tensor, run: MasterRun, entries: list[FillEntry]) -> None:
         for entry in entries:
             if run.span.start <= entry.start < run.span.stop:
                 self._source.read(entry.wanted, target[entry.start - run.span.start : entry.stop - run.span.start])
@@ -232,7 +232,7 @@ class OptimizerFiller:
 
 
 def _restored(value: Any, present: Any, group: Mapping[str, Any], param: torch.Tensor) -> Any:
-    """A scalar state in the form in which the optimizer keeps it."""
+    """Returns a scalar state in the form in which the optimizer keeps it."""
     if isinstance(present, torch.Tensor):
         number = value.to(present.device) if isinstance(value, torch.Tensor) else value
         return present.copy_(number) if isinstance(number, torch.Tensor) else present.fill_(number)

@@ -97,18 +97,18 @@ def merge_groups(
     merged = MergedGroups(schedule=schedule)
     homes: list[tuple[RankGroups, int]] = []  # where each merged group was seen first
     owners: dict[str, int] = {}
-    for position, (told, members) in enumerate(ranks):
+    for position, (record, members) in enumerate(ranks):
         taken: set[int] = set()
         for number, names in enumerate(members):
             first = [number] if number < len(homes) else []
-            fitting = (p for p in (*first, *range(len(homes))) if p not in taken and told.same(number, *homes[p]))
+            fitting = (p for p in (*first, *range(len(homes))) if p not in taken and record.same(number, *homes[p]))
             place = next(fitting, None)
             if place is None:
                 if position and not names:
                     continue
                 place = len(homes)
-                homes.append((told, number))
-                merged.groups.append({**told.hyperparameters[number], "params": []})
+                homes.append((record, number))
+                merged.groups.append({**record.hyperparameters[number], "params": []})
             taken.add(place)
             for name in names:
                 if owners.setdefault(name, place) == place:
@@ -122,7 +122,7 @@ def merge_groups(
     for group in merged.groups:
         group["params"] = list(dict.fromkeys(group["params"]))
     if schedule is not None and len(ranks) > 1:
-        entries = [told.scheduled[number] for told, number in homes]
+        entries = [record.scheduled[number] for record, number in homes]
         merged.schedule = _with_lists(
             schedule,
             lambda path, values: [e[path] for e in entries] if entries and all(path in e for e in entries) else values,

@@ -138,7 +138,7 @@ def _resolve(source: CheckpointSource | SavedNames, candidates: Iterable[str]) -
 
 
 @dataclass(frozen=True)
-class Fill:
+class FillEntry:
     """Elements ``[start, stop)`` of a flat tensor, and what fills them."""
 
     start: int
@@ -146,8 +146,8 @@ class Fill:
     wanted: Wanted
 
 
-def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch], kind: str | None) -> list[Fill]:
-    """What ``rank``'s slice of a bucket takes from a checkpoint.
+def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch], kind: str | None) -> list[FillEntry]:
+    """Returns what ``rank``'s slice of a bucket takes from a checkpoint.
 
     Args:
         layout: The bucket as it is shared.
@@ -167,7 +167,7 @@ def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]
         wanted_kind = kind or entry.weights
         if wanted_kind in entry.saved.kinds:
             wanted = wanted_of(tile, wanted_kind, entry.saved.name, fragment.tile_start, fragment.tile_stop)
-            found.append(Fill(fragment.slice_start, fragment.slice_start + fragment.numel, wanted))
+            found.append(FillEntry(fragment.slice_start, fragment.slice_start + fragment.numel, wanted))
     return found
 
 
@@ -176,7 +176,7 @@ def wanted_of(tile: Tile, kind: str, name: str, start: int, stop: int) -> Wanted
     return Wanted(kind, name, start, stop, None if tile.part is None else tile)
 
 
-def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]) -> dict[str, list[Fill]]:
+def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]) -> dict[str, list[FillEntry]]:
     """For each per-element optimizer state, what ``rank``'s slice of a bucket takes from a checkpoint."""
     found = (matches[tile.logical] for tile in layout.tiles if tile.logical in matches)
     states = {state for entry in found for state in entry.states()}

@@ -19,16 +19,16 @@ from deepspeed.zero.access.gathered import checksum
 from deepspeed.zero.update.driver import PrivateState
 
 if TYPE_CHECKING:
-    from deepspeed.checkpoint.subject import Subject
+    from deepspeed.checkpoint.run_state import RunState
 
 
-def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
-    """The private state of this rank, by names that say which places it belongs to; views of live tensors."""
-    return [(_name(state), state.tensor) for state in _states(subject)]
+def private_tensors(run_state: RunState) -> list[tuple[str, torch.Tensor]]:
+    """Returns the private state of this rank, by names that say which places it belongs to; views of live tensors."""
+    return [(_name(state), state.tensor) for state in _states(run_state)]
 
 
-def _states(subject: Subject) -> Sequence[PrivateState]:
-    return [] if subject.optimizer is None else subject.optimizer.driver.private_states()
+def _states(run_state: RunState) -> Sequence[PrivateState]:
+    return [] if run_state.optimizer is None else run_state.optimizer.driver.private_states()
 
 
 def _name(state: PrivateState) -> str:
@@ -43,7 +43,7 @@ class PrivateFiller:
     """Restores the private state of one rank, or drops what it has.
 
     Args:
-        subject: The training run.
+        run_state: The training run.
         source: The checkpoint.
         state: Its training state.
         rank: This rank among those that save together.
@@ -51,9 +51,9 @@ class PrivateFiller:
     """
 
     def __init__(
-        self, subject: Subject, source: CheckpointSource, state: TrainingState, rank: int, *, wanted: bool
+        self, run_state: RunState, source: CheckpointSource, state: TrainingState, rank: int, *, wanted: bool
     ) -> None:
-        self._targets = private_tensors(subject)
+        self._targets = private_tensors(run_state)
         self._found: dict[str, torch.Tensor] | None = None
         self.notes: list[str] = []
         if not self._targets:
@@ -61,14 +61,14 @@ class PrivateFiller:
         why = "only weights are loaded"
         if wanted:
             why = "the checkpoint is of another layout of ranks, or has none"
-            if isinstance(source, CheckpointReader) and state.mesh == subject.mesh:
+            if isinstance(source, CheckpointReader) and state.mesh == run_state.mesh:
                 self._found = self._read(source, rank)
         if self._found is None:
-            what = dict.fromkeys(state.what for state in _states(subject))
+            what = dict.fromkeys(state.what for state in _states(run_state))
             self.notes.append(f"{' and '.join(what)} begins anew: {why}")
 
     def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:
-        """Everything that is wanted, verified; None where some of it is not there in its size."""
+        """Returns everything that is wanted, verified; None where some of it is not there in its size."""
         present = reader.named_tensors(names.private_file(rank))
         if any(name not in present or present[name] != target.shape for name, target in self._targets):
             return None

@@ -26,7 +26,7 @@ from deepspeed.checkpoint.format import (
     Manifest,
     NamedTensor,
     SavedFile,
-    SavedStretch,
+    SavedRun,
     SavedTile,
 )
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
@@ -55,7 +55,7 @@ class FileReader:
         self._verified: set[int] = set()
 
     def open(self) -> int:
-        """The descriptor; opened at the first call.
+        """Returns the descriptor; opened at the first call.
 
         Raises:
             CheckpointError: The file is missing, is no plain file, or has another size than when it was written.
@@ -110,7 +110,7 @@ class FileReader:
             out, offset = out[count:], offset + count
 
     def chunks_of(self, start: int, stop: int) -> range:
-        """The chunks that bytes ``[start, stop)`` touch."""
+        """Returns the chunks that bytes ``[start, stop)`` touch."""
         return range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
 
     def verify(self, chunk: int) -> None:
@@ -133,7 +133,7 @@ class FileReader:
         self._verified.add(chunk)
 
     def whole(self) -> bytes:
-        """The whole file, verified."""
+        """Returns the whole file, verified."""
         for chunk in range(len(self.record.checksums)):
             self.verify(chunk)
         data = bytearray(self.record.size)
@@ -149,7 +149,7 @@ def _read_at(descriptor: int, out: memoryview, offset: int) -> int:
     return len(data)
 
 
-class _FileRun(NamedTuple):
+class FileRun(NamedTuple):
     """Elements ``[start, stop)`` of a wanted tile that lie side by side in a file.
 
     Attributes:
@@ -162,7 +162,7 @@ class _FileRun(NamedTuple):
 
     start: int
     stop: int
-    piece: SavedStretch
+    piece: SavedRun
     reader: FileReader
     offset: int
 
@@ -178,17 +178,27 @@ class CheckpointReader:
     Args:
         folder: The tag folder.
         verify: Whether :meth:`check` compares checksums.
+        manifest: What there is; None: as the folder says.
+        files: Readers of its files that are not in the folder; None: all of them are.
 
     Attributes:
         manifest: What the folder should hold.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        verify: bool = True,
+        manifest: Manifest | None = None,
+        files: Sequence[FileReader] | None = None,
+    ) -> None:
         self.folder = folder
         self.label = str(folder)
-        self.manifest = Manifest.read(folder)
+        self.manifest = Manifest.read(folder) if manifest is None else manifest
         self._verify = verify
-        self._files = {record.name: FileReader(folder, record) for record in self.manifest.files}
+        readers = [FileReader(folder, record) for record in self.manifest.files] if files is None else files
+        self._files = {reader.record.name: reader for reader in readers}
         self._pieces = self._index_pieces()
         self._kinds: dict[int, list[str]] = defaultdict(list)
         for kind, bucket in self._pieces:
@@ -218,8 +228,8 @@ class CheckpointReader:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _index_pieces(self) -> dict[tuple[str, int], list[tuple[SavedStretch, FileReader]]]:
-        found: dict[tuple[str, int], list[tuple[SavedStretch, FileReader]]] = defaultdict(list)
+    def _index_pieces(self) -> dict[tuple[str, int], list[tuple[SavedRun, FileReader]]]:
+        found: dict[tuple[str, int], list[tuple[SavedRun, FileReader]]] = defaultdict(list)
         for record in self.manifest.files:
             for piece in record.pieces:
                 found[(record.kind, piece.bucket)].append((piece, self._files[record.name]))
@@ -252,7 +262,7 @@ class CheckpointReader:
         return SavedParameter(name, whole.shape, kinds, name in self.manifest.frozen, dtype, tiles)
 
     def _is_complete(self, name: str, whole: Tile) -> bool:
-        """Whether the tiles of a parameter together are all of it: their distinct boxes do not overlap."""
+        """Returns whether the tiles of a parameter together are all of it: their distinct boxes do not overlap."""
         if self.manifest.tiles[name][0].tile.part is None:
             return True
         return sum(box.numel for entry in self._sources_of(name) for box in entry.tile.boxes) == whole.numel
@@ -280,7 +290,7 @@ class CheckpointReader:
             position = piece.stop
         return position >= stop
 
-    def _overlapping(self, kind: str, bucket: int, start: int, stop: int) -> Iterator[tuple[SavedStretch, FileReader]]:
+    def _overlapping(self, kind: str, bucket: int, start: int, stop: int) -> Iterator[tuple[SavedRun, FileReader]]:
         pieces = self._pieces.get((kind, bucket), [])
         first = bisect.bisect_right(pieces, start, key=lambda entry: entry[0].stop)
         for piece, reader in pieces[first:]:
@@ -302,14 +312,14 @@ class CheckpointReader:
                 yield entry, span
 
     def _same(self, wanted: Wanted) -> SavedTile | None:
-        """The saved tile that is cut as the one of ``wanted``, or None."""
+        """Returns the saved tile that is cut as the one of ``wanted``, or None."""
         saved = self.manifest.tiles[wanted.name]
         if wanted.tile is None and saved[0].tile.part is None:
             return saved[0]
         tile = saved[0].tile.whole() if wanted.tile is None else wanted.tile
         return next((entry for entry in saved if entry.tile.holds_same(tile)), None)
 
-    def _runs(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[_FileRun]:
+    def runs_of(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[FileRun]:
         """Each part of ``wanted`` that exists; ``all_of_it``: what does not is an error."""
         for entry, span in self._spans(wanted):
             low = entry.start + span.other_start
@@ -320,7 +330,7 @@ class CheckpointReader:
                     break
                 start = span.start + first - low
                 offset = piece.offset + (first - piece.start) * piece.dtype.itemsize
-                yield _FileRun(start, start + last - first, piece, reader, offset)
+                yield FileRun(start, start + last - first, piece, reader, offset)
                 position = last
             if all_of_it and position < high:
                 raise CheckpointError(f"{self.folder}: {wanted.kind} of {wanted.name!r} is not complete")
@@ -331,7 +341,7 @@ class CheckpointReader:
         """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can tell."""
         chunks: dict[FileReader, set[int]] = defaultdict(set)
         for entry in wanted:
-            for run in self._runs(entry):
+            for run in self.runs_of(entry):
                 chunks[run.reader].update(run.reader.chunks_of(run.offset, run.end))
         for reader, tensor in self._buffers.values():
             chunks[reader].update(reader.chunks_of(tensor.offset, tensor.offset + tensor.nbytes))
@@ -362,7 +372,7 @@ class CheckpointReader:
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
         """Returns the parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
-        return [(run.start, run.stop) for run in self._runs(wanted)]
+        return [(run.start, run.stop) for run in self.runs_of(wanted)]
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
         """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device."""
@@ -373,7 +383,7 @@ class CheckpointReader:
             return
         if wanted.tile is not None and wanted.tile.is_padded:
             out.zero_()
-        for window in _windows(self._runs(wanted, all_of_it=True)):
+        for window in windows(self.runs_of(wanted, all_of_it=True)):
             first = window[0]
             if len(window) == 1:
                 place = out[first.start - wanted.start : first.stop - wanted.start]
@@ -420,7 +430,7 @@ class CheckpointReader:
         self._files[name].open()
 
     def read_file(self, name: str) -> bytes | None:
-        """The whole of the small file ``name``, verified; None if the checkpoint has none of that name."""
+        """Returns the whole of the small file ``name``, verified; None if the checkpoint has none of that name."""
         reader = self._files.get(name)
         if reader is None:
             return None
@@ -428,9 +438,9 @@ class CheckpointReader:
         return reader.whole()
 
 
-def _windows(runs: Iterable[_FileRun]) -> Iterator[list[_FileRun]]:
+def windows(runs: Iterable[FileRun]) -> Iterator[list[FileRun]]:
     """Runs that are read at once: of one piece, close together."""
-    window: list[_FileRun] = []
+    window: list[FileRun] = []
     for run in runs:
         if window:
             last = window[-1]

@@ -22,7 +22,7 @@ class SavedNames:
 
     Attributes:
         parameters: Each knows the name that it has in the checkpoint.
-        buffers: Likewise.
+        buffers: Each knows the name that it has in the checkpoint.
         aliases: Further names of tied tensors.
         left_out: Parameters that the checkpoint has not, on purpose.
     """

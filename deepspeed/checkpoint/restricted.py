@@ -81,7 +81,7 @@ _pickle_module.Pickler = _Pickler  # type: ignore[attr-defined]
 
 
 def dumps(value: Any) -> bytes:
-    """A torch file."""
+    """Returns a torch file."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_pickle_module)
     return buffer.getvalue()
@@ -151,12 +151,12 @@ def merge(value: dict[str, Any], refused: dict[Path, Any]) -> None:
 
 
 def describe(path: Path) -> str:
-    """A path as it would be written in code."""
+    """Returns a path as it would be written in code."""
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
 def _is_accepted(value: Any) -> bool:
-    """Whether the restricted loader gives ``value`` back: tried out, with large tensors left aside."""
+    """Returns whether the restricted loader gives ``value`` back: tried out, with large tensors left aside."""
     try:
         data = dumps(_without_bulk(value))
         check_file(io.BytesIO(data))
@@ -168,7 +168,7 @@ def _is_accepted(value: Any) -> bool:
 
 
 def _without_bulk(value: Any) -> Any:
-    """The same structure with large plain tensors replaced by small ones."""
+    """Returns the same structure with large plain tensors replaced by small ones."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value if value.untyped_storage().nbytes() <= _SMALL_BYTES else torch.empty(0, dtype=value.dtype)
     if type(value) is dict:
@@ -179,7 +179,7 @@ def _without_bulk(value: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """What torch's long message is about."""
+    """Returns what torch's long message is about."""
     text = str(error)
     marker = "WeightsUnpickler error:"
     text = text[text.index(marker) + len(marker) :] if marker in text else text

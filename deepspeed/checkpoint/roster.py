@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.subject import Subject
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.tiling.layout import BucketLayout
@@ -74,7 +74,7 @@ class Roster:
         return list(dict.fromkeys(tile.logical for tile, is_frozen, _ in self._tiles() if is_frozen))
 
     def idle(self) -> list[str]:
-        """Those of them that have no master."""
+        """Returns those of them that have no master."""
         left = (tile.logical for tile, is_frozen, entry in self._tiles() if is_frozen and not entry.is_trained)
         return list(dict.fromkeys(left))
 
@@ -90,34 +90,34 @@ class Roster:
         return [list(names) for names in groups]
 
 
-def roster(subject: Subject, exchange: Exchange) -> Roster:
+def roster(run_state: RunState, exchange: Exchange) -> Roster:
     """Lists the model. Every rank that saves must call it; communicates only where the ranks have different buckets.
 
     Args:
-        subject: The training run.
+        run_state: The training run.
         exchange: The ranks that save together.
     """
-    runtime = subject.runtime
+    runtime = run_state.runtime
     counted = [bucket for bucket in runtime.buckets if bucket.group.counts]
-    aliases, buffers = subject.aliases(), list(subject.buffers())
-    if subject.is_one_part:
-        listed = tuple(_listed(subject, bucket, 0) for bucket in counted)
+    aliases, buffers = run_state.aliases(), list(run_state.buffers())
+    if run_state.is_one_part:
+        listed = tuple(_listed(run_state, bucket, 0) for bucket in counted)
         numbers = {bucket.index: number for number, bucket in enumerate(counted)}
         return Roster(listed, numbers, aliases, frozenset(buffers if exchange.rank == 0 else ()))
 
-    def mine() -> _Told:
-        listed = [_listed(subject, bucket, exchange.rank) for bucket in counted if bucket.group.place == 0]
+    def mine() -> _Gathered:
+        listed = [_listed(run_state, bucket, exchange.rank) for bucket in counted if bucket.group.place == 0]
         is_first = runtime.groups.peers.rank == 0
-        return (listed, aliases, buffers, subject.extra_state()) if is_first else (listed, {}, [], {})
+        return (listed, aliases, buffers, run_state.extra_state()) if is_first else (listed, {}, [], {})
 
-    told = exchange.together("listing the model", mine)
-    everything = tuple(entry for listed, *_ in told for entry in listed)
+    gathered = exchange.together("listing the model", mine)
+    everything = tuple(entry for listed, *_ in gathered for entry in listed)
     _refuse_copies(everything)
     places = {(entry.rank, entry.layout.index): number for number, entry in enumerate(everything)}
     numbers = {bucket.index: places[_leader(bucket, exchange.rank), bucket.index] for bucket in counted}
     merged = Roster(everything, numbers, {}, frozenset())
     taken: set[str] = set()
-    for rank, (_, their_aliases, their_buffers, their_extra) in enumerate(told):
+    for rank, (_, their_aliases, their_buffers, their_extra) in enumerate(gathered):
         merged.aliases = {**their_aliases, **merged.aliases}
         merged.extra_state = {**their_extra, **merged.extra_state}
         if rank == exchange.rank:
@@ -126,20 +126,20 @@ def roster(subject: Subject, exchange: Exchange) -> Roster:
     return merged
 
 
-def names_elsewhere(subject: Subject, exchange: Exchange) -> set[str]:
+def names_elsewhere(run_state: RunState, exchange: Exchange) -> set[str]:
     """Parameters and buffers that other ranks have, by all of their names; empty where all ranks have the same.
 
     Every rank that loads must call it.
     """
-    if subject.is_one_part:
+    if run_state.is_one_part:
         return set()
-    mine = [*subject.shapes(), *subject.aliases(), *subject.buffers()]
-    is_first = any(bucket.group.place == 0 for bucket in subject.runtime.buckets)
-    told = exchange.gather(mine if is_first else [], "comparing the names of the model")
-    return {name for names in told for name in names}
+    mine = [*run_state.shapes(), *run_state.aliases(), *run_state.buffers()]
+    is_first = any(bucket.group.place == 0 for bucket in run_state.runtime.buckets)
+    gathered = exchange.gather(mine if is_first else [], "comparing the names of the model")
+    return {name for names in gathered for name in names}
 
 
-_Told = tuple[list[Listed], dict[str, str], list[str], dict[str, Any]]
+_Gathered = tuple[list[Listed], dict[str, str], list[str], dict[str, Any]]
 
 
 def _refuse_copies(listed: tuple[Listed, ...]) -> None:
@@ -157,13 +157,13 @@ def _refuse_copies(listed: tuple[Listed, ...]) -> None:
                 )
 
 
-def _listed(subject: Subject, bucket: Bucket, rank: int) -> Listed:
+def _listed(run_state: RunState, bucket: Bucket, rank: int) -> Listed:
     frozen = tuple(not parameter.requires_grad for parameter in bucket.params)
-    return Listed(rank, bucket.layout, frozen, subject.runtime.master_of(bucket) is not None)
+    return Listed(rank, bucket.layout, frozen, run_state.runtime.master_of(bucket) is not None)
 
 
 def _leader(bucket: Bucket, me: int) -> int:
-    """The first of the ranks that share a bucket, in the job; ``me`` where no other rank does."""
+    """Returns the first of the ranks that share a bucket, in the job; ``me`` where no other rank does."""
     group, peers = bucket.group, bucket.group.gather.peers
     everyone = peers.ranks or (me,)
     return next((ranks for ranks in group.ranks if everyone[peers.rank] in ranks), everyone)[0]

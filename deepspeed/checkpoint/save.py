@@ -22,9 +22,9 @@ from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save_folders import make_folders
 from deepspeed.checkpoint.script import SCRIPT_NAME, script
-from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.writer import BucketRun, FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
@@ -121,7 +121,7 @@ class Saver:
             self._exchange = None
             self._host.free()
 
-    def save(self, subject: Subject, options: SaveOptions) -> None:
+    def save(self, run_state: RunState, options: SaveOptions) -> None:
         """Saves. Every rank must call it.
 
         Raises:
@@ -129,7 +129,7 @@ class Saver:
                 former checkpoints are as they were.
         """
         self.wait()
-        job = self._prepare(subject, options)
+        job = self._prepare(run_state, options)
         if not options.in_background:
             _run(job, self.exchange)
             return
@@ -144,37 +144,37 @@ class Saver:
             self._failure = error
             logger.error("saving %s in the background failed: %s", job.options.tag, error)
 
-    def _prepare(self, subject: Subject, options: SaveOptions) -> _Job:
+    def _prepare(self, run_state: RunState, options: SaveOptions) -> _Job:
         exchange = self.exchange
-        subject.settle()
-        token, tag, now = _agree_on_tag(exchange, options, subject.settings.tag_validation)
+        run_state.settle()
+        token, tag, now = _agree_on_tag(exchange, options, run_state.settings.tag_validation)
         options = SaveOptions(**{**vars(options), "tag": tag})
-        listed = roster(subject, exchange)
+        listed = roster(run_state, exchange)
         collected: RankCheckpoint | None = None
 
-        schedule = subject.schedule_state()
-        has_own_groups = not subject.is_one_part  # else they are those of rank 0
+        schedule = run_state.schedule_state()
+        has_own_groups = not run_state.is_one_part  # else they are those of rank 0
 
         def mine() -> tuple[list[Any], RankGroups | None]:
             nonlocal collected
             collected = collect(
-                subject.runtime, subject.torch_optimizer, listed.numbers, exclude_frozen=options.exclude_frozen
+                run_state.runtime, run_state.torch_optimizer, listed.numbers, exclude_frozen=options.exclude_frozen
             )
-            return collected.scalars, RankGroups.of(subject.torch_optimizer, schedule) if has_own_groups else None
+            return collected.scalars, RankGroups.of(run_state.torch_optimizer, schedule) if has_own_groups else None
 
-        told_states = exchange.together("collecting what to save", mine)
-        scalars = [entry for entries, _ in told_states for entry in entries]
+        gathered_states = exchange.together("collecting what to save", mine)
+        scalars = [entry for entries, _ in gathered_states for entry in entries]
         assert collected is not None
-        buffers = [(name, buffer) for name, buffer in subject.buffers().items() if name in listed.buffers]
+        buffers = [(name, buffer) for name, buffer in run_state.buffers().items() if name in listed.buffers]
 
         def small() -> dict[str, bytes]:
             if exchange.rank != 0:
                 return {}
-            by_rank = [(rank, groups) for rank, (_, groups) in enumerate(told_states) if groups is not None]
-            by_rank = by_rank or [(0, RankGroups.of(subject.torch_optimizer, schedule))]
+            by_rank = [(rank, groups) for rank, (_, groups) in enumerate(gathered_states) if groups is not None]
+            by_rank = by_rank or [(0, RankGroups.of(run_state.torch_optimizer, schedule))]
             named = [(g, listed.group_names(rank, len(g.hyperparameters))) for rank, g in by_rank]
             merged = merge_groups(named, schedule)
-            return states.shared_files(subject, listed, options.client_state, scalars, merged)
+            return states.shared_files(run_state, listed, options.client_state, scalars, merged)
 
         made: list[dict[str, bytes]] = []
         exchange.together("collecting what to save", lambda: made.append(small()))
@@ -182,14 +182,14 @@ class Saver:
             options=options,
             token=token,
             rank=exchange.rank,
-            apart_is_meant=subject.settings.use_node_local_storage,
+            apart_is_meant=run_state.settings.use_node_local_storage,
             collected=collected,
             shared=made[0],
             buffers=buffers,
-            private=private_tensors(subject),
-            rank_state=states.rank_file(subject),
-            manifest=_manifest_maker(subject, options, listed, now),
-            keep_last=subject.settings.keep_last,
+            private=private_tensors(run_state),
+            rank_state=states.rank_file(run_state),
+            manifest=_manifest_maker(run_state, options, listed, now),
+            keep_last=run_state.settings.keep_last,
         )
 
 
@@ -211,21 +211,21 @@ def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> 
 
 
 def _manifest_maker(
-    subject: Subject, options: SaveOptions, listed: Roster, saved_at: str
+    run_state: RunState, options: SaveOptions, listed: Roster, saved_at: str
 ) -> Callable[[tuple[SavedFile, ...], list[int]], Manifest]:
     """Returns what makes the manifest, of the files and of the leader of each rank's folder."""
-    optimizer = subject.torch_optimizer
+    optimizer = run_state.torch_optimizer
     facts = {
         "tag": options.tag,
-        "written_by": subject.version,
+        "written_by": run_state.version,
         "torch": torch.__version__,
         "saved_at": saved_at,
-        "world_size": subject.dp_world_size,
-        "mesh": subject.mesh,
-        "zero_stage": subject.stage,
-        "precision": subject.precision,
+        "world_size": run_state.dp_world_size,
+        "mesh": run_state.mesh,
+        "zero_stage": run_state.stage,
+        "precision": run_state.precision,
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
-        **subject.counters,
+        **run_state.counters,
     }
     left_out = frozenset(listed.idle() if options.exclude_frozen else ())
 
@@ -244,12 +244,12 @@ def _manifest_maker(
 
 def _copy_to_host(job: _Job, host: HostCopy) -> None:
     """Takes a copy of everything that training will change."""
-    parts = [part for stretches in job.collected.stretches.values() for s in stretches for part in s.values]
+    parts = [part for runs in job.collected.runs.values() for s in runs for part in s.values]
     named = [values for _, values in (*job.buffers, *job.private)]
     copies = iter(host.take([*parts, *named]))
-    for kind, stretches in job.collected.stretches.items():
-        job.collected.stretches[kind] = [
-            BucketRun(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in stretches
+    for kind, runs in job.collected.runs.items():
+        job.collected.runs[kind] = [
+            BucketRun(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in runs
         ]
     job.buffers = [(name, next(copies)) for name, _ in job.buffers]
     job.private = [(name, next(copies)) for name, _ in job.private]
@@ -284,18 +284,18 @@ def _run(job: _Job, exchange: Exchange) -> None:
 
 def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
     """Gives the leader of every folder what ranks in other folders have for all. Every rank must call it."""
-    told = exchange.together(doing, lambda: (job.shared, [(name, t.detach().cpu()) for name, t in job.buffers]))
-    job.shared = told[0][0] if leads else {}
-    job.buffers = [entry for _, theirs in told for entry in theirs] if leads else []
+    gathered = exchange.together(doing, lambda: (job.shared, [(name, t.detach().cpu()) for name, t in job.buffers]))
+    job.shared = gathered[0][0] if leads else {}
+    job.buffers = [entry for _, theirs in gathered for entry in theirs] if leads else []
 
 
 def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
     """This rank's files."""
     written = []
     with FileWriter(folder) as writer:
-        for number, (kind, stretches) in enumerate(job.collected.stretches.items()):
+        for number, (kind, runs) in enumerate(job.collected.runs.items()):
             name = names.data_file(job.rank, kind, number)
-            written.append(writer.write_stretches(name, kind, stretches))
+            written.append(writer.write_runs(name, kind, runs))
         written.append(writer.write_bytes(names.rank_state_file(job.rank), TORCH, job.rank_state))
         if job.buffers:
             written.append(writer.write_tensors(buffers_file, BUFFERS, job.buffers))

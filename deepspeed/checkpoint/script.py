@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 @cache
 def script() -> str:
-    """The text of ``zero_to_fp32.py``."""
+    """Returns the text of ``zero_to_fp32.py``."""
     parts = []
     for module in CARRIED:
         spec = importlib.util.find_spec(module)

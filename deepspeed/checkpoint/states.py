@@ -12,7 +12,7 @@ from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.param_groups import MergedGroups
 from deepspeed.checkpoint.random_state import random_state
 from deepspeed.checkpoint.roster import Roster
-from deepspeed.checkpoint.subject import Subject
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import logger
 
@@ -26,6 +26,7 @@ ENGINE_KEYS = frozenset(
         "dp_world_size",
         "mp_world_size",
         "data_sampler",
+        "data_position",
         "random_ltd",
         "quantization_pace",
     }
@@ -36,7 +37,7 @@ _CLIENT, _TRAINING = "client_state", "training"
 
 
 def shared_files(
-    subject: Subject,
+    run_state: RunState,
     listed: Roster,
     client_state: dict[str, Any],
     scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
@@ -45,32 +46,32 @@ def shared_files(
     """Content by file name of everything small that rank 0 writes for all.
 
     Args:
-        subject: The training run.
+        run_state: The training run.
         listed: The model of all ranks.
         client_state: The caller's state.
         scalars: Optimizer states that are no per-element tensors, of all ranks.
         merged: Param groups and learning-rate schedule of all ranks.
     """
-    top = {**_model_states(subject, listed, merged), **client_state}
+    top = {**_model_states(run_state, listed, merged), **client_state}
     kept, refused = restricted.split(top)
-    training, odd = restricted.split(_training(subject, listed, scalars, merged))
+    training, odd = restricted.split(_training(run_state, listed, scalars, merged))
     files = {
-        names.model_states_file(subject.stage): restricted.dumps(kept),
+        names.model_states_file(run_state.stage): restricted.dumps(kept),
         names.TRAINING_STATE: restricted.dumps(training),
     }
-    if subject.stage >= 1:
-        files[names.optim_states_file(subject.precision == "bf16")] = restricted.dumps(
-            {"optimizer_state_dict": {"zero_stage": subject.stage}}
+    if run_state.stage >= 1:
+        files[names.optim_states_file(run_state.precision == "bf16")] = restricted.dumps(
+            {"optimizer_state_dict": {"zero_stage": run_state.stage}}
         )
     if refused or odd:
         files[names.OBJECTS] = _objects({_CLIENT: refused, _TRAINING: odd})
     return files
 
 
-def rank_file(subject: Subject) -> bytes:
+def rank_file(run_state: RunState) -> bytes:
     """Content of this rank's own small file."""
     state: dict[str, Any] = {"random": random_state()}
-    position = getattr(subject.dataloader, "state_dict", None)
+    position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
         state["data"] = position()
     return restricted.dumps(state)
@@ -131,12 +132,12 @@ def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[st
     return withheld
 
 
-def _model_states(subject: Subject, listed: Roster, merged: MergedGroups) -> dict[str, Any]:
-    """What the ecosystem expects at the top level of the model-states file."""
+def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> dict[str, Any]:
+    """Returns what the ecosystem expects at the top level of the model-states file."""
     shapes = {name: torch.Size(shape) for name, shape in listed.shapes().items()}
     groups = [OrderedDict((name, shapes[name]) for name in group["params"]) for group in merged.groups]
     frozen = OrderedDict((name, shapes[name]) for name in listed.frozen())
-    buffers = subject.buffers()
+    buffers = run_state.buffers()
     return {
         "module": None,
         "buffer_names": list(buffers),
@@ -146,35 +147,36 @@ def _model_states(subject: Subject, listed: Roster, merged: MergedGroups) -> dic
         "frozen_param_fragments": None,
         "shared_params": {alias: name for alias, name in listed.aliases.items() if name not in buffers},
         "lr_scheduler": merged.schedule,
-        "data_sampler": subject.sampler_state(),
-        "random_ltd": subject.token_schedule.state_dict() if subject.token_schedule is not None else None,
-        "quantization_pace": subject.compression.state_dict() if subject.compression is not None else None,
-        "skipped_steps": subject.counters["skipped_steps"],
-        "global_steps": subject.counters["global_steps"],
-        "global_samples": subject.counters["global_samples"],
-        "dp_world_size": subject.dp_world_size,
-        "mp_world_size": subject.model_size,
-        "ds_config": subject.config,
-        "ds_version": subject.version,
+        "data_sampler": run_state.sampler_state(),
+        "data_position": run_state.data_position(),
+        "random_ltd": run_state.token_schedule.state_dict() if run_state.token_schedule is not None else None,
+        "quantization_pace": run_state.compression.state_dict() if run_state.compression is not None else None,
+        "skipped_steps": run_state.counters["skipped_steps"],
+        "global_steps": run_state.counters["global_steps"],
+        "global_samples": run_state.counters["global_samples"],
+        "dp_world_size": run_state.dp_world_size,
+        "mp_world_size": run_state.model_size,
+        "ds_config": run_state.config,
+        "ds_version": run_state.version,
     }
 
 
 def _training(
-    subject: Subject,
+    run_state: RunState,
     listed: Roster,
     scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
     merged: MergedGroups,
 ) -> dict[str, Any]:
-    zero, optimizer = subject.optimizer, subject.torch_optimizer
+    zero, optimizer = run_state.optimizer, run_state.torch_optimizer
     return {
-        "counters": dict(subject.counters),
-        "world_size": subject.dp_world_size,
-        "mesh": subject.mesh,
+        "counters": dict(run_state.counters),
+        "world_size": run_state.dp_world_size,
+        "mesh": run_state.mesh,
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
         "param_groups": merged.groups,
         "scalars": [[list(members), values] for members, values in scalars],
         "loss_scaler": zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
         "skipped_in_a_row": zero.skipped_in_a_row if zero is not None else 0,
         "lr_scheduler": merged.schedule,
-        "extra_state": {**listed.extra_state, **subject.extra_state()},
+        "extra_state": {**listed.extra_state, **run_state.extra_state()},
     }

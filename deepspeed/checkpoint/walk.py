@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.checkpoint.roster import Listed, Roster
-from deepspeed.checkpoint.subject import Subject
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.comm.transports.transport import Piece
 from deepspeed.zero.access.whole_buckets import bucket_source
 from deepspeed.zero.tiling.tiles import Tile
@@ -66,15 +66,15 @@ def rounds(listed: Roster, *, exclude_frozen: bool) -> Iterator[list[Step]]:
 
 
 @torch.no_grad()
-def walk_job(subject: Subject, listed: Roster, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def walk_job(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """``(logical name, values)`` on the first rank of the job, nothing elsewhere. Every rank must go through it.
 
     Args:
-        subject: The training run.
+        run_state: The training run.
         listed: The model of all ranks.
         exclude_frozen: Leave parameters without gradient out.
     """
-    runtime = subject.runtime
+    runtime = run_state.runtime
     job, device = runtime.groups.job, runtime.device
     by_index = {bucket.index: bucket for bucket in runtime.buckets}
     wholes: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ def walk_job(subject: Subject, listed: Roster, *, exclude_frozen: bool) -> Itera
                 source = bucket_source(runtime, by_index[index], "param")
                 assert source is not None
                 mine = source.read(range(len(source.layout.tiles)), borrow=True)
-        parcels, arrived = [], []
+        pieces, arrived = [], []
         for step in steps:
             values: torch.Tensor | None = None
             if step.listed.rank == job.rank:
@@ -97,9 +97,9 @@ def walk_job(subject: Subject, listed: Roster, *, exclude_frozen: bool) -> Itera
                 dtype = getattr(torch, step.listed.layout.dtype)
                 values = torch.empty(step.tile.numel, dtype=dtype, device=device)
             if step.listed.rank != 0 and step.tile.numel:
-                parcels.append(Piece(step.listed.rank, 0, values))
+                pieces.append(Piece(step.listed.rank, 0, values))
             arrived.append(values)
-        job.move(parcels, label="the parameters of all ranks")
+        job.move(pieces, label="the parameters of all ranks")
         if job.rank:
             continue
         for step, values in zip(steps, arrived, strict=True):

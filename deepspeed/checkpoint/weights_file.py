@@ -113,8 +113,8 @@ class WeightsWriter:
 
         Args:
             entry: The next of the entries.
-            parts: Consecutive pieces of the flattened tensor, in host memory, in the entry's dtype. Not read for a tied
-                entry whose values this file has already, where the format can share them.
+            parts: Consecutive 1-D chunks of the flattened tensor, in host memory, in the entry's dtype. Not read for a
+                tied entry whose values this file has already, where the format can share them.
         """
         assert self._left[0] == entry, f"expected {self._left[0].name}, got {entry.name}"
         if self._is_safetensors:

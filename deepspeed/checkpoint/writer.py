@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from deepspeed.checkpoint import disk
-from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, SavedFile, SavedStretch, safetensors_header
+from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, SavedFile, SavedRun, safetensors_header
 from deepspeed.errors import CheckpointError
 from deepspeed.offload.pinned import may_pin, page_buffer
 
@@ -121,7 +121,7 @@ class _Staging:
             self._in_use[turn] = stream.write(disk.bytes_of(buffer), buffer)
 
 
-class Writable(Protocol):
+class WritableRun(Protocol):
     """What can be written like a :class:`BucketRun`, whose values need not be in memory before."""
 
     @property
@@ -188,18 +188,17 @@ class FileWriter:
             for synced in self._syncing:
                 synced.result()
 
-    def write_stretches(self, name: str, kind: str, stretches: Sequence[Writable]) -> SavedFile:
-        """Writes stretches of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
-        entries = [_FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in stretches]
+    def write_runs(self, name: str, kind: str, runs: Sequence[WritableRun]) -> SavedFile:
+        """Writes runs of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
+        entries = [_FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in runs]
         offsets, size, checksums = self._write(name, entries)
         pieces = tuple(
-            SavedStretch(s.bucket, s.start, s.stop, s.dtype, offset)
-            for s, offset in zip(stretches, offsets, strict=True)
+            SavedRun(s.bucket, s.start, s.stop, s.dtype, offset) for s, offset in zip(runs, offsets, strict=True)
         )
         return SavedFile(name, kind, size, checksums, pieces=pieces)
 
     def write_tensors(self, name: str, kind: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> SavedFile:
-        """Writes whole tensors under their names."""
+        """Writes whole tensors, of any shape, under their names."""
         entries = [_FileTensor(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
         offsets, size, checksums = self._write(name, entries)
         records = tuple(NamedTensor(e.name, e.shape, e.dtype, o) for e, o in zip(entries, offsets, strict=True))

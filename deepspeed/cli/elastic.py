@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.cli.command import run_command
-from deepspeed.config import load_ds_config, parse
+from deepspeed.config import load_ds_config
+from deepspeed.config.elastic_batch import divisors_of
 from deepspeed.config.sections.elasticity import Elasticity
+from deepspeed.elasticity.config import ElasticityConfig
+from deepspeed.elasticity.elasticity import compute_elastic_config
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.release import VERSION
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
     for micro in sorted(section.micro_batch_sizes):
         if total % micro == 0:
             pieces = total // micro
-            found.update(dict.fromkeys(_divisors(pieces), micro))
+            found.update(dict.fromkeys(divisors_of(pieces), micro))
     step = section.num_gpus_per_node if section.version >= 0.2 else 1
     model_parallel = section.model_parallel_size
     kept = {ranks * model_parallel: micro for ranks, micro in found.items()}
@@ -67,21 +72,19 @@ def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
     }
 
 
-def _divisors(number: int) -> set[int]:
-    small = {each for each in range(1, int(number**0.5) + 1) if number % each == 0}
-    return small | {number // each for each in small}
-
-
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="ds_elastic", allow_abbrev=False, description=__doc__)
     parser.add_argument("-c", "--config", required=True, help="a configuration with a section 'elasticity'")
-    parser.add_argument("-w", "--world-size", type=int, default=0, help="show the sizes for this number of ranks")
+    parser.add_argument("-w", "--world-size", type=int, default=0, help="show the micro-batch for this number of ranks")
+    parser.add_argument(
+        "--search", action="store_true", help="show too what a search over all batches finds; set the batch keys to it"
+    )
     return parser.parse_args(args)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Prints the batch and the numbers of ranks that can share it.
+    """Prints the section, the batch and the numbers of ranks that can share it.
 
     Args:
         args: The command line; None means that of this process, and then a mistake ends it with one sentence.
@@ -93,7 +96,25 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    section = _section(args.config)
+    config = load_ds_config(args.config)
+    if not isinstance(config.get("elasticity"), dict):
+        raise DeepSpeedConfigError(
+            f"{args.config}: expected a section 'elasticity', found none; see docs/reference/config.md"
+        )
+    given = {**config["elasticity"], "enabled": True}  # asked for here, whether or not training uses it
+    batch, counts, *micro = compute_elastic_config({"elasticity": given}, VERSION, world_size=args.world_size)
+    rule = "-" * 42
+    lines = [rule, "Elasticity config:", rule, json.dumps(config["elasticity"], sort_keys=True, indent=4)]
+    lines += [rule, "Calculated results:", rule]
+    lines += [f"final_batch_size .... {batch}", f"valid_gpus .......... {counts}"]
+    lines += [f"micro_batch_size .... {each}" for each in micro]
+    if args.search:
+        lines += ["", *_search(args, ElasticityConfig(given).section)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _search(args: argparse.Namespace, section: Elasticity) -> list[str]:
+    """Returns the lines about the batch that most numbers of ranks can share."""
     batch = best_batch(section)
     counts = ", ".join(map(str, batch.micro_batch_size))
     lines = [f"train_batch_size: {batch.train_batch_size}", f"numbers of ranks that can share it: {counts}"]
@@ -105,21 +126,10 @@ def _show(args: argparse.Namespace) -> None:
                 f"micro-batches of {section.micro_batch_sizes}; possible are {counts}"
             )
         steps = batch.train_batch_size // micro * section.model_parallel_size // args.world_size
-        lines += [
+        lines.append(
             f"with {args.world_size} ranks: train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"
-        ]
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _section(path: str) -> Elasticity:
-    """The section, checked; the rest of the configuration does not matter here."""
-    given = load_ds_config(path).get("elasticity")
-    if not isinstance(given, dict):
-        raise DeepSpeedConfigError(f"{path}: expected a section 'elasticity', found none; see docs/reference/config.md")
-    # Switched off, because training itself does not compute batches.
-    section = parse({"train_batch_size": 1, "elasticity": {**given, "enabled": False}}).root.elasticity
-    assert section is not None, "it was given"
-    return section
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.cli.predict import add_prediction_options, refuse_without_prediction, run_prediction
 from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
@@ -25,14 +26,17 @@ from deepspeed.plan.api import make_machine
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
-from deepspeed.plan.devices import DEVICES, in_words
+from deepspeed.plan.devices import DEVICES, Machine, in_words
+from deepspeed.plan.links import NETWORKS, read_network
 from deepspeed.plan.longest import longest_sequence
+from deepspeed.plan.machine_files import read_machine_file
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan
-from deepspeed.plan.result import Request
+from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
+from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 
 _SIZES = ("layers", "hidden", "heads", "vocab")
 
@@ -52,6 +56,11 @@ def main(args: Sequence[str] | None = None) -> int:
             _list_devices()
             return 0
         _check_targets(options)
+        refuse_without_prediction(options)
+        if options.predict or options.search is not None:
+            _refuse_below_one(options)
+            config = read_config(options.config if options.config is not None else _plain_config())
+            return run_prediction(options, _model(options), _machine(options), config, _show, _width(120))
         return _sweep(options) if options.sweep else _plan(options)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_plan: {error}\n")
@@ -80,21 +89,30 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--intermediate", type=int, help="its feed-forward width; default: 8/3 of hidden")
     model.add_argument("--experts", type=int, help="experts of each block, each of that width; default: none")
     model.add_argument("--experts-per-token", type=int, help="of them, those that a token goes to; default: 2")
+    model.add_argument("--head-size", type=int, help="width of its heads; default: hidden over heads")
+    model.add_argument("--plain-mlp", action="store_true", help="two layers around a GELU, and LayerNorm, as in GPT")
+    model.add_argument("--plain-attention", action="store_true", help="attention that writes its scores")
+    model.add_argument("--dropout", type=float, help="probability of dropout; default: 0")
     where = parser.add_argument_group("machines")
     where.add_argument("--nodes", type=int, default=1)
     where.add_argument("--devices", type=int, default=1, help="devices of each node")
     where.add_argument("--device", default="h100", help="a name of --list-devices, cpu, or other")
+    where.add_argument("--machine", metavar="FILE.json", help="figures of a device of your own, instead of --device")
     where.add_argument("--device-memory", help="of one device, with a unit: 80GB, 64GiB")
     where.add_argument("--host-memory", help="of one node, with a unit")
     for name, what in (
         ("flops", "operations per second of a device"),
         ("link", "bytes per second and direction between devices of a node"),
         ("host-link", "bytes per second and direction between device and host"),
-        ("network", "bytes per second and direction between nodes, per device"),
         ("disk", "bytes per second of a node's disk"),
         ("headroom", "share of device memory that is left to driver and fragmentation"),
     ):
         where.add_argument(f"--{name}", type=float, help=what)
+    where.add_argument(
+        "--network",
+        help="bytes per second and direction between nodes, per device; or adapters of a node: 8xndr, 4x200 (Gb/s); "
+        f"kinds: {', '.join(NETWORKS)}",
+    )
     where.add_argument("--list-devices", action="store_true", help="print the table of devices and its sources")
     job = parser.add_argument_group("job")
     job.add_argument("--sequence-length", type=int, default=2048)
@@ -118,10 +136,13 @@ def _parser() -> argparse.ArgumentParser:
         help="plan combinations: world=8,64 stage=2,3 offload=none,cpu,nvme pipe=1,2 tensor=1,2 sequence=1,2 ep=1,2 "
         "micro_batch=1,2 accumulation=1,8 checkpointing=off,on",
     )
+    add_prediction_options(parser)
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--write", metavar="FILE", help="write the configuration that fits (the cheapest) there")
-    out.add_argument("--picture", metavar="FILE.svg", help="draw a sweep")
+    out.add_argument(
+        "--picture", metavar="FILE", help="draw a sweep, or the streams of the step (.svg; .json for Perfetto)"
+    )
     out.add_argument("--codes", action="store_true", help="show what gradients cost under each codec")
     out.add_argument("--no-suggestions", action="store_true", help="do not look for changes that make it fit")
     return parser
@@ -129,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_targets(options: argparse.Namespace) -> None:
     """Refuses files that cannot be written before anything is planned."""
-    if options.picture and not options.sweep:
-        raise DeepSpeedConfigError("--picture draws a sweep; give --sweep too")
+    if options.picture and not options.sweep and (options.predict or options.search is not None):
+        raise DeepSpeedConfigError("--picture draws a sweep or the step of a play; leave --predict and --search out")
     for option in ("write", "picture"):
         target = getattr(options, option)
         if target is not None:
@@ -169,13 +190,17 @@ def _width(most: int) -> int:
     return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
 
 
-def _request(options: argparse.Namespace) -> Request:
+def _refuse_below_one(options: argparse.Namespace) -> None:
     for name in ("nodes", "devices", "sequence_length", "micro_batch", "accumulation", "num_chunks", *DEGREES):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
-    machine = make_machine(
-        options.device,
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    network = None if options.network is None else read_network(options.network, options.devices)
+    return make_machine(
+        options.device if options.machine is None else read_machine_file(options.machine),
         nodes=options.nodes,
         devices_per_node=options.devices,
         device_memory=options.device_memory,
@@ -183,10 +208,15 @@ def _request(options: argparse.Namespace) -> Request:
         flops=options.flops,
         link=options.link,
         host_link=options.host_link,
-        network=options.network,
+        network=network,
         disk=options.disk,
         headroom=options.headroom,
     )
+
+
+def _request(options: argparse.Namespace) -> Request:
+    _refuse_below_one(options)
+    machine = _machine(options)
     config = read_config(options.config if options.config is not None else _plain_config())
     request = Request(
         source=model_source(_model(options)),
@@ -204,14 +234,17 @@ def _request(options: argparse.Namespace) -> Request:
 
 def _model(options: argparse.Namespace) -> Any:
     sizes = {name: getattr(options, name) for name in _SIZES}
-    further = {name: getattr(options, name) for name in ("kv_heads", "intermediate", "experts", "experts_per_token")}
+    names = ("kv_heads", "intermediate", "experts", "experts_per_token", "head_size", "dropout")
+    further = {name: getattr(options, name) for name in names}
+    further["is_gated"] = False if options.plain_mlp else None
+    further["has_fused_attention"] = False if options.plain_attention else None
     if options.model is not None:
         if any(value is not None for value in sizes.values()):
             raise DeepSpeedConfigError("--model and sizes (--layers, ...) are both given; keep one")
         if any(value is not None for value in further.values()):
             raise DeepSpeedConfigError(
-                "--kv-heads, --intermediate and --experts go with --layers --hidden --heads --vocab; a model given "
-                "with --model has its own, so leave them out"
+                "--kv-heads, --intermediate, --experts, --head-size, --plain-mlp, --plain-attention and --dropout go "
+                "with --layers --hidden --heads --vocab; a model given with --model has its own, so leave them out"
             )
         return options.model
     missing = [f"--{name}" for name, value in sizes.items() if value is None]
@@ -239,6 +272,8 @@ def _plan(options: argparse.Namespace) -> int:
         if not plan.fits and not options.no_suggestions:
             shown.doing("it does not fit; rehearsing other settings that may")
             plan.take_advice(advise(plan))
+    if options.picture:
+        _save("picture", options.picture, _picture(plan, options.picture))
     if options.write:
         chosen = plan if plan.fits or not plan.suggestions else plan.suggestions[0][1]
         _save("write", options.write, chosen.config_text())
@@ -248,6 +283,18 @@ def _plan(options: argparse.Namespace) -> int:
             sys.stderr.write(f"ds_plan: {options.write}: the model itself has to checkpoint its activations\n")
     _show(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table(_width(100), codes=options.codes))
     return 0 if plan.fits else 1
+
+
+def _picture(plan: Plan, target: str) -> str:
+    """The streams of a planned step."""
+    step = plan.timed_step
+    if step is None:
+        raise DeepSpeedConfigError(
+            "--picture: the rates of the device are not known, so that there is no timeline; choose a --device of the "
+            "table, or give a --machine file"
+        )
+    title = f"{plan.request.source.name}, rank {plan.rank} of {plan.machine.ranks:,}"
+    return step_trace_json(step) if target.endswith(".json") else step_svg(step, title)
 
 
 def _sweep(options: argparse.Namespace) -> int:

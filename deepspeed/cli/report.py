@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deepspeed.cli.facts import EnvironmentFacts, Usable, collect
+from deepspeed.cli.environment_info import EnvironmentInfo, FeatureStatus, collect
 
 # Wide enough for a path; a terminal's own width wins.
 _WIDTH_WITHOUT_TERMINAL = 120
@@ -36,7 +36,7 @@ def _parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def show(facts: EnvironmentFacts, console: Console, *, features: bool = True, warnings: bool = True) -> None:
+def show(facts: EnvironmentInfo, console: Console, *, features: bool = True, warnings: bool = True) -> None:
     """Prints ``facts`` as tables.
 
     Args:
@@ -65,7 +65,7 @@ def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _usable(rows: Iterable[Usable]) -> Table:
+def _usable(rows: Iterable[FeatureStatus]) -> Table:
     table = Table(title="What can be used here", title_justify="left", min_width=60)
     for heading in ("feature", "usable", "why"):
         table.add_column(heading, overflow="fold")

@@ -39,6 +39,7 @@ from deepspeed.comm.collectives import (
     send,
 )
 from deepspeed.comm.job.world import define_group
+from deepspeed.comm.recorder import log as comms_logger
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.start.process_group import (
     CCL_BACKEND,
@@ -103,6 +104,7 @@ __all__ = [
     "broadcast_object_list",
     "check_same_config",
     "check_same_model",
+    "comms_logger",
     "configure",
     "default_timeout",
     "define_group",

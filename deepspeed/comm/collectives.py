@@ -38,7 +38,7 @@ def _flat(name: str, ours: Any) -> Any:
 
 @recorded("tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
-    """Copies ``tensor`` of rank ``src`` into ``tensor`` of every rank."""
+    """Copies ``tensor`` of rank ``src`` into that of every rank; shape and dtype are the same on all of them."""
     return collective(
         "broadcast", partial(_operations().broadcast, tensor, src=src, group=group), group, tensor, async_op
     )
@@ -55,7 +55,7 @@ def broadcast_object_list(
 
 @recorded("tensor")
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
-    """Reduces ``tensor`` over the ranks, in place, on every rank."""
+    """Reduces ``tensor`` (any shape, equal on all ranks) over the ranks, in place, on every rank."""
     start = partial(_operations().all_reduce, tensor, op=op, group=group)
     return collective("all_reduce", start, group, tensor, async_op)
 
@@ -64,7 +64,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
-    """:func:`all_reduce`, under its own name in the log."""
+    """Reduces ``tensor`` (any shape) as :func:`all_reduce` does, under its own name in the log."""
     start = partial(_operations().all_reduce, tensor, op=op, group=group)
     return collective("all_reduce", start, group, tensor, async_op)
 
@@ -73,7 +73,10 @@ def inference_all_reduce(
 def all_reduce_coalesced(
     tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
-    """Reduces several tensors over the ranks, in place, as one operation where the backend can."""
+    """Reduces several tensors over the ranks, in place, as one operation where the backend can.
+
+    Their shapes and dtypes are the same on all ranks.
+    """
 
     def start(async_op: bool) -> Handle:
         with _coalescing(group, async_op) as manager:
@@ -88,7 +91,7 @@ def all_reduce_coalesced(
 def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
-    """Reduces ``tensor`` over the ranks into ``tensor`` of rank ``dst``."""
+    """Reduces ``tensor`` (any shape, equal on all ranks) over the ranks into ``tensor`` of rank ``dst``."""
     start = partial(_operations().reduce, tensor, dst=dst, op=op, group=group)
     return collective("reduce", start, group, tensor, async_op)
 
@@ -101,7 +104,7 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*."""
+    """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*, which has the same shape."""
     start = partial(_operations().reduce_scatter, output, input_list, op=op, group=group)
     return collective("reduce_scatter", start, group, output, async_op)
 
@@ -135,7 +138,15 @@ def reduce_scatter_fn(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """:func:`reduce_scatter_tensor`, under its older name."""
+    """Runs :func:`reduce_scatter_tensor` under its older name.
+
+    Args:
+        output_tensor: This rank's part: ``tensor`` has as many elements for each rank. Any shape.
+        tensor: Parts for all ranks, in rank order.
+        op: The reduction.
+        group: The ranks that take part; None: all.
+        async_op: Return at once, with a handle.
+    """
     start = partial(_flat("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
@@ -144,7 +155,7 @@ def reduce_scatter_fn(
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
-    """Leaves ``tensor`` of rank *r* in item *r* of ``tensor_list`` on every rank."""
+    """Leaves ``tensor`` of rank *r* in item *r* of ``tensor_list`` on every rank; all have the same shape and dtype."""
     return collective(
         "all_gather", partial(_operations().all_gather, tensor_list, tensor, group), group, tensor, async_op
     )
@@ -170,7 +181,14 @@ def all_gather_into_tensor(
 def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
-    """:func:`all_gather_into_tensor`, under its older name."""
+    """Runs :func:`all_gather_into_tensor` under its older name.
+
+    Args:
+        output_tensor: Receives the ranks' inputs in rank order: as many elements for each rank as ``input_tensor``.
+        input_tensor: This rank's part, of any shape that is equal on all ranks.
+        group: The ranks that take part; None: all.
+        async_op: Return at once, with a handle.
+    """
     start = partial(_flat("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group=group)
     return collective("all_gather_into_tensor", start, group, input_tensor, async_op)
 
@@ -179,7 +197,10 @@ def allgather_fn(
 def all_gather_coalesced(
     output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
 ) -> Handle:
-    """Several :func:`all_gather_into_tensor` as one operation where the backend can."""
+    """Runs several :func:`all_gather_into_tensor` as one operation where the backend can.
+
+    Each output has the elements of its input once for each rank. Shapes are equal on all ranks.
+    """
 
     def start(async_op: bool) -> Handle:
         with _coalescing(group, async_op) as manager:
@@ -210,7 +231,10 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders."""
+    """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders.
+
+    Parts are along the first dimension: of equal size, or as the lists of split sizes say.
+    """
     exchange = _operations().all_to_all_single
     start = partial(exchange, output, tensor, output_split_sizes, input_split_sizes, group=group)
     return collective("all_to_all", start, group, tensor, async_op)
@@ -223,7 +247,10 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """Sends item *r* of ``input_tensor_list`` to rank *r*; item *r* of ``output_tensor_list`` comes from rank *r*."""
+    """Sends item *r* of ``input_tensor_list`` to rank *r*; item *r* of ``output_tensor_list`` comes from rank *r*.
+
+    Items may have any shape; an output has the shape that its sender gave the item.
+    """
     by_parts = torch_dist.get_backend(group) == "gloo"
     exchange = _all_to_all_by_flat_exchange if by_parts else torch_dist.all_to_all
     start = partial(exchange, output_tensor_list, input_tensor_list, group=group)
@@ -281,7 +308,10 @@ def gather(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """Leaves ``tensor`` of rank *r* in item *r* of ``gather_list`` on rank ``dst``; the others pass no list."""
+    """Leaves ``tensor`` of rank *r* in item *r* of ``gather_list`` on rank ``dst``; the others pass no list.
+
+    All tensors have the same shape and dtype.
+    """
     start = partial(_operations().gather, tensor, gather_list=gather_list, dst=dst, group=group)
     return collective("gather", start, group, tensor, async_op)
 
@@ -294,14 +324,17 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Handle:
-    """Leaves item *r* of rank ``src``'s ``scatter_list`` in ``tensor`` of rank *r*; the others pass no list."""
+    """Leaves item *r* of rank ``src``'s ``scatter_list`` in ``tensor`` of rank *r*; the others pass no list.
+
+    All tensors have the same shape and dtype.
+    """
     start = partial(_operations().scatter, tensor, scatter_list=scatter_list, src=src, group=group)
     return collective("scatter", start, group, tensor, async_op)
 
 
 @recorded("tensor")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
-    """Sends ``tensor`` to rank ``dst`` and waits until it may be overwritten."""
+    """Sends ``tensor`` (any shape) to rank ``dst`` and waits until it may be overwritten."""
     start = partial(_operations().isend, tensor, dst=dst, group=group, tag=tag)
     handle = between("send", start, group, tensor, dst, sends=True, tag=tag)
     if handle is not None:
@@ -310,7 +343,14 @@ def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> N
 
 @recorded("tensor")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
-    """Receives into ``tensor`` from rank ``src`` (None: from anyone) and returns the sender's rank."""
+    """Receives into ``tensor`` (the sender's shape and dtype) and returns the rank of the sender.
+
+    Args:
+        tensor: Receives the values.
+        src: The sender; None: any rank.
+        group: The ranks that take part; None: all.
+        tag: Matches the one of the send.
+    """
     if src is None:
         sender: list[int] = []
         from_anybody(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
@@ -325,14 +365,17 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
 
 @recorded("tensor")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Handle:
-    """Starts sending ``tensor`` to rank ``dst``; it may be overwritten after ``wait()`` of the result."""
+    """Starts to send ``tensor`` (any shape) to rank ``dst``; it may be overwritten after ``wait()`` of the result."""
     start = partial(_operations().isend, tensor, dst=dst, group=group, tag=tag)
     return between("isend", start, group, tensor, dst, sends=True, tag=tag)
 
 
 @recorded("tensor")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
-    """Starts receiving into ``tensor`` from rank ``src``; it may be read after ``wait()`` of the result."""
+    """Starts to receive into ``tensor`` from rank ``src``, or from any rank if it is None.
+
+    The tensor has the sender's shape and dtype; it may be read after ``wait()`` of the result.
+    """
     start = partial(_operations().irecv, tensor, src=src, group=group, tag=tag)
     return start() if src is None else between("irecv", start, group, tensor, src, sends=False, tag=tag)
 

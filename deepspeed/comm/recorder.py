@@ -59,11 +59,33 @@ class CommsLog:
         self.prof_ops: list[str] = []
         self.verbose = False
         self.debug = False
+        self._stopped: set[str] = set()
         self.totals: dict[str, dict[int, OperationTotals]] = {}
 
     def wants(self, name: str, prof: bool) -> bool:
         """Whether a call of ``name`` is to be recorded."""
+        if name in self._stopped:
+            return False
         return self.enabled and (prof or self.prof_all or name in self.prof_ops)
+
+    def start_profiling_comms(self) -> None:
+        """Records every operation from now on, if the log is enabled."""
+        self.prof_all = True
+        self._stopped.clear()
+
+    def stop_profiling_comms(self) -> None:
+        """Records only the operations in ``prof_ops`` from now on."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: list[str]) -> None:
+        """Records these operations from now on, besides the others."""
+        self.prof_ops = list(dict.fromkeys([*self.prof_ops, *op_name_list]))
+        self._stopped.difference_update(op_name_list)
+
+    def stop_profiling_op(self, op_name_list: list[str]) -> None:
+        """Records these operations no more, also where all others are recorded."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
+        self._stopped.update(op_name_list)
 
     def add(
         self, name: str, size: int, seconds: float, ranks: int, caller: str = "", waited: float | None = None
@@ -146,10 +168,10 @@ class _TimedTransfer:
         return getattr(self._transfer, name)
 
     def wait(self) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self._transfer.wait()
         if self._finished is not None:
-            self._finished(begun)
+            self._finished(started)
             self._finished = None
 
 

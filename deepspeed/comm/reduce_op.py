@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as torch_dist
 
 
-class _Unused(enum.Enum):
+class _UnsupportedOp(enum.Enum):
     """A reduction that nothing performs; a placeholder in tables of operations."""
 
     UNUSED = "unused"
@@ -25,4 +25,4 @@ class ReduceOp:
     BOR: Any = torch_dist.ReduceOp.BOR
     BXOR: Any = torch_dist.ReduceOp.BXOR
     AVG: Any = torch_dist.ReduceOp.AVG
-    UNUSED: Any = _Unused.UNUSED
+    UNUSED: Any = _UnsupportedOp.UNUSED

@@ -102,7 +102,8 @@ def measure_collectives(
     whole = ranks * _ALIGNED
     numel = max(-(-nbytes // dtype.itemsize // whole), 1) * whole
     full = torch.zeros(numel, dtype=dtype, device=device)
-    transport = Job.current().axis_of().transport(device=device)
+    with Job.current().process_groups.leased():
+        transport = Job.current().axis_of().transport(device=device)
     rows = []
     for name in operations:
         slowest = []

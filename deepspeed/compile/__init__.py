@@ -1,4 +1,4 @@
-"""DeepCompile; the feature is missing (:mod:`deepspeed.features`)."""
+"""DeepCompile; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

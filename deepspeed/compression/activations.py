@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.rounding import round_groups, straight_through
+from deepspeed.torch_private import is_inside_backward
 
 MOMENTUM = 0.95
 
@@ -55,7 +56,7 @@ class QuantAct(nn.Module):
     def _static(self, values: torch.Tensor) -> torch.Tensor:
         now = torch.stack((values.amin(), values.amax())).to(self.x_min_max)
         # A forward inside a backward is recomputation: its range was taken already.
-        if self.training and torch._C._current_graph_task_id() == -1:
+        if self.training and not is_inside_backward():
             first = not bool(self.x_min_max.any())
             self.x_min_max.copy_(now if first else MOMENTUM * self.x_min_max + (1 - MOMENTUM) * now)
         # A layer that was never trained has no range yet.

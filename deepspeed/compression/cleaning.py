@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed.compression.basic_layer import INPUT, BNLayer_Compress
-from deepspeed.compression.packing import WIDEST, Levels, Packed
-from deepspeed.compression.removal import Remover
+from deepspeed.compression.packing import WIDEST, Packed, QuantizationLevels
+from deepspeed.compression.removal import LayerPruner
 from deepspeed.compression.report import compressed_layers
 from deepspeed.compression.settings import kind_of_class, section_of
 from deepspeed.compression.snip import SCORES as SNIP_SCORES
@@ -36,7 +36,7 @@ class CompressionReport:
     lines: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
-        """The report in one line."""
+        """Returns the report in one line."""
         ratio = self.bytes_after / self.bytes_before if self.bytes_before else 1.0
         return (
             f"compression: {len(self.lines)} layers are final: {self.bytes_before / 1e6:,.2f} -> "
@@ -44,7 +44,7 @@ class CompressionReport:
         )
 
 
-class _Removal(NamedTuple):
+class _RemovalEntry(NamedTuple):
     name: str
     kind: Kind
     keep: torch.Tensor
@@ -88,8 +88,8 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
     layers = [(names[id(module)], module, techniques) for module, techniques in compressed_layers(model)]
     report = CompressionReport(_plain_bytes(model, layers))
     kinds = {name: _kind(techniques) for name, _, techniques in layers}
-    levels: dict[str, Levels | None] = {}
-    removals: list[_Removal] = []
+    levels: dict[str, QuantizationLevels | None] = {}
+    removals: list[_RemovalEntry] = []
     baked: dict[int, nn.Parameter] = {}
     for name, module, techniques in layers:
         removals += _removals(name, module, techniques)
@@ -98,7 +98,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
         if isinstance(module, BNLayer_Compress):
             module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
             del module.__dict__["followed"]
-    remover = Remover(model, kinds, levels)
+    remover = LayerPruner(model, kinds, levels)
     for each in removals:
         if each.heads is None:
             remover.rows(each.name, each.keep, each.related)
@@ -151,16 +151,16 @@ def _kind(techniques: Techniques) -> str:
     return kind
 
 
-def _removals(name: str, module: nn.Module, techniques: Techniques) -> list[_Removal]:
+def _removals(name: str, module: nn.Module, techniques: Techniques) -> list[_RemovalEntry]:
     found = []
     for kind, related in techniques.related.items():
         if related:
             keep = techniques.mask(module, kind).flatten().nonzero().flatten()
-            found.append(_Removal(name, kind, keep, techniques.prunings[kind].heads, related))
+            found.append(_RemovalEntry(name, kind, keep, techniques.prunings[kind].heads, related))
     return found
 
 
-def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -> Levels | None:
+def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -> QuantizationLevels | None:
     """Gives a layer its final weight and its own class back; returns what the weight's values can be."""
     techniques.at_the_end()
     if techniques.rounding is not None:
@@ -172,7 +172,7 @@ def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -
         whole = original.t() if techniques.is_transposed else original
         rounded = techniques.rounding.round(whole, techniques.width.bits)
         shape = (len(whole), whole[0].numel())
-        levels = Levels.of(rounded, techniques.width.bits, shape, techniques.rounding.symmetric)
+        levels = QuantizationLevels.of(rounded, techniques.width.bits, shape, techniques.rounding.symmetric)
     if id(original) not in baked:
         final = final.t() if techniques.is_transposed else final
         baked[id(original)] = nn.Parameter(final.detach().clone().contiguous(), original.requires_grad)
@@ -188,7 +188,9 @@ def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -
     return levels
 
 
-def _pack(model: nn.Module, kinds: dict[str, str], levels: dict[str, Levels | None]) -> dict[str, int | str]:
+def _pack(
+    model: nn.Module, kinds: dict[str, str], levels: dict[str, QuantizationLevels | None]
+) -> dict[str, int | str]:
     """Puts layers with codes in the places of those whose weights are rounded.
 
     Returns:
@@ -214,7 +216,7 @@ def _pack(model: nn.Module, kinds: dict[str, str], levels: dict[str, Levels | No
     return stored
 
 
-def _packed(layer: Any, kind: str, levels: Levels | None, users: list[str]) -> tuple[Packed | None, str]:
+def _packed(layer: Any, kind: str, levels: QuantizationLevels | None, users: list[str]) -> tuple[Packed | None, str]:
     if levels is None:
         return None, "its groups and its rows have no common boundaries"
     if levels.bits > WIDEST:

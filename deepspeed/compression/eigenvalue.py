@@ -44,7 +44,7 @@ class PowerIteration:
         seed: int = 0,
         mean: Mean | None = None,
     ) -> tuple[float, int]:
-        """The eigenvalue of largest magnitude of the Hessian with respect to ``parameters``, with its sign.
+        """Returns the eigenvalue of largest magnitude of the Hessian with respect to ``parameters``, with its sign.
 
         Args:
             gradients: Of the loss, with their graph, one for each of ``parameters``; None where there is none.
@@ -76,7 +76,7 @@ class PowerIteration:
 
 
 def differentiate(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], **how: Any) -> tuple[Any, ...]:
-    """``torch.autograd.grad``; inputs that are not reached get None.
+    """Runs ``torch.autograd.grad``: gradients in the shapes of ``inputs``, None for inputs that are not reached.
 
     Raises:
         DeepSpeedConfigError: Something in the forward has no second derivative.
@@ -97,7 +97,7 @@ def differentiate(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor
 def _product(
     gradients: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], vector: torch.Tensor
 ) -> torch.Tensor:
-    """The Hessian times ``vector``, 1-D in fp32; zeros where nothing depends on a parameter."""
+    """Returns the Hessian times ``vector``, 1-D in fp32; zeros where nothing depends on a parameter."""
     parts = vector.split([p.numel() for p in parameters])
     pairs = [
         (g, part.view_as(g).to(g.dtype))
@@ -118,7 +118,7 @@ def as_shares(values: Sequence[float]) -> list[float]:
 
 
 def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn.Module]:
-    """The blocks by name, in order.
+    """Returns the blocks by name, in order.
 
     Args:
         model: The model.
@@ -152,11 +152,11 @@ class Eigenvalue:
 
     Args:
         verbose: Log each value.
-        max_iter: As of :class:`PowerIteration`.
+        max_iter: Most products with the Hessian.
         tol: The same.
         stability: The same.
         gas_boundary_resolution: Updates from one computation to the next; kept for the program.
-        layer_name: As of :func:`blocks_of`.
+        layer_name: Name of the module that holds the blocks, such as an ``nn.ModuleList``.
         layer_num: The same.
     """
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """The attribute of ``model`` with a dotted name, such as ``"layers.0.weight"``.
+    """Returns the attribute of ``model`` with a dotted name, such as ``"layers.0.weight"``.
 
     Raises:
         AttributeError: There is none.

@@ -20,7 +20,7 @@ from deepspeed.compression.basic_layer import (
 )
 from deepspeed.compression.report import announce
 from deepspeed.compression.settings import PRUNED, Selection, kind_of, section_of, select
-from deepspeed.compression.sizes import Users, shape_of
+from deepspeed.compression.sizes import LayerWeights, shape_of
 from deepspeed.compression.snip import SCORES as SNIP_SCORES
 from deepspeed.compression.snip import SnipPlan, SnipScores
 from deepspeed.compression.students import student_initialization
@@ -83,7 +83,7 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
             "init_compression: layers of a PipelineModule are spread over ranks; compress a model without a pipeline"
         )
     selections = select(model, section)
-    Users(model).check(selections)
+    LayerWeights(model).check(selections)
     if section.layer_reduction is not None and section.layer_reduction.enabled:
         if teacher is None:
             raise DeepSpeedConfigError(
@@ -91,7 +91,7 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
                 "model that the layers are taken from"
             )
         student_initialization(model, teacher, {"compression_training": section.model_dump(exclude_unset=True)})
-    users = Users(model)
+    users = LayerWeights(model)
     for selection in selections:
         for name in selection.names:
             _install(users, name, selection)
@@ -101,12 +101,12 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
 
 
 def techniques_on(module: nn.Module) -> Techniques | None:
-    """What is done to a layer; None for one that is not compressed."""
+    """Returns what is done to a layer; None for one that is not compressed."""
     found = module.__dict__.get("compression")
     return found if isinstance(found, Techniques) else None
 
 
-def _install(users: Users, name: str, selection: Selection) -> None:
+def _install(users: LayerWeights, name: str, selection: Selection) -> None:
     """Puts one technique on one layer, and on those that share its weight."""
     if selection.technique == "activation_quantization":
         _round_input(users.modules[name], name, selection)
@@ -119,7 +119,7 @@ def _install(users: Users, name: str, selection: Selection) -> None:
 
 
 def _techniques(module: nn.Module, name: str) -> Techniques:
-    """The layer's techniques; a layer that has none yet gets its class."""
+    """Returns the layer's techniques; a layer that has none yet gets its class."""
     found = techniques_on(module)
     if found is None:
         kind = kind_of(module)
@@ -163,7 +163,7 @@ def _round_input(module: nn.Module, name: str, selection: Selection) -> None:
     module.add_module(INPUT, quantizer.to(weight.device).train(module.training))
 
 
-def _prune(users: Users, name: str, selection: Selection) -> None:
+def _prune(users: LayerWeights, name: str, selection: Selection) -> None:
     kind, shared = PRUNED[selection.technique], selection.shared
     heads = getattr(shared, "num_heads", None)
     plan = SnipPlan.of(shared) if selection.is_snip else None

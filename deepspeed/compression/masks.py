@@ -14,7 +14,7 @@ from deepspeed.compression.rounding import straight_through
 
 
 def kept_count(total: int, share: float) -> int:
-    """How many of ``total`` are kept: at least the share."""
+    """Returns how many of ``total`` are kept: at least the share."""
     # A share such as 0.7 of 10 is 7.000000000000001 in floating point.
     return min(total, math.ceil(share * total - 1e-9))
 
@@ -41,7 +41,7 @@ def learned(scores: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def norms(weight: torch.Tensor, kind: str, heads: int | None) -> torch.Tensor:
-    """What ``l1`` compares.
+    """Returns what ``l1`` compares.
 
     Args:
         weight: ``[out, in, ...]``.

@@ -33,7 +33,7 @@ class EnginePacing:
         """Measures if the update after this backward needs it. Every rank must call it.
 
         Args:
-            loss: As the backward gets it.
+            loss: 0-dim, as the backward gets it.
             scale: What the program's loss was multiplied by.
             global_steps: Updates so far.
             updates: Those that were not skipped.

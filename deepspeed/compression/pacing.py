@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.compression.eigenvalue import Mean, PowerIteration, as_shares, blocks_of, differentiate
 from deepspeed.compression.report import compressed_layers
 from deepspeed.compression.techniques import WeightRounding
-from deepspeed.compression.widths import Width, WidthSchedule
+from deepspeed.compression.widths import BitWidth, WidthSchedule
 from deepspeed.config.sections.quantization import EigenvalueSection
 from deepspeed.logging import log_dist
 
@@ -21,7 +21,7 @@ ATTRIBUTE = "compression_pace"
 
 
 @dataclass(frozen=True)
-class PacedWidth(WidthSchedule):
+class PacedWidthSchedule(WidthSchedule):
     """A schedule whose periods are stretched as it goes: its falls are remembered, as no formula gives them.
 
     Attributes:
@@ -51,14 +51,14 @@ class PacedWidth(WidthSchedule):
         while (due := self.next_fall) is not None and step >= due:
             self.falls.append((step - self.offset, 2 * (due - self.offset) * (1 + math.floor(4 * share))))
 
-    def at(self, step: int) -> Width | None:
-        """The width after so many updates, as far as it is known; None: whole."""
+    def at(self, step: int) -> BitWidth | None:
+        """Returns the width after so many updates, as far as it is known; None: whole."""
         count = step - self.offset
         if count < 0:
             return None
         past = [fall for fall, _ in self.falls if fall <= count]
         share = 0.0 if self.mixing is None else max(0.0, 1.0 - self.mixing * (count - (past[-1] if past else 0)))
-        return Width(self.start - len(past), share)
+        return BitWidth(self.start - len(past), share)
 
 
 class Pace:
@@ -77,7 +77,7 @@ class Pace:
         self._resolution, self._verbose = section.gas_boundary_resolution, section.verbose
         self._blocks = blocks_of(model, section.layer_name, section.layer_num)
         self.eigenvalues: list[float] = []
-        self.widths: dict[str, PacedWidth] = {}
+        self.widths: dict[str, PacedWidthSchedule] = {}
         roundings: dict[int, WeightRounding] = {}  # by weight: layers that share one have one width
         for number, block in enumerate(self._blocks.values()):
             for layer, techniques in compressed_layers(block):
@@ -89,14 +89,16 @@ class Pace:
                 key = id(layer.weight)
                 if key not in roundings:
                     plain = techniques.rounding.schedule
-                    paced = PacedWidth(plain.offset, plain.start, plain.target, plain.period, plain.mixing, number)
+                    paced = PacedWidthSchedule(
+                        plain.offset, plain.start, plain.target, plain.period, plain.mixing, number
+                    )
                     roundings[key] = replace(techniques.rounding, schedule=paced)
                     self.widths[techniques.name] = paced
         for layer, techniques in compressed_layers(model):
             techniques.rounding = roundings.get(id(getattr(layer, "weight", None)), techniques.rounding)
 
     def is_due(self, global_steps: int, updates: int) -> bool:
-        """Whether the coming update's boundary needs eigenvalues: at one of its turns, if bits fall before the next.
+        """Returns whether the next update needs eigenvalues: at one of its turns, if bits fall before the next.
 
         Args:
             global_steps: Updates so far, skipped ones included.
@@ -114,21 +116,21 @@ class Pace:
         Args:
             loss: Scalar.
             scale: What it was multiplied by.
-            mean: As of :class:`PowerIteration`: values are those of the mean of all losses.
+            mean: Values are those of the mean of all losses, see :class:`PowerIteration`.
         """
         groups = [[p for p in block.parameters() if p.requires_grad] for block in self._blocks.values()]
         every = list(dict.fromkeys(p for group in groups for p in group))
         found = dict(zip(every, differentiate([loss], every, create_graph=True), strict=True))
-        self.eigenvalues, said = [], []
+        self.eigenvalues, lines = [], []
         for number, (name, group) in enumerate(zip(self._blocks, groups, strict=True)):
             value, count = 0.0, 0
             if group:
                 gradients = [found[p] for p in group]
                 value, count = self._power.dominant(gradients, group, scale=scale, seed=number, mean=mean)
             self.eigenvalues.append(value)
-            said.append(f"{name} {value:.6g} ({count} products)")
+            lines.append(f"{name} {value:.6g} ({count} products)")
         if self._verbose:
-            log_dist(f"eigenvalues: {', '.join(said)}")
+            log_dist(f"eigenvalues: {', '.join(lines)}")
 
     def advance(self, step: int) -> None:
         """Lets bits fall where that is due after so many updates."""
@@ -150,7 +152,7 @@ class Pace:
 
 
 def pace_of(model: nn.Module) -> Pace | None:
-    """The pace of a model; None where its bits fall by the step alone."""
+    """Returns the pace of a model; None where its bits fall by the step alone."""
     found: Pace | None = model.__dict__.get(ATTRIBUTE)
     return found
 
@@ -160,7 +162,7 @@ def set_pace(model: nn.Module, section: EigenvalueSection | None) -> None:
     model.__dict__.pop(ATTRIBUTE, None)
     for _, techniques in compressed_layers(model):
         rounding = techniques.rounding
-        if rounding is not None and isinstance(old := rounding.schedule, PacedWidth):
+        if rounding is not None and isinstance(old := rounding.schedule, PacedWidthSchedule):
             plain = WidthSchedule(old.offset, old.start, old.target, old.period, old.mixing)
             techniques.rounding = replace(rounding, schedule=plain)
     if section is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.rounding import Rounded
+from deepspeed.compression.rounding import RoundedGroups
 from deepspeed.linear.quantized_layers import QuantizedConv2d, QuantizedEmbedding
 from deepspeed.linear.quantized_linear import QuantizedLinear
 from deepspeed.ops.packed_linear import GroupCodes, PackedFormat, packed_format
@@ -22,7 +22,7 @@ _KERNEL_IS_WORTH = 1.25  # times the bytes
 
 
 @dataclass(frozen=True)
-class Levels:
+class QuantizationLevels:
     """The values that a rounded weight can take.
 
     Attributes:
@@ -40,7 +40,9 @@ class Levels:
     symmetric: bool
 
     @classmethod
-    def of(cls, rounded: Rounded, bits: int, shape: tuple[int, int], symmetric: bool) -> Levels | None:
+    def of(
+        cls, rounded: RoundedGroups, bits: int, shape: tuple[int, int], symmetric: bool
+    ) -> QuantizationLevels | None:
         """Of a weight ``[out, in]``; None where groups and rows have no common boundaries."""
         rows, columns = shape
         length = rows * columns // len(rounded.scale)
@@ -53,7 +55,7 @@ class Levels:
         scale = torch.where(scale == 0, 1.0, scale)  # signs of a group of zeros
         return cls(bits, rounded.least, scale.contiguous(), offset.contiguous(), symmetric)
 
-    def kept(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> Levels | None:
+    def kept(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> QuantizationLevels | None:
         """Returns the levels of some rows and columns; None where groups would not keep equal lengths.
 
         Args:
@@ -76,7 +78,7 @@ class Packed:
         by_rows: Single rows must be readable, for an embedding.
     """
 
-    def __init__(self, weight: torch.Tensor, levels: Levels, *, by_rows: bool) -> None:
+    def __init__(self, weight: torch.Tensor, levels: QuantizationLevels, *, by_rows: bool) -> None:
         self.format: PackedFormat | None = None
         for format_, scale, offset in _candidates(weight, levels, by_rows):
             codes, scales = format_.encode(weight, scale, offset)
@@ -90,7 +92,7 @@ class Packed:
                 return
 
     def layer(self, like: Any, kind: str) -> nn.Module:
-        """What takes the place of a layer."""
+        """Returns what takes the place of a layer."""
         assert self.format is not None
         if kind == "conv2d":
             return QuantizedConv2d(like, self.codes, self.scales, self.format)
@@ -110,7 +112,7 @@ class _Int8(Int8Rows):
         return (weight.float() / scale).round_().clamp_(-128, 127).to(torch.int8), scale.flatten().contiguous()
 
 
-def _candidates(weight: torch.Tensor, levels: Levels, by_rows: bool) -> Any:
+def _candidates(weight: torch.Tensor, levels: QuantizationLevels, by_rows: bool) -> Any:
     """Formats that may keep a weight, with its scales and offsets in their terms; the best first."""
     columns, groups = weight.shape[1], levels.scale.shape[1]
     scale, offset = levels.scale, levels.offset
@@ -131,7 +133,7 @@ def _candidates(weight: torch.Tensor, levels: Levels, by_rows: bool) -> Any:
 
 
 def _int4(weight: torch.Tensor, groups: int, other: PackedFormat) -> Int4Groups | None:
-    """The format with a kernel, where its groups fit and filling up to whole blocks costs little."""
+    """Returns the format with a kernel, where its groups fit and filling up to whole blocks costs little."""
     rows, columns = weight.shape
     for size in reversed(GROUP_SIZES):
         if (columns // groups) % size == 0:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.packing import Levels
+from deepspeed.compression.packing import QuantizationLevels
 from deepspeed.compression.sizes import is_beside
 from deepspeed.logging import log_dist
 
@@ -16,7 +16,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_valu
 _WIDTHS = ("all_head_size", "split_size")
 
 
-class Remover:
+class LayerPruner:
     """Cuts layers, and keeps the levels of their rounded weights in step.
 
     Args:
@@ -25,7 +25,7 @@ class Remover:
         levels: Of the rounded weights, by the layer's name; changed in place, None where a cut destroys them.
     """
 
-    def __init__(self, model: nn.Module, kinds: dict[str, str], levels: dict[str, Levels | None]) -> None:
+    def __init__(self, model: nn.Module, kinds: dict[str, str], levels: dict[str, QuantizationLevels | None]) -> None:
         self._model, self._kinds, self._levels = model, kinds, levels
 
     def rows(self, name: str, keep: torch.Tensor, related: Iterable[str]) -> None:

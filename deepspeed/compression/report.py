@@ -109,7 +109,7 @@ _WHAT = {
 
 
 def changes(before: list[LayerState], after: list[LayerState], step: int) -> list[str]:
-    """What began to act between two states, one line for each kind of change."""
+    """Returns what began to act between two states, one line for each kind of change."""
     counts: Counter[str] = Counter()
     kept: dict[str, list[float]] = {}
     for old, new in zip(before, after, strict=True):

@@ -15,7 +15,7 @@ import torch
 TERNARY_THRESHOLD = 0.7  # times the mean of absolute values
 
 
-class Rounded(NamedTuple):
+class RoundedGroups(NamedTuple):
     """Groups of values after rounding.
 
     Attributes:
@@ -31,13 +31,13 @@ class Rounded(NamedTuple):
     least: int
 
     def values(self) -> torch.Tensor:
-        """The rounded values, ``[groups, values of a group]`` in fp32."""
+        """Returns the rounded values, ``[groups, values of a group]`` in fp32."""
         return self.codes * self.scale + self.offset
 
 
 def round_groups(
     groups: torch.Tensor, bits: int, *, symmetric: bool = True, generator: torch.Generator | None = None
-) -> Rounded:
+) -> RoundedGroups:
     """Rounds each row of ``groups`` to codes of so many bits.
 
     A row of zeros stays zero, and asymmetrically every row of equal values stays as it is: where the published scale
@@ -68,10 +68,10 @@ def round_groups(
     if generator is not None:
         noise = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=steps.dtype)
         steps = steps + noise - 0.5
-    return Rounded(steps.round().clamp(low, high), scale, offset, low)
+    return RoundedGroups(steps.round().clamp(low, high), scale, offset, low)
 
 
-def _signs(values: torch.Tensor, *, ternary: bool) -> Rounded:
+def _signs(values: torch.Tensor, *, ternary: bool) -> RoundedGroups:
     """One magnitude in a group: with zeros below a threshold (2 bits), or without (1 bit)."""
     size = values.abs()
     mean = size.mean(1, keepdim=True)
@@ -81,10 +81,10 @@ def _signs(values: torch.Tensor, *, ternary: bool) -> Rounded:
         codes = values.sign() * is_large
     else:
         scale, codes = mean, torch.where(values < 0, -1.0, 1.0)
-    return Rounded(codes, scale, torch.zeros_like(scale), -1)
+    return RoundedGroups(codes, scale, torch.zeros_like(scale), -1)
 
 
-class _StraightThrough(torch.autograd.Function):
+class _StraightThroughEstimator(torch.autograd.Function):
     """The second value with the gradient of the first."""
 
     @staticmethod
@@ -98,5 +98,5 @@ class _StraightThrough(torch.autograd.Function):
 
 def straight_through(original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     """``changed`` as a value, ``original`` for gradients. Equal shapes."""
-    result: torch.Tensor = _StraightThrough.apply(original, changed.detach())  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _StraightThroughEstimator.apply(original, changed.detach())  # type: ignore[no-untyped-call]
     return result

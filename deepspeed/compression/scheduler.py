@@ -81,7 +81,7 @@ class compression_scheduler:  # noqa: N801 - a published name
         self._state = state
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is no function of the step; None where everything is."""
+        """Returns what is no function of the step; None where everything is."""
         return None if self.pace is None else self.pace.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -36,7 +36,7 @@ PRUNED: dict[str, Kind] = {
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """What kind of layer it is: a name in :data:`KINDS`, ``batchnorm2d``, or None for what stays as it is.
+    """Returns what kind of layer it is: a name in :data:`KINDS`, ``batchnorm2d``, or None for what stays as it is.
 
     Kinds made from these by inheritance may use their weight in ways of their own, so they stay as they are.
     """
@@ -44,7 +44,7 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def kind_of_class(found: type) -> str | None:
-    """The same of a class."""
+    """Returns the same of a class."""
     kinds = {nn.Linear: "linear", nn.Conv2d: "conv2d", nn.Embedding: "embedding", nn.BatchNorm2d: "batchnorm2d"}
     if (kind := kinds.get(found)) is not None:
         return kind
@@ -83,7 +83,7 @@ class Selection:
 
     @property
     def is_snip(self) -> bool:
-        """Whether its layers are pruned by SNIP with momentum, which compares them with each other."""
+        """Returns whether its layers are pruned by SNIP with momentum, which compares them with each other."""
         return is_snip(self.technique, self.shared)
 
     @property
@@ -92,12 +92,12 @@ class Selection:
         return [name for match in self.matches for name in match.names]
 
     def key(self, name: str) -> str:
-        """The full name of one of the group's keys."""
+        """Returns the full name of one of the group's keys."""
         return f"{SECTION}.{self.technique}.different_groups.{self.group}.{name}"
 
 
 def section_of(config: Any) -> CompressionTraining:
-    """The section of a configuration, checked.
+    """Returns the section of a configuration, checked.
 
     Args:
         config: A dict, a path, or what :func:`deepspeed.config.parse` returned.
@@ -120,7 +120,7 @@ def techniques_of(section: CompressionTraining) -> Iterator[tuple[str, Any]]:
 
 
 def is_on(section: CompressionTraining | None) -> bool:
-    """Whether the section does anything to a model's layers."""
+    """Returns whether the section does anything to a model's layers."""
     return section is not None and any(True for _ in techniques_of(section))
 
 
@@ -153,18 +153,18 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
 
 
 def is_snip(technique: str, shared: Any) -> bool:
-    """Whether a technique's shared settings say SNIP with momentum."""
+    """Returns whether a technique's shared settings say SNIP with momentum."""
     return technique == "sparse_pruning" and shared.method == "snip_momentum"
 
 
 def _groups_of(technique: str, settings: Any) -> dict[str, Any]:
-    """The groups of a technique; SNIP takes all layers where none are named."""
+    """Returns the groups of a technique; SNIP takes all layers where none are named."""
     groups: dict[str, Any] = settings.different_groups
     return groups or ({"all": PruningGroup()} if is_snip(technique, settings.shared_parameters) else {})
 
 
 def _without_excluded(selection: Selection) -> list[PatternMatch]:
-    """The matches without ``excluded_modules``, which are patterns too."""
+    """Returns the matches without ``excluded_modules``, which are patterns too."""
     where = f"{SECTION}.{selection.technique}.shared_parameters.excluded_modules"
     excluded = [_compiled(pattern, where) for pattern in selection.shared.excluded_modules]
     names = [[name for name in match.names if not any(e.search(name) for e in excluded)] for match in selection.matches]

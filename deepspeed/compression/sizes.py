@@ -14,7 +14,7 @@ from deepspeed.compression.snip import SnipPlan
 from deepspeed.errors import DeepSpeedConfigError
 
 
-class Users:
+class LayerWeights:
     """Which layers use which weight.
 
     Args:
@@ -32,12 +32,12 @@ class Users:
                 self._by_weight[id(parameter)].append(name)
 
     def of(self, name: str) -> list[str]:
-        """The layers with the same weight, ``name`` first."""
+        """Returns the layers with the same weight, ``name`` first."""
         weight: Any = self.modules[name].weight
         return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
 
     def check(self, selections: list[Selection]) -> None:
-        """Whether every technique can be what it is asked to be.
+        """Returns whether every technique can be what it is asked to be.
 
         Raises:
             DeepSpeedConfigError: A weight that a technique changes is shared with other layers.
@@ -129,7 +129,7 @@ class Users:
                     )
 
     def by_rows(self, name: str) -> bool:
-        """Whether rows are groups, as in embeddings and what is tied to one."""
+        """Returns whether rows are groups, as in embeddings and what is tied to one."""
         return any(isinstance(self.modules[user], nn.Embedding) for user in self.of(name))
 
 
@@ -144,7 +144,7 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 
 def is_beside(rows: int, other: Any) -> bool:
-    """Whether a related layer gives as many outputs as the pruned one, ``rows``, and does not take them as inputs.
+    """Returns whether a layer has as many outputs as the pruned one (``rows``), and does not take them as inputs.
 
     The halves of a gated layer do so: their outputs are multiplied, so that both lose the same rows.
     """

@@ -59,18 +59,18 @@ class SnipPlan:
         return (self.end - self.offset) // self.stride + 1
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether a weight consists of whole blocks."""
+        """Returns whether a weight consists of whole blocks."""
         return rows % self.block[0] == 0 and columns % self.block[1] == 0
 
     def share_after(self, step: int) -> float | None:
-        """What is kept by the pruning after so many updates; None where none is due."""
+        """Returns what is kept by the pruning after so many updates; None where none is due."""
         past = step - self.offset
         if past < 0 or step > self.end or past % self.stride:
             return None
         return float(self.share ** ((past // self.stride + 1) / self.prunings))
 
     def is_over(self, step: int) -> bool:
-        """Whether scores are not needed any more after so many updates."""
+        """Returns whether scores are not needed any more after so many updates."""
         return step >= self.offset + (self.prunings - 1) * self.stride
 
 

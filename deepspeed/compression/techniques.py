@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.compression import masks
-from deepspeed.compression.rounding import Rounded, round_groups, straight_through
+from deepspeed.compression.rounding import RoundedGroups, round_groups, straight_through
 from deepspeed.compression.snip import SnipPlan
-from deepspeed.compression.widths import Width, WidthSchedule
+from deepspeed.compression.widths import BitWidth, WidthSchedule
 
 Kind = Literal["sparse", "row", "head", "channel"]
 ORDER: tuple[Kind, ...] = ("sparse", "row", "head", "channel")
@@ -34,7 +34,7 @@ class WeightRounding:
     symmetric: bool = True
     stochastic: bool = False
 
-    def round(self, weight: torch.Tensor, bits: int, generator: torch.Generator | None = None) -> Rounded:
+    def round(self, weight: torch.Tensor, bits: int, generator: torch.Generator | None = None) -> RoundedGroups:
         """Codes and scales of ``weight``, ``[out, in, ...]``."""
         groups = len(weight) if self.groups is None else self.groups
         return round_groups(weight.detach().reshape(groups, -1), bits, symmetric=self.symmetric, generator=generator)
@@ -62,7 +62,7 @@ class Pruning:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the mask is a buffer; otherwise it comes from scores that are trained."""
+        """Returns whether the mask is a buffer; otherwise it comes from scores that are trained."""
         return self.method != "topk"
 
     @property
@@ -99,7 +99,7 @@ class Techniques:
     prunings: dict[Kind, Pruning] = field(default_factory=dict)
     related: dict[Kind, list[str]] = field(default_factory=dict)
     activation_offset: int | None = None
-    width: Width | None = None
+    width: BitWidth | None = None
     acting: frozenset[Kind] = frozenset()
     step: int = 0
     original_class: Any = None
@@ -114,7 +114,7 @@ class Techniques:
     def at_the_end(self) -> None:
         """Goes to where everything acts, with its last width."""
         if self.rounding is not None:
-            self.width = Width(self.rounding.schedule.target, 0.0)
+            self.width = BitWidth(self.rounding.schedule.target, 0.0)
         self.acting = frozenset(self.prunings)
 
     # -- the weight --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Techniques:
 
 
 def spread(mask: torch.Tensor, kind: Kind, weight: torch.Tensor) -> torch.Tensor:
-    """The mask in a shape that multiplies ``weight``, ``[out, in, ...]``."""
+    """Returns the mask in a shape that multiplies ``weight``, ``[out, in, ...]``."""
     if kind == "sparse":
         return mask
     if kind == "head":

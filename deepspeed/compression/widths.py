@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Width(NamedTuple):
+class BitWidth(NamedTuple):
     """Of a weight at some step.
 
     Attributes:
@@ -37,8 +37,8 @@ class WidthSchedule:
     period: int = 1
     mixing: float | None = None
 
-    def at(self, step: int) -> Width | None:
-        """The width after so many updates; None: whole."""
+    def at(self, step: int) -> BitWidth | None:
+        """Returns the width after so many updates; None: whole."""
         count = step - self.offset
         if count < 0:
             return None
@@ -46,7 +46,7 @@ class WidthSchedule:
         while bits > self.target and count >= fall:
             bits, since, fall = bits - 1, fall, 2 * fall
         share = 0.0 if self.mixing is None else max(0.0, 1.0 - self.mixing * (count - since))
-        return Width(bits, share)
+        return BitWidth(bits, share)
 
     @property
     def end(self) -> int:

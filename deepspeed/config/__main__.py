@@ -48,11 +48,13 @@ def _show(source: str, parsed: ParsedConfig, console: Console) -> None:
     table.add_row("schedule", (root.scheduler.type if root.scheduler else None) or "the client's, or none")
     if parsed.batch is not None:
         batch = parsed.batch
-        table.add_row(
-            "batch",
-            f"{batch.train_batch_size} = micro-batch {batch.micro_batch_size} x accumulation "
-            f"{batch.accumulation_steps} x {batch.data_ranks} ranks",
+        number = batch.train_batch_size // batch.micro_batch_size
+        shares = (
+            f"{number} micro-batches, at most {batch.accumulation_steps} a rank"
+            if batch.is_uneven
+            else f"accumulation {batch.accumulation_steps} x {batch.data_ranks} ranks"
         )
+        table.add_row("batch", f"{batch.train_batch_size} = micro-batch {batch.micro_batch_size} x {shares}")
     else:
         table.add_row("batch", "give --world-size to have it checked in full")
     console.print(table)

@@ -19,11 +19,13 @@ class BatchSizes:
         train_batch_size: Samples per optimizer step over all data-parallel ranks.
         micro_batch_size: Samples of one forward pass on one rank.
         accumulation_steps: Micro-batches per optimizer step.
+        is_uneven: Ranks may have different numbers of micro-batches; ``accumulation_steps`` is the largest.
     """
 
     train_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
+    is_uneven: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -77,6 +79,26 @@ def batch_mismatch(total: int | None, micro: int | None, accumulation: int | Non
                 f"{_fitting(total, unit)} would fit"
             )
     return None
+
+
+def uneven_mismatch(total: int | None, micro: int | None, accumulation: int | None) -> str | None:
+    """What is wrong with the sizes where the number of ranks may change (``elasticity.continue``); None: nothing is."""
+    if total is None or micro is None:
+        missing = " and ".join(name for name, value in ((TOTAL, total), (MICRO, micro)) if value is None)
+        return f"elasticity.continue needs {TOTAL} and {MICRO}, as both stay when ranks come and go; set {missing}"
+    if accumulation is not None:
+        return (
+            f"{ACCUMULATION} {accumulation} is set, but with elasticity.continue it follows from the number of ranks; "
+            "leave it out"
+        )
+    if total % micro:
+        return f"{total} is no multiple of {MICRO} {micro}; {_fitting(total, micro)} would fit"
+    return None
+
+
+def resolve_uneven(total: int, micro: int, ranks: int) -> BatchSizes:
+    """Returns the sizes where the micro-batches of an update need not be a multiple of the number of ranks."""
+    return BatchSizes(total, micro, -(-total // micro // ranks), is_uneven=True)
 
 
 def resolve_batch(

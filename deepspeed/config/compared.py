@@ -16,9 +16,11 @@ _OWN_AFFAIRS = frozenset(
         "flops_profiler",
         "log_level",
         "memory_breakdown",
+        "run_report",
         "steps_per_print",
         "tensorboard",
         "timers",
+        "trace",
         "wall_clock_breakdown",
         "wandb",
     }

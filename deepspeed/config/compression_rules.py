@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from deepspeed.config.findings import Findings, Path, dotted
+from deepspeed.config.messages import ConfigMessages, Path, dotted
 from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, SparsePruning
 from deepspeed.config.sections.root import Root
 
@@ -24,7 +24,7 @@ LEAST_LEVELS = 3
 """From so many bits on codes are levels between two ends; below, they are signs."""
 
 
-def check_compression(root: Root, findings: Findings) -> None:
+def check_compression(root: Root, findings: ConfigMessages) -> None:
     """Reports what the techniques that are switched on lack or contradict."""
     section = root.compression_training
     if section is None:
@@ -54,7 +54,7 @@ def check_compression(root: Root, findings: Findings) -> None:
         findings.problem((*AT, "head_pruning", "shared_parameters", "num_heads"), "is required, and missing")
 
 
-def _sparse(section: SparsePruning, findings: Findings) -> None:
+def _sparse(section: SparsePruning, findings: ConfigMessages) -> None:
     at: Path = (*AT, "sparse_pruning", "shared_parameters")
     shared = section.shared_parameters
     if shared.method != "snip_momentum":
@@ -86,7 +86,7 @@ def _sparse(section: SparsePruning, findings: Findings) -> None:
             )
 
 
-def _layers(section: LayerReduction, findings: Findings) -> None:
+def _layers(section: LayerReduction, findings: ConfigMessages) -> None:
     at: Path = (*AT, "layer_reduction")
     for name in ("module_name_prefix", "teacher_layer"):
         if getattr(section, name) is None:
@@ -98,7 +98,7 @@ def _layers(section: LayerReduction, findings: Findings) -> None:
         )
 
 
-def check_quantize_training(root: Root, findings: Findings) -> None:
+def check_quantize_training(root: Root, findings: ConfigMessages) -> None:
     """Reports a period of 0 between falls of bits in ``quantize_training``."""
     section = root.quantize_training
     if section is None or not section.enabled:
@@ -109,7 +109,7 @@ def check_quantize_training(root: Root, findings: Findings) -> None:
         _period(section.quantize_schedule.quantize_period, bits.start_bits, bits.target_bits, at, findings)
 
 
-def _period(period: int, start: int, target: int, at: Path, findings: Findings) -> None:
+def _period(period: int, start: int, target: int, at: Path, findings: ConfigMessages) -> None:
     """Reports a period of 0 where bits fall from ``start`` to ``target``."""
     if period == 0:
         findings.problem(
@@ -119,7 +119,7 @@ def _period(period: int, start: int, target: int, at: Path, findings: Findings) 
         )
 
 
-def _widths(section: CompressionTraining, findings: Findings) -> None:
+def _widths(section: CompressionTraining, findings: ConfigMessages) -> None:
     activations = section.activation_quantization
     if activations is not None and activations.shared_parameters.enabled:
         for name, group in activations.different_groups.items():

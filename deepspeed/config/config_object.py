@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.sections.optimizer import name_for_programs
 from deepspeed.config.sections.root import Root
+from deepspeed.errors import DeepSpeedConfigError
 
 
 def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
@@ -53,15 +55,34 @@ class DeepSpeedConfig:
         """Samples per optimizer step over all data-parallel ranks."""
         return self._batch.train_batch_size
 
+    @train_batch_size.setter
+    def train_batch_size(self, value: int) -> None:
+        self._set_size("train_batch_size", train_batch_size=value)
+
     @property
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one forward pass on one rank."""
         return self._batch.micro_batch_size
 
+    @train_micro_batch_size_per_gpu.setter
+    def train_micro_batch_size_per_gpu(self, value: int) -> None:
+        self._set_size("train_micro_batch_size_per_gpu", micro_batch_size=value)
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
         return self._batch.accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._set_size("gradient_accumulation_steps", accumulation_steps=value)
+
+    def _set_size(self, key: str, **sizes: Any) -> None:
+        """Replaces one size of a batch; the program sees to it that the three agree, as its own engine needs them."""
+        (value,) = sizes.values()
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise DeepSpeedConfigError(f"DeepSpeedConfig.{key} = {value!r}: expected a positive integer")
+        self._batch = replace(self._batch, **sizes)
 
     @property
     def zero_config(self) -> Any:
@@ -135,6 +156,11 @@ class DeepSpeedConfig:
         """The schedule's arguments as given."""
         section = self.parsed.root.scheduler
         return section.params if section is not None else None
+
+    @property
+    def elasticity_enabled(self) -> bool:
+        """Whether the section ``elasticity`` chooses the batch."""
+        return self.parsed.root.elasticity is not None and self.parsed.root.elasticity.enabled
 
     @property
     def monitor_config(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.config.findings import Findings, Path
+from deepspeed.config.messages import ConfigMessages, Path
 from deepspeed.config.section import Section
 from deepspeed.config.sections.data_efficiency import DataEfficiency
 from deepspeed.config.sections.root import Root
@@ -54,7 +54,7 @@ def problems_of(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
     return found
 
 
-def check_data(root: Root, findings: Findings) -> None:
+def check_data(root: Root, findings: ConfigMessages) -> None:
     """Reports what the sections about training data lack or contradict."""
     if root.curriculum_learning is not None and root.curriculum_learning.enabled:
         _schedule(root.curriculum_learning, ("curriculum_learning",), findings)
@@ -62,12 +62,12 @@ def check_data(root: Root, findings: Findings) -> None:
         check_data_efficiency(root.data_efficiency, findings)
 
 
-def _schedule(section: Section, at: Path, findings: Findings) -> None:
+def _schedule(section: Section, at: Path, findings: ConfigMessages) -> None:
     for path, text in problems_of(section.model_dump(exclude_none=True)):
         findings.problem((*at, *path), text)
 
 
-def check_data_efficiency(section: DataEfficiency, findings: Findings) -> None:
+def check_data_efficiency(section: DataEfficiency, findings: ConfigMessages) -> None:
     """Reports what an enabled section lacks or contradicts."""
     sampling, at = section.data_sampling, ("data_efficiency", "data_sampling")
     if sampling.enabled and sampling.curriculum_learning.enabled:
@@ -86,7 +86,7 @@ def check_data_efficiency(section: DataEfficiency, findings: Findings) -> None:
         _random_ltd(section, findings)
 
 
-def _curriculum_metrics(section: DataEfficiency, findings: Findings) -> None:
+def _curriculum_metrics(section: DataEfficiency, findings: ConfigMessages) -> None:
     at: Path = ("data_efficiency", "data_sampling", "curriculum_learning", "curriculum_metrics")
     metrics = section.data_sampling.curriculum_learning.curriculum_metrics
     if not metrics:
@@ -105,7 +105,7 @@ def _curriculum_metrics(section: DataEfficiency, findings: Findings) -> None:
                 )
 
 
-def _random_ltd(section: DataEfficiency, findings: Findings) -> None:
+def _random_ltd(section: DataEfficiency, findings: ConfigMessages) -> None:
     at: Path = ("data_efficiency", "data_routing", "random_ltd")
     ltd = section.data_routing.random_ltd
     if ltd.layer_token_lr_schedule.enabled:

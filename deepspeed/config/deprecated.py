@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from deepspeed.config.findings import Findings, Path, dotted, shown
+from deepspeed.config.messages import ConfigMessages, Path, dotted, shown
 from deepspeed.config.types import to_bool, to_float
 from deepspeed.logging import warn_once
 
@@ -151,7 +151,7 @@ def _place(data: dict[str, Any], path: Path, value: Any) -> None:
     holder[path[-1]] = value
 
 
-def _stage_as_bool(data: dict[str, Any], findings: Findings) -> None:
+def _stage_as_bool(data: dict[str, Any], findings: ConfigMessages) -> None:
     """``zero_optimization: true``, with the bucket size that went with it at the top level."""
     value = data.get(_ZERO)
     bucket = data.pop("allgather_size", None)
@@ -177,7 +177,7 @@ def _stage_as_bool(data: dict[str, Any], findings: Findings) -> None:
     _check_ignored_size(bucket, old, findings)
 
 
-def _clipping_as_bool(data: dict[str, Any], findings: Findings) -> None:
+def _clipping_as_bool(data: dict[str, Any], findings: ConfigMessages) -> None:
     """``gradient_clipping: true``, which the original package takes as the number 1, and false as 0."""
     value = data.get(_CLIPPING)
     if isinstance(value, bool):
@@ -186,7 +186,7 @@ def _clipping_as_bool(data: dict[str, Any], findings: Findings) -> None:
             findings.notice(f"{findings.label((_CLIPPING,))}: expected the largest norm, found true; it means 1.0")
 
 
-def _check_ignored_size(value: Any, path: Path, findings: Findings) -> None:
+def _check_ignored_size(value: Any, path: Path, findings: ConfigMessages) -> None:
     from deepspeed.config.types import to_int
 
     try:
@@ -197,7 +197,7 @@ def _check_ignored_size(value: Any, path: Path, findings: Findings) -> None:
         findings.fail(path, f"expected an integer > 0, found {shown(value)}")
 
 
-def translate_old_keys(data: dict[str, Any], findings: Findings) -> None:
+def translate_old_keys(data: dict[str, Any], findings: ConfigMessages) -> None:
     """Moves every old spelling in ``data`` to its new place, in place.
 
     Each is reported by one notice unless it says what the default says; an old key beside its new one is a problem.
@@ -248,7 +248,7 @@ def with_present_names(data: dict[str, Any], place: Path) -> dict[str, Any]:
     Raises:
         ValueError: An old spelling has a value that it cannot have, or its present name is there with another one.
     """
-    findings = Findings({}, {}, None)
+    findings = ConfigMessages({}, {}, None)
     whole: dict[str, Any] = {}
     _place(whole, place, dict(data))
     translate_old_keys(whole, findings)
@@ -268,7 +268,7 @@ def _says_nothing(entry: OldKey, value: Any) -> bool:
 
 
 def _report_both(
-    data: dict[str, Any], entry: OldKey, present: Path, value: Any, converted: Any, findings: Findings
+    data: dict[str, Any], entry: OldKey, present: Path, value: Any, converted: Any, findings: ConfigMessages
 ) -> None:
     holder = _lookup(data, present)
     assert holder is not None

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.findings import Path
-from deepspeed.config.section import KeyFacts, Section, facts_of
+from deepspeed.config.messages import Path
+from deepspeed.config.section import KeyInfo, Section, facts_of
 
 
 @dataclass(frozen=True)
-class Nested:
+class NestedSection:
     """A section inside a section: alone, in a list, or by names of the caller's own.
 
     Attributes:
@@ -38,21 +38,21 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def nested_in(annotation: Any) -> Nested | None:
+def nested_in(annotation: Any) -> NestedSection | None:
     """The section behind a key's type, if there is one."""
     for member in _members(annotation):
         if isinstance(member, type) and issubclass(member, Section):
-            return Nested("section", member)
+            return NestedSection("section", member)
         origin, arguments = get_origin(member), get_args(member)
         if origin is list and isinstance(arguments[0], type) and issubclass(arguments[0], Section):
-            return Nested("list", arguments[0])
+            return NestedSection("list", arguments[0])
         if origin is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Section):
-            return Nested("map", arguments[1])
+            return NestedSection("map", arguments[1])
     return None
 
 
 @cache
-def nested_fields(model: type[Section]) -> dict[str, Nested]:
+def nested_fields(model: type[Section]) -> dict[str, NestedSection]:
     """The keys of a section that hold sections."""
     found = {name: nested_in(field.annotation) for name, field in model.model_fields.items()}
     return {name: nested for name, nested in found.items() if nested is not None}
@@ -81,11 +81,11 @@ class KeyEntry:
 
     path: Path
     field: FieldInfo
-    facts: KeyFacts
+    facts: KeyInfo
     owner: type[Section]
 
     @property
-    def nested(self) -> Nested | None:
+    def nested(self) -> NestedSection | None:
         """The section that the key holds."""
         return nested_in(self.field.annotation)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.config.describe import default_of
-from deepspeed.config.findings import Findings, Path, shown
+from deepspeed.config.messages import ConfigMessages, Path, shown
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.sparse_attention import KEYS_OF_MODE
@@ -24,7 +24,7 @@ _ASKED_FOR = frozenset(
 """Keys of stage 3 that change what travels between ranks; the others tune stage 3 and stand in files for any stage."""
 
 
-def note_effects(root: Root, findings: Findings) -> None:
+def note_effects(root: Root, findings: ConfigMessages) -> None:
     """Adds the notices about values without effect."""
     _walk(root, (), findings)
     _stages(root.zero_optimization, findings)
@@ -43,7 +43,7 @@ def note_effects(root: Root, findings: Findings) -> None:
         findings.notice(f"{findings.label(('gradient_clipping',))}: 0 switches clipping off; the default is 1.0")
 
 
-def _line(paths: list[Path], reason: str, findings: Findings) -> None:
+def _line(paths: list[Path], reason: str, findings: ConfigMessages) -> None:
     if paths:
         verb = "has" if len(paths) == 1 else "have"
         findings.notice(f"{', '.join(findings.label(path) for path in paths)} {verb} no effect: {reason}")
@@ -64,7 +64,7 @@ def _changed_paths(section: Section, path: Path) -> list[Path]:
     return found
 
 
-def _walk(section: Section, path: Path, findings: Findings) -> None:
+def _walk(section: Section, path: Path, findings: ConfigMessages) -> None:
     fields = type(section).model_fields
     switch = _off_switch(section)
     for name, _ in _changed(section):
@@ -89,7 +89,7 @@ def _off_switch(section: Section) -> tuple[str, Any] | None:
         inner = _off_switch(shared)
         return None if inner is None else (f"shared_parameters.{inner[0]}", inner[1])
     name = type(section).switch()
-    if name is None:
+    if name is None or section.is_used():
         return None
     value = getattr(section, name)
     is_off = not value if isinstance(value, bool) else value <= 1  # a degree of parallelism
@@ -111,7 +111,7 @@ def _inner_sections(value: Any, path: Path) -> list[tuple[Path, Section]]:
     return []
 
 
-def _stages(zero: ZeroOptimization, findings: Findings) -> None:
+def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     """Keys of a higher stage than the one in force: one line for all, and a warning for those that ask for more."""
     idle: list[Path] = [
         (ZERO, name)
@@ -128,7 +128,7 @@ def _stages(zero: ZeroOptimization, findings: Findings) -> None:
         findings.warning(f"{names} {verb} no effect: {reason}. Set the stage to 3, or leave this out")
 
 
-def _idle_codes(root: Root, findings: Findings) -> None:
+def _idle_codes(root: Root, findings: ConfigMessages) -> None:
     """What says how gradients are coded, where they are not."""
     section = root.communication_compression
     if section.gradients is None:
@@ -140,7 +140,7 @@ def _idle_codes(root: Root, findings: Findings) -> None:
         _line(list(idle), "communication_compression.gradients is not given", findings)
 
 
-def _other_patterns(root: Root, findings: Findings) -> None:
+def _other_patterns(root: Root, findings: ConfigMessages) -> None:
     """Keys of another pattern of sparse attention than the one chosen."""
     section = root.sparse_attention
     if section is not None:
@@ -149,18 +149,18 @@ def _other_patterns(root: Root, findings: Findings) -> None:
         _line(list(idle), f"sparse_attention.mode is {shown(section.mode)}", findings)
 
 
-def _idle_nodes(zero: ZeroOptimization, findings: Findings) -> None:
+def _idle_nodes(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     if zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size < 1:
         _line([(ZERO, "mics_hierarchical_params_gather")], f"{ZERO}.mics_shard_size is off", findings)
 
 
-def _idle_files(root: Root, findings: Findings) -> None:
+def _idle_files(root: Root, findings: ConfigMessages) -> None:
     zero = root.zero_optimization
     if not any(each is not None and each.device == "nvme" for each in (zero.offload_param, zero.offload_optimizer)):
         _line(_changed_paths(root.aio, ("aio",)), "nothing is offloaded to NVMe", findings)
 
 
-def _idle_offload(zero: ZeroOptimization, findings: Findings) -> None:
+def _idle_offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if section is None:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.findings import Findings, Path, shown
+from deepspeed.config.messages import ConfigMessages, Path, shown
 from deepspeed.config.reader import build, clean
 from deepspeed.config.section import Section
 from deepspeed.config.sections import optimizer as optimizers
@@ -13,7 +13,7 @@ from deepspeed.config.suggest import nearest
 from deepspeed.config.types import to_bool
 
 
-def _params_object(section: dict[str, Any], path: Path, findings: Findings) -> dict[str, Any] | None:
+def _params_object(section: dict[str, Any], path: Path, findings: ConfigMessages) -> dict[str, Any] | None:
     params = section.get("params")
     if params is None:
         section.pop("params", None)
@@ -25,7 +25,7 @@ def _params_object(section: dict[str, Any], path: Path, findings: Findings) -> d
     return None
 
 
-def _read(model: type[Section], params: dict[str, Any], path: Path, findings: Findings) -> dict[str, Any]:
+def _read(model: type[Section], params: dict[str, Any], path: Path, findings: ConfigMessages) -> dict[str, Any]:
     """The given parameters, coerced; defaults stay out, they are the class's own business."""
     built = build(model, clean(model, params, path, findings), path, findings)
     return (
@@ -35,7 +35,7 @@ def _read(model: type[Section], params: dict[str, Any], path: Path, findings: Fi
     )
 
 
-def _type_text(section: dict[str, Any], path: Path, findings: Findings) -> str | None:
+def _type_text(section: dict[str, Any], path: Path, findings: ConfigMessages) -> str | None:
     name = section.get("type")
     if name is None or isinstance(name, str):
         return name
@@ -44,13 +44,13 @@ def _type_text(section: dict[str, Any], path: Path, findings: Findings) -> str |
     return None
 
 
-def _unknown(name: str, path: Path, known: list[str], kind: str, findings: Findings) -> None:
+def _unknown(name: str, path: Path, known: list[str], kind: str, findings: ConfigMessages) -> None:
     findings.fail(
         path, f'{shown(name)} is no known {kind}; did you mean "{nearest(name, known)}"? Known are {", ".join(known)}'
     )
 
 
-def read_optimizer(section: dict[str, Any], findings: Findings) -> None:
+def read_optimizer(section: dict[str, Any], findings: ConfigMessages) -> None:
     """Checks ``optimizer`` in place: the name in its proper spelling, the parameters coerced."""
     at: Path = ("optimizer", "type")
     params = _params_object(section, ("optimizer", "params"), findings)
@@ -90,7 +90,7 @@ def _flag(params: dict[str, Any], name: str, default: bool) -> bool:
         return default
 
 
-def read_scheduler(section: dict[str, Any], findings: Findings) -> None:
+def read_scheduler(section: dict[str, Any], findings: ConfigMessages) -> None:
     """Checks ``scheduler`` in place: a known name, the parameters coerced."""
     at: Path = ("scheduler", "type")
     params = _params_object(section, ("scheduler", "params"), findings)

@@ -7,11 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, batch_mismatch, resolve_batch
+from deepspeed.config.batch import (
+    ACCUMULATION,
+    MICRO,
+    TOTAL,
+    BatchSizes,
+    batch_mismatch,
+    resolve_batch,
+    resolve_uneven,
+    uneven_mismatch,
+)
 from deepspeed.config.degrees import degrees
 from deepspeed.config.deprecated import translate_old_keys
 from deepspeed.config.effects import note_effects
-from deepspeed.config.findings import Findings, Path, shown
+from deepspeed.config.elastic_rules import is_elastic, put_elastic_batch
+from deepspeed.config.messages import ConfigMessages, Path, shown
 from deepspeed.config.parameters import read_optimizer, read_scheduler
 from deepspeed.config.reader import BATCH_KEYS, build, clean, is_auto, structural_copy
 from deepspeed.config.rules import check_ranks, check_rules
@@ -19,7 +29,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
 from deepspeed.config.suggest import declared_paths
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.features import FEATURES
+from deepspeed.missing_features import FEATURES
 
 # What zero.Init needs to know; the rest of its dict may not be finished yet.
 ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
@@ -67,7 +77,7 @@ def parse(
         DeepSpeedConfigError: With every problem of the configuration.
     """
     document = read_source(source)
-    findings = Findings(document.lines, _order(document.data), document.name)
+    findings = ConfigMessages(document.lines, _order(document.data), document.name)
     for sentence in document.problems:
         findings.add((), sentence)
     for line in document.notices:
@@ -92,23 +102,21 @@ def parse(
     refuse_unavailable(root, findings)
     if purpose == "train":
         root = _by_data_ranks(root, ranks, findings)
-        _check_batch(root, data, ranks, findings)
+        root = put_elastic_batch(root, data, ranks, findings)
+        _check_data_parallel_size(root, ranks, findings)
+        if not is_elastic(root):
+            _check_batch(root, data, ranks, findings)
     findings.raise_if_any()
     note_effects(root, findings)
     batch = None
     if purpose == "train" and ranks is not None:
-        batch = resolve_batch(
-            root.train_batch_size,
-            root.train_micro_batch_size_per_gpu,
-            root.gradient_accumulation_steps,
-            ranks,
-        )
+        batch = _resolve(root, ranks)
     if purpose == "train":
         _note_auto_batch(data, batch, findings)
     return ParsedConfig(root, document.data, findings.notices, batch, findings.warnings)
 
 
-def _data_ranks(given: int | Callable[[Root], int] | None, root: Root, findings: Findings) -> int | None:
+def _data_ranks(given: int | Callable[[Root], int] | None, root: Root, findings: ConfigMessages) -> int | None:
     if not callable(given):
         return given
     try:
@@ -131,7 +139,7 @@ def _order(data: Any, path: Path = (), order: dict[Path, int] | None = None) -> 
     return order
 
 
-def _set_dotted_aside(data: dict[str, Any], findings: Findings) -> None:
+def _set_dotted_aside(data: dict[str, Any], findings: ConfigMessages) -> None:
     """Takes out dotted top-level keys that spell a known path: they are found in files and never meant anything."""
     for name in [name for name in data if isinstance(name, str) and "." in name]:
         if name in declared_paths():
@@ -139,7 +147,7 @@ def _set_dotted_aside(data: dict[str, Any], findings: Findings) -> None:
             findings.notice(f'{findings.label((name,))} has no effect: "{name}" must be written as nested objects')
 
 
-def _by_data_ranks(root: Root, ranks: int | None, findings: Findings) -> Root:
+def _by_data_ranks(root: Root, ranks: int | None, findings: ConfigMessages) -> Root:
     """The configuration with a batch that counts ranks which share layers once.
 
     The original package multiplies by all ranks, and so do Accelerate and the Trainer of Transformers when they fill
@@ -160,16 +168,29 @@ def _by_data_ranks(root: Root, ranks: int | None, findings: Findings) -> Root:
     return root.model_copy(update={TOTAL: found})
 
 
-def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, findings: Findings) -> None:
+def _check_data_parallel_size(root: Root, ranks: int | None, findings: ConfigMessages) -> None:
+    declared = root.data_parallel_size
+    if declared is not None and ranks is not None and declared != ranks:
+        findings.problem(("data_parallel_size",), f"{declared} is stated, but there are {ranks} data-parallel ranks")
+
+
+def _resolve(root: Root, ranks: int) -> BatchSizes:
+    total, micro = root.train_batch_size, root.train_micro_batch_size_per_gpu
+    if root.elasticity is not None and root.elasticity.continues:
+        assert total is not None and micro is not None
+        return resolve_uneven(total, micro, ranks)
+    return resolve_batch(total, micro, root.gradient_accumulation_steps, ranks)
+
+
+def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, findings: ConfigMessages) -> None:
     sizes = (root.train_batch_size, root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps)
     paths: tuple[Path, ...] = ((TOTAL,), (MICRO,), (ACCUMULATION,))
     if any(path in findings.failed for path in paths):
         return
-    declared = root.data_parallel_size
-    if declared is not None and dp_world_size is not None and declared != dp_world_size:
-        findings.problem(
-            ("data_parallel_size",), f"{declared} is stated, but there are {dp_world_size} data-parallel ranks"
-        )
+    if root.elasticity is not None and root.elasticity.continues:
+        if (uneven := uneven_mismatch(*sizes)) is not None:
+            findings.problem((TOTAL,), uneven)
+        return
     wrong = batch_mismatch(*sizes, dp_world_size)
     if wrong is None:
         return
@@ -193,7 +214,7 @@ def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, fi
     findings.problem((TOTAL,), f"{wrong}. {_origins(data, dp_world_size, findings)}{advice}")
 
 
-def _origins(data: dict[str, Any], dp_world_size: int | None, findings: Findings) -> str:
+def _origins(data: dict[str, Any], dp_world_size: int | None, findings: ConfigMessages) -> str:
     """Where each of the numbers in the batch rule comes from."""
     parts = []
     for name in BATCH_KEYS:
@@ -208,7 +229,7 @@ def _origins(data: dict[str, Any], dp_world_size: int | None, findings: Findings
     return f"Where the numbers come from: {'; '.join(parts)}"
 
 
-def _note_auto_batch(data: dict[str, Any], batch: BatchSizes | None, findings: Findings) -> None:
+def _note_auto_batch(data: dict[str, Any], batch: BatchSizes | None, findings: ConfigMessages) -> None:
     sizes = (
         (None, None, None)
         if batch is None
@@ -230,7 +251,7 @@ def value_at(root: Root, path: Path) -> Any:
     return value
 
 
-def refuse_unavailable(root: Root, findings: Findings) -> None:
+def refuse_unavailable(root: Root, findings: ConfigMessages) -> None:
     """Reports every key that switches a missing feature on."""
     stage = root.zero_optimization.stage
     for feature in FEATURES:

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from deepspeed.config.describe import (
-    Nested,
+    NestedSection,
     default_of,
     expectation,
     nested_fields,
     spellings,
 )
-from deepspeed.config.findings import Findings, Path, dotted, shown
+from deepspeed.config.messages import ConfigMessages, Path, dotted, shown
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.suggest import suggestion
 
@@ -38,7 +38,7 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def report_unknown(path: Path, valid: list[str], findings: Findings) -> None:
+def report_unknown(path: Path, valid: list[str], findings: ConfigMessages) -> None:
     """Refuses an unknown key, or warns of it where the environment says so."""
     advice = suggestion(path, valid)
     mode = os.environ.get(UNKNOWN_KEYS_VARIABLE, "")
@@ -48,7 +48,7 @@ def report_unknown(path: Path, valid: list[str], findings: Findings) -> None:
         findings.add(path, f"{findings.label(path)}: unknown key; {advice}")
 
 
-def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: Findings) -> dict[str, Any]:
+def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: ConfigMessages) -> dict[str, Any]:
     """The declared keys of ``data`` under their proper names, ready for validation.
 
     Args:
@@ -103,7 +103,7 @@ def _default_text(model: type[Section], name: str) -> str:
     return shown(value)
 
 
-def _clean_nested(nested: Nested, value: Any, path: Path, findings: Findings) -> Any:
+def _clean_nested(nested: NestedSection, value: Any, path: Path, findings: ConfigMessages) -> Any:
     """A nested section's data, or None when it is absent or was refused."""
     if value is None:
         return None
@@ -124,7 +124,7 @@ def _clean_nested(nested: Nested, value: Any, path: Path, findings: Findings) ->
     return _clean_object(nested.model, value, path, findings)
 
 
-def _clean_object(model: type[Section], value: Any, path: Path, findings: Findings) -> dict[str, Any] | None:
+def _clean_object(model: type[Section], value: Any, path: Path, findings: ConfigMessages) -> dict[str, Any] | None:
     if isinstance(value, Section):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def _clean_object(model: type[Section], value: Any, path: Path, findings: Findin
     return None
 
 
-def build(model: type[AnySection], cleaned: dict[str, Any], path: Path, findings: Findings) -> AnySection | None:
+def build(model: type[AnySection], cleaned: dict[str, Any], path: Path, findings: ConfigMessages) -> AnySection | None:
     """Validates cleaned data, reporting every value that does not fit.
 
     Refused values are taken out and the rest is validated again, so that the rules between keys see a whole section.
@@ -175,7 +175,7 @@ def _existing(data: Any, location: tuple[int | str, ...]) -> Path:
     return where
 
 
-def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Path, findings: Findings) -> None:
+def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Path, findings: ConfigMessages) -> None:
     """Reports the value at ``where`` and takes the whole key out of the data."""
     holder: Any = cleaned
     section: type[Section] | None = model

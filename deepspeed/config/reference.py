@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.config.deprecated import OLD_KEYS
 from deepspeed.config.describe import default_of, expectation, nested_in
-from deepspeed.config.findings import Path, dotted
+from deepspeed.config.messages import Path, dotted
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.inference import Inference, RaggedInference
 from deepspeed.config.sections.optimizer import (
@@ -22,7 +22,7 @@ from deepspeed.config.sections.optimizer import (
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.scheduler import OWN_SCHEDULERS, TORCH_SCHEDULERS, UNUSABLE_SCHEDULERS
 from deepspeed.config.suggest import CONFUSIONS, WRAPPERS
-from deepspeed.features import FEATURES
+from deepspeed.missing_features import FEATURES
 
 HEAD = """\
 # Configuration reference

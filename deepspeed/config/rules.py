@@ -6,8 +6,10 @@ from typing import Any
 
 from deepspeed.config.compression_rules import check_compression, check_quantize_training
 from deepspeed.config.data_rules import check_data
-from deepspeed.config.findings import Findings, Path
+from deepspeed.config.elastic_rules import check_elasticity
+from deepspeed.config.messages import ConfigMessages, Path
 from deepspeed.config.sections.optimizer import Optimizer
+from deepspeed.config.sections.preemption import CATCHABLE, Preemption
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
 
@@ -15,7 +17,7 @@ ZERO = "zero_optimization"
 STAGE: Path = (ZERO, "stage")
 
 
-def check_rules(root: Root, findings: Findings) -> None:
+def check_rules(root: Root, findings: ConfigMessages) -> None:
     """Reports every contradiction in a configuration whose values are each in order."""
     _precision(root, findings)
     _offload(root.zero_optimization, findings)
@@ -29,11 +31,12 @@ def check_rules(root: Root, findings: Findings) -> None:
     _codes(root, findings)
     _zero_plus_plus(root.zero_optimization, findings)
     check_data(root, findings)
+    check_elasticity(root, findings)
     check_compression(root, findings)
     check_quantize_training(root, findings)
 
 
-def check_ranks(root: Root, dp_world_size: int, findings: Findings) -> None:
+def check_ranks(root: Root, dp_world_size: int, findings: ConfigMessages) -> None:
     """Reports what does not fit the number of data-parallel ranks."""
     zero = root.zero_optimization
     if zero.stage < 3:
@@ -62,7 +65,7 @@ def check_ranks(root: Root, dp_world_size: int, findings: Findings) -> None:
         )
 
 
-def _neighbours(zero: ZeroOptimization, findings: Findings) -> None:
+def _neighbours(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     if zero.stage < 3:
         return
     hpz, mics = (ZERO, "zero_hpz_partition_size"), (ZERO, "mics_shard_size")
@@ -80,7 +83,7 @@ def _neighbours(zero: ZeroOptimization, findings: Findings) -> None:
         )
 
 
-def _codes(root: Root, findings: Findings) -> None:
+def _codes(root: Root, findings: ConfigMessages) -> None:
     section, zero = root.communication_compression, root.zero_optimization
     at: Path = ("communication_compression",)
     if section.block is not None and section.block & (section.block - 1):
@@ -103,7 +106,7 @@ def _codes(root: Root, findings: Findings) -> None:
             )
 
 
-def _zero_plus_plus(zero: ZeroOptimization, findings: Findings) -> None:
+def _zero_plus_plus(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     loco = zero.zeropp_loco_param
     if zero.stage < 3 or loco is None:
         return
@@ -120,7 +123,7 @@ def _zero_plus_plus(zero: ZeroOptimization, findings: Findings) -> None:
             findings.problem((*at, name), f"has no default, expected a number such as {usual}")
 
 
-def _precision(root: Root, findings: Findings) -> None:
+def _precision(root: Root, findings: ConfigMessages) -> None:
     fp16, bf16 = ("fp16", "enabled"), ("bf16", "enabled")
     if root.fp16.enabled and root.bf16.enabled:
         findings.problem(
@@ -147,7 +150,7 @@ def _precision(root: Root, findings: Findings) -> None:
         )
 
 
-def _offload(zero: ZeroOptimization, findings: Findings) -> None:
+def _offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     param, optimizer = zero.offload_param, zero.offload_optimizer
     at: Path = (ZERO, "offload_param", "device")
     if param is not None and param.device != "none":
@@ -182,14 +185,14 @@ def _offload(zero: ZeroOptimization, findings: Findings) -> None:
         )
 
 
-def _reduction(root: Root, findings: Findings) -> None:
+def _reduction(root: Root, findings: ConfigMessages) -> None:
     if root.gradient_allreduce_op == "sum" and root.zero_optimization.stage == 3:
         findings.problem(
             ("gradient_allreduce_op",), '"sum" cannot be combined with zero_optimization.stage 3; use "mean"', STAGE
         )
 
 
-def _optimizer(root: Root, optimizer: Optimizer, findings: Findings) -> None:
+def _optimizer(root: Root, optimizer: Optimizer, findings: ConfigMessages) -> None:
     params: dict[str, Any] = optimizer.params
     if optimizer.type == "Lamb" and root.fp16.enabled and root.fp16.loss_scale != 0:
         findings.problem(
@@ -209,7 +212,7 @@ def _optimizer(root: Root, optimizer: Optimizer, findings: Findings) -> None:
         findings.problem(("optimizer", "params", "fused"), "foreach and fused are both true; choose one")
 
 
-def _activation_checkpointing(root: Root, findings: Findings) -> None:
+def _activation_checkpointing(root: Root, findings: ConfigMessages) -> None:
     section = root.activation_checkpointing
     if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
         findings.problem(
@@ -220,7 +223,7 @@ def _activation_checkpointing(root: Root, findings: Findings) -> None:
         )
 
 
-def _tensor_parallel(root: Root, findings: Findings) -> None:
+def _tensor_parallel(root: Root, findings: ConfigMessages) -> None:
     section, size = root.tensor_parallel, ("tensor_parallel", "autotp_size")
     group = section.tensor_parallel
     path = ("tensor_parallel", "tensor_parallel")
@@ -233,7 +236,7 @@ def _tensor_parallel(root: Root, findings: Findings) -> None:
             findings.problem((*path, name), f"an object has no place in a configuration; give it to {instead}")
 
 
-def _structure(root: Root, findings: Findings) -> None:
+def _structure(root: Root, findings: ConfigMessages) -> None:
     """What single values must be beyond type and interval, in the sections of features to come."""
     if root.hybrid_engine is not None and root.hybrid_engine.inference_tp_size > 1:
         findings.problem(
@@ -241,15 +244,8 @@ def _structure(root: Root, findings: Findings) -> None:
             f"{root.hybrid_engine.inference_tp_size}: layers are cut for training and generating alike; use "
             "tensor_parallel.autotp_size, and 1 here",
         )
-    if root.elasticity is not None:
-        if root.elasticity.version not in (0.1, 0.2):
-            findings.problem(("elasticity", "version"), f"expected 0.1 or 0.2, found {root.elasticity.version:g}")
-        if root.elasticity.min_gpus > root.elasticity.max_gpus:
-            findings.problem(
-                ("elasticity", "min_gpus"),
-                f"{root.elasticity.min_gpus} is more than max_gpus {root.elasticity.max_gpus}",
-                ("elasticity", "max_gpus"),
-            )
+    if root.preemption is not None:
+        _preemption(root.preemption, findings)
     if root.autotuning is not None:
         for name in ("results_dir", "exps_dir"):
             if not getattr(root.autotuning, name):
@@ -259,3 +255,13 @@ def _structure(root: Root, findings: Findings) -> None:
             value = getattr(root.expert_parallel, name)
             if value is not None and (not value or "." in value):
                 findings.problem(("expert_parallel", name), f'expected a name without dots, found "{value}"')
+
+
+def _preemption(section: Preemption, findings: ConfigMessages) -> None:
+    if section.enabled and not section.save_dir:
+        findings.problem(("preemption", "save_dir"), "expected a folder with preemption.enabled: true, found none")
+    for name in section.signals:
+        if name not in CATCHABLE:
+            findings.problem(
+                ("preemption", "signals"), f"expected names of signals such as SIGTERM and SIGUSR1, found {name!r}"
+            )

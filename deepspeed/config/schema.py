@@ -8,8 +8,8 @@ from typing import Any
 
 from deepspeed.config.deprecated import OLD_KEYS
 from deepspeed.config.describe import default_of, is_nullable, json_types, nested_in
-from deepspeed.config.findings import dotted
-from deepspeed.config.section import KeyFacts, Section, facts_of
+from deepspeed.config.messages import dotted
+from deepspeed.config.section import KeyInfo, Section, facts_of
 from deepspeed.config.sections.optimizer import OWN_OPTIMIZERS, TORCH_OPTIMIZERS
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.scheduler import OWN_SCHEDULERS, TORCH_SCHEDULERS
@@ -21,7 +21,7 @@ def _definition_name(model: type[Section]) -> str:
     return f"{model.__module__.rsplit('.', 1)[-1]}.{model.__name__}"
 
 
-def _text(facts: KeyFacts) -> str:
+def _text(facts: KeyInfo) -> str:
     parts = [facts.about]
     if facts.no_effect is not None:
         parts.append(f"No effect here: {facts.no_effect}.")
@@ -32,7 +32,7 @@ def _text(facts: KeyFacts) -> str:
     return " ".join(parts)
 
 
-def _limits(facts: KeyFacts) -> dict[str, float]:
+def _limits(facts: KeyInfo) -> dict[str, float]:
     limits = {
         "minimum": facts.minimum,
         "exclusiveMinimum": facts.above,
@@ -42,7 +42,7 @@ def _limits(facts: KeyFacts) -> dict[str, float]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def _with_limits(alternative: dict[str, Any], facts: KeyFacts) -> dict[str, Any]:
+def _with_limits(alternative: dict[str, Any], facts: KeyInfo) -> dict[str, Any]:
     if alternative.get("type") in ("integer", "number"):
         return {**alternative, **_limits(facts)}
     if alternative.get("type") == "array" and alternative["items"].get("type") in ("integer", "number"):
@@ -84,7 +84,7 @@ class _SchemaWriter:
             schema["required"] = required
         return schema
 
-    def key(self, annotation: Any, facts: KeyFacts, default: Any, required: bool) -> dict[str, Any]:
+    def key(self, annotation: Any, facts: KeyInfo, default: Any, required: bool) -> dict[str, Any]:
         """The schema of one key."""
         nested = nested_in(annotation)
         alternatives: list[dict[str, Any]]

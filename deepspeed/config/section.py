@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.deprecated import old_names, with_present_names
-from deepspeed.config.findings import Path
+from deepspeed.config.messages import Path
 
 
 @dataclass(frozen=True)
-class KeyFacts:
+class KeyInfo:
     """What is known of a key besides its name, type and default.
 
     Attributes:
@@ -91,20 +91,20 @@ def key(default: Any, about: str, *, factory: Any = None, **facts: Any) -> Any:
         default: Value when the key is absent; ``...`` makes it required.
         about: Meaning and interactions.
         factory: Makes the default where that is an object.
-        **facts: Fields of :class:`KeyFacts`.
+        **facts: Fields of :class:`KeyInfo`.
     """
-    extra: Any = {"facts": KeyFacts(about, **facts)}
+    extra: Any = {"facts": KeyInfo(about, **facts)}
     if factory is not None:
         return Field(default_factory=factory, description=about, json_schema_extra=extra)
     return Field(default, description=about, json_schema_extra=extra)
 
 
-def facts_of(field: FieldInfo) -> KeyFacts:
+def facts_of(field: FieldInfo) -> KeyInfo:
     """The facts that :func:`key` attached to a field."""
     extra = field.json_schema_extra
     assert isinstance(extra, dict), "every field of a section is declared with key()"
     facts = extra["facts"]
-    assert isinstance(facts, KeyFacts)
+    assert isinstance(facts, KeyInfo)
     return facts
 
 
@@ -134,6 +134,10 @@ class Section(BaseModel):
     def switch(cls) -> str | None:
         """The key that turns the section on, if it has one; the others have no effect while it is off."""
         return cls.switch_name if cls.switch_name in cls.model_fields else None
+
+    def is_used(self) -> bool:
+        """Whether keys of the section have an effect although its switch is off."""
+        return False
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.findings import Findings
+from deepspeed.config.messages import ConfigMessages
 from deepspeed.config.parsing import ParsedConfig
 from deepspeed.config.reader import build, clean
 from deepspeed.config.section import Section
@@ -31,7 +31,7 @@ def parse_section(source: Any, name: str) -> Section | None:
     document = read_source(source)
     if name not in document.data:
         return None
-    findings = Findings(document.lines, {}, document.name)
+    findings = ConfigMessages(document.lines, {}, document.name)
     root = build(Root, clean(Root, {name: document.data[name]}, (), findings), (), findings)
     findings.raise_if_any()
     return getattr(root, name)

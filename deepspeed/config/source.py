@@ -15,7 +15,7 @@ from typing import Any
 from hjson import HjsonDecodeError, HjsonDecoder
 from hjson.decoder import JSONObject
 
-from deepspeed.config.findings import Path, configuration_error, dotted
+from deepspeed.config.messages import Path, configuration_error, dotted
 
 
 @dataclass

@@ -8,7 +8,7 @@ from functools import cache
 from os.path import commonprefix
 
 from deepspeed.config.describe import KeyEntry, entries
-from deepspeed.config.findings import Path, dotted
+from deepspeed.config.messages import Path, dotted
 from deepspeed.config.sections.root import Root
 from deepspeed.config.synonyms import meant_by
 

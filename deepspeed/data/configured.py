@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sized
 from typing import Any
 
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.data_efficiency import DataSampling
 from deepspeed.config.sections.root import Root
 from deepspeed.data.curriculum.sampler import DeepSpeedDataSampler
@@ -17,7 +17,7 @@ from deepspeed.logging import log_dist
 
 def make_loader(
     root: Root,
-    ranks: Standing,
+    ranks: RankCoordinates,
     dataset: Any,
     batch_size: int,
     *,
@@ -80,7 +80,7 @@ def _sampling_of(root: Root) -> DataSampling | None:
     return section.data_sampling if section is not None and section.enabled and section.data_sampling.enabled else None
 
 
-def _configured_sampler(root: Root, ranks: Standing, dataset: Any, batch_size: int, steps: int) -> Any:
+def _configured_sampler(root: Root, ranks: RankCoordinates, dataset: Any, batch_size: int, steps: int) -> Any:
     assert root.data_efficiency is not None
     if not is_map_style_dataset(dataset):
         raise DeepSpeedConfigError(

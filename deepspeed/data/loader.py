@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,8 +74,11 @@ class DeepSpeedDataLoader:
         self._given: int | None = None
         self._random: torch.Tensor | None = None
         self._is_resumed = False
+        self._passed = 0  # samples of this pass, over all ranks, before the first batch that is counted in _given
         drop_last = drop_last or dataloader_drop_last
         ranks, rank = data_parallel_world_size or 1, data_parallel_rank or 0
+        self._share = _SamplerSettings(ranks, rank, batch_size, shuffle, drop_last)
+        self._has_own_order = data_sampler is None and not is_iterable_style_dataset(dataset)
         self._options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_local_io_workers or 0,
@@ -115,8 +119,8 @@ class DeepSpeedDataLoader:
             self._begin_pass(skip=0)
         return self
 
-    def _begin_pass(self, skip: int) -> None:
-        """Starts the pass numbered ``epoch`` behind its first ``skip`` batches."""
+    def _begin_pass(self, skip: int, passed: int = 0) -> None:
+        """Starts pass ``epoch`` behind ``passed`` samples of all ranks and ``skip`` batches of this one."""
         set_sampler_epoch = getattr(self.data_sampler, "set_epoch", None)
         if set_sampler_epoch is not None:
             set_sampler_epoch(self.epoch)
@@ -126,9 +130,10 @@ class DeepSpeedDataLoader:
             if self._given is not None:  # workers may have read ahead in the pass that is left
                 self.data_sampler.load_state_dict(self.sampler_state())  # type: ignore[union-attr]
             self._given_before = self.data_sampler.micro_batches  # type: ignore[union-attr]
-        self._given = skip
-        if skip and self.data_sampler is not None:
-            rest = _Rest(self.dataloader.batch_sampler, skip)
+        self._given, self._passed = skip, passed
+        if (skip or passed) and self.data_sampler is not None:
+            batches = self._share.batches_after(self.dataset, self.epoch - 1, passed) if passed else None
+            rest = _ResumedSampler(self.dataloader.batch_sampler if batches is None else batches, skip)
             self._iterator = iter(DataLoader(self.dataset, batch_sampler=rest, **self._options))
             rest.pass_over()
             return
@@ -138,7 +143,7 @@ class DeepSpeedDataLoader:
 
     @property
     def _has_own_state(self) -> bool:
-        """Whether the sampler knows where it stands (:class:`~deepspeed.data.curriculum.DeepSpeedDataSampler`)."""
+        """Returns whether the sampler saves its position (:class:`~deepspeed.data.curriculum.DeepSpeedDataSampler`)."""
         return hasattr(self.data_sampler, "micro_batches")
 
     def sampler_state(self) -> dict[str, Any] | None:
@@ -155,10 +160,35 @@ class DeepSpeedDataLoader:
             self._iterator = self._given = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: the pass, and how many of its batches were given out."""
+        """Returns where the loader stands: the pass, and how many of its batches were given out."""
         if self._has_own_state:  # which all ranks share
             return {"epoch": self.epoch, "given": None, "random": None}
-        return {"epoch": self.epoch, "given": self._given, "random": self._random}
+        own = {"passed": self._passed, "batch_size": self.batch_size} if self._has_own_order else {}
+        return {"epoch": self.epoch, "given": self._given, "random": self._random, **own}
+
+    def position(self) -> dict[str, Any] | None:
+        """Returns where all ranks together stand: the pass, and how many of its samples were given out.
+
+        Only the default sampler's order is the same for any number of ranks and any batch size; with another one, or a
+        stream, the result is None. ``samples`` is None between two passes.
+        """
+        if not self._has_own_order:
+            return None
+        if self._given is None:
+            return {"epoch": self.epoch, "samples": None}
+        return {"epoch": self.epoch, "samples": self._passed + self._given * self.batch_size * self._share.ranks}
+
+    def load_position(self, position: dict[str, Any]) -> None:
+        """Goes to :meth:`position` of a run with any number of ranks and any batch size.
+
+        The samples that the pass still owes come in the order in which they would have come, dealt to these ranks.
+        """
+        self.epoch, self._iterator, self._given, self._is_resumed = position["epoch"], None, None, False
+        if not self._has_own_order or position["samples"] is None:
+            return
+        self.epoch -= 1
+        self._begin_pass(skip=0, passed=position["samples"])
+        self._is_resumed = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes to where :meth:`state_dict` was: the next batch is the one that would have come next.
@@ -172,10 +202,16 @@ class DeepSpeedDataLoader:
             self._given = None
         if self._given is None or self._random is None:
             return
+        passed = state_dict.get("passed", 0)
+        size = state_dict.get("batch_size", self.batch_size)
+        if size != self.batch_size:
+            passed += self._given * size * self._share.ranks
+            self.load_position({"epoch": self.epoch, "samples": passed})
+            return
         present = torch.get_rng_state()
         torch.set_rng_state(self._random)
         self.epoch -= 1
-        self._begin_pass(skip=self._given)
+        self._begin_pass(skip=self._given, passed=passed)
         torch.set_rng_state(present)
         self._is_resumed = True
 
@@ -201,7 +237,41 @@ class DeepSpeedDataLoader:
         return batch
 
 
-class _Rest(Sampler):
+@dataclass(frozen=True)
+class _SamplerSettings:
+    """The share of one rank in the order of a default sampler.
+
+    Attributes:
+        ranks: Data-parallel ranks.
+        rank: This one.
+        batch_size: Samples of a batch.
+        shuffle: Whether the order is shuffled.
+        drop_last: Whether samples that do not fill a batch on every rank are left out.
+    """
+
+    ranks: int
+    rank: int
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+
+    def batches_after(self, dataset: Any, epoch: int, passed: int) -> list[list[int]]:
+        """Returns the batches of a pass behind its first ``passed`` samples of all ranks."""
+        whole: DistributedSampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=self.shuffle)
+        whole.set_epoch(epoch)
+        order = list(whole)
+        rest = order[passed:]
+        lacking = -len(rest) % self.ranks
+        if lacking and self.drop_last:
+            rest = rest[: len(rest) - len(rest) % self.ranks]
+        elif lacking:
+            rest += (order * self.ranks)[:lacking]
+        mine = rest[self.rank :: self.ranks]
+        cut = len(mine) - len(mine) % self.batch_size if self.drop_last else len(mine)
+        return [mine[at : at + self.batch_size] for at in range(0, cut, self.batch_size)]
+
+
+class _ResumedSampler(Sampler):
     """The batches of ``batches`` from number ``skip`` on."""
 
     def __init__(self, batches: Any, skip: int) -> None:
@@ -232,10 +302,10 @@ class _Rest(Sampler):
 
 
 def is_map_style_dataset(dataset: Any) -> bool:
-    """Whether samples are asked for by index."""
+    """Returns whether samples are asked for by index."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def is_iterable_style_dataset(dataset: Any) -> bool:
-    """Whether the dataset is a stream."""
+    """Returns whether the dataset is a stream."""
     return isinstance(dataset, IterableDataset)

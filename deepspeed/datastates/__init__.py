@@ -1,4 +1,4 @@
-"""DataStates checkpoints; the feature is missing (:mod:`deepspeed.features`)."""
+"""DataStates checkpoints; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of DataStates checkpoints; the feature is missing (:mod:`deepspeed.features`)."""
+"""Settings of DataStates checkpoints; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from deepspeed.engine_feature import (
     takes_keyword,
 )
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.zero.gather.owners import Owners
+from deepspeed.zero.gather.block_map import ParameterBlockMap
 from deepspeed.zero.runtime import ZeroRuntime
 
 _IN_A_STAGE = "a stage has some of the layers, and several micro-batches are on their way at once"
@@ -55,8 +55,8 @@ class LayerDropHooks:
     def __init__(self, model: nn.Module, runtime: ZeroRuntime, theta: ProgressiveLayerDrop) -> None:
         self.theta = theta
         self._schedule = runtime.schedule
-        self._rows: list[tuple[LayerDrop, Owners]] = [
-            (drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)
+        self._rows: list[tuple[LayerDrop, ParameterBlockMap]] = [
+            (drop, ParameterBlockMap(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)
         ]
         self._last: tuple[int, int] | None = None  # steps and micro-steps at the last training forward
         self._forwards = 0  # since then
@@ -159,7 +159,7 @@ class DroppingHooks(EngineHooks):
         return {} if self.layers is None else self.layers.draw(global_steps, micro_steps)
 
 
-class Dropping(EngineFeature):
+class DroppingFeature(EngineFeature):
     """Layers and tokens that training forwards leave out at random."""
 
     title = "dropped layers and tokens"
@@ -208,4 +208,4 @@ class Dropping(EngineFeature):
         return None if layers is None and tokens is None else DroppingHooks(layers, tokens)
 
 
-FEATURE = Dropping()
+FEATURE = DroppingFeature()

@@ -76,7 +76,7 @@ class LayerDrop:
             )
 
     def skipped(self, hidden: torch.Tensor) -> Any:
-        """What a block that is left out answers."""
+        """Returns what a block that is left out returns: ``hidden`` in its shape, and None for its other outputs."""
         # Block 0 always stays, so there has been an answer; a model that begins with a later one gets a tensor.
         return (hidden, *[None] * (self._skips_as - 1)) if isinstance(self._skips_as, int) else hidden
 

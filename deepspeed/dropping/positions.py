@@ -79,7 +79,11 @@ class Positions:
         return self._along(columns, 0, mask.dim() - 2) if mask.shape[-2] == self.length else columns
 
     def of_table(self, table: torch.Tensor) -> torch.Tensor:
-        """The kept positions of something else that belongs to positions (their numbers, angles); others unchanged."""
+        """Returns the kept positions of something else that belongs to positions (their numbers, angles).
+
+        Args:
+            table: Of any shape. Where no dimension is that of the positions it is returned unchanged.
+        """
         shape, batch = table.shape, len(self.kept)
         if is_for_all_samples(table, self.length, batch, sequence_first=self.sequence_first):
             return table.index_select(0, self.kept[0])

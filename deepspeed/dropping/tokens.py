@@ -64,7 +64,7 @@ class RandomLayerTokenDrop(nn.Module):
             scheduler: Asked with ``get_current_seq()`` at each call.
             random_ltd_layer_id: Accepted for programs of old.
         """
-        self._token_drop = _Asking(scheduler, config)
+        self._token_drop = _AskedSchedule(scheduler, config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's answer for all tokens."""
@@ -102,7 +102,7 @@ class RandomLayerTokenDrop(nn.Module):
         return (positions.put_back(hidden, answer[0]), *answer[1:])
 
 
-class _Asking(TokenDrop):
+class _AskedSchedule(TokenDrop):
     """Asks a schedule of the program's own at each call."""
 
     def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:

@@ -1,7 +1,28 @@
-"""Elastic batch sizes; the feature is missing (:mod:`deepspeed.features`)."""
+"""Batches that many numbers of ranks can share, runs that go on when ranks are lost, and the restarting agent."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "CopyCost": "deepspeed.elasticity.continuation",
+        "DSElasticAgent": "deepspeed.elasticity.elastic_agent",
+        "ELASTICITY": "deepspeed.elasticity.constants",
+        "ENABLED": "deepspeed.elasticity.constants",
+        "ENABLED_DEFAULT": "deepspeed.elasticity.constants",
+        "ElasticStep": "deepspeed.elasticity.steps",
+        "ElasticSteps": "deepspeed.elasticity.steps",
+        "ElasticityConfig": "deepspeed.elasticity.config",
+        "ElasticityConfigError": "deepspeed.errors",
+        "ElasticityError": "deepspeed.errors",
+        "ElasticityIncompatibleWorldSize": "deepspeed.errors",
+        "Recovery": "deepspeed.elasticity.continuation",
+        "compute_elastic_config": "deepspeed.elasticity.elasticity",
+        "elasticity_enabled": "deepspeed.elasticity.elasticity",
+        "ensure_immutable_elastic_config": "deepspeed.elasticity.elasticity",
+        "is_torch_elastic_compatible": "deepspeed.elasticity.utils",
+    },
+    submodules=["config", "constants", "elastic_agent", "elasticity", "utils"],
+)

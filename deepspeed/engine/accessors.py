@@ -104,7 +104,7 @@ class ConfigAccessors:
     _root: Root
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights may be collected for saving: the key of that name says so for stage 3.
+        """Returns whether whole weights may be collected for saving: the key of that name says so for stage 3.
 
         Layers that tensor-parallel ranks share are whole below stage 3 once they are collected over these ranks, which
         no key forbids; Accelerate asks this before it collects them.
@@ -113,16 +113,20 @@ class ConfigAccessors:
         shares_layers = self._root.tensor_parallel.autotp_size > 1
         return zero.stage3_gather_16bit_weights_on_model_save or (shares_layers and zero.stage < 3)
 
+    def elasticity_enabled(self) -> bool:
+        """Returns whether the section ``elasticity`` chooses the batch."""
+        return self._root.elasticity is not None and self._root.elasticity.enabled
+
     def zero_optimization(self) -> bool:
-        """Whether a ZeRO stage above 0 is on."""
+        """Returns whether a ZeRO stage above 0 is on."""
         return self._root.zero_optimization.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded (stage 2 and above)."""
+        """Returns whether gradients are sharded (stage 2 and above)."""
         return self._root.zero_optimization.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded (stage 3)."""
+        """Returns whether parameters are sharded (stage 3)."""
         return self._root.zero_optimization.stage >= 3
 
     def zero_overlap_comm(self) -> bool:
@@ -130,13 +134,13 @@ class ConfigAccessors:
         return self._root.zero_optimization.overlap_comm is not False
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer states live in host memory."""
+        """Returns whether optimizer states live in host memory."""
         return self._offload_device("offload_optimizer") in ("cpu", "nvme")
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether optimizer states live on NVMe."""
+        """Returns whether optimizer states live on NVMe."""
         return self._offload_device("offload_optimizer") == "nvme"
 
     def zero_partial_offload(self) -> float:
@@ -155,7 +159,7 @@ class ConfigAccessors:
         return section.cpuadam_cores_perc if section is not None else 0.9
 
     def swap_tensor_config(self) -> Any:
-        """The ``aio`` section."""
+        """Returns the ``aio`` section."""
         return self._root.aio
 
     def _offload_device(self, name: str) -> str:
@@ -163,7 +167,7 @@ class ConfigAccessors:
         return str(getattr(section.device, "value", section.device)) if section is not None else "none"
 
     def postscale_gradients(self) -> bool:
-        """Whether gradients are divided after the reduction."""
+        """Returns whether gradients are divided after the reduction."""
         return not self._root.prescale_gradients
 
     def optimizer_name(self) -> str | None:
@@ -191,7 +195,7 @@ class ConfigAccessors:
         return 2.0**self._root.fp16.initial_scale_power
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the fp16 loss scale is dynamic."""
+        """Returns whether the fp16 loss scale is dynamic."""
         return self._root.fp16.loss_scale == 0
 
     def loss_scale(self) -> float:
@@ -210,15 +214,15 @@ class ConfigAccessors:
         }
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        """Whether tags are compared across ranks."""
+        """Returns whether tags are compared across ranks."""
         return self._root.checkpoint.tag_validation.lower() != "ignore"
 
     def checkpoint_tag_validation_fail(self) -> bool:
-        """Whether differing tags are an error."""
+        """Returns whether differing tags are an error."""
         return self._root.checkpoint.tag_validation.lower() == "fail"
 
     def checkpoint_writer_enabled(self) -> bool:
-        """Whether a writer of its own is configured."""
+        """Returns whether a writer of its own is configured."""
         return self._root.checkpoint.writer is not None
 
     def data_efficiency_enabled(self) -> bool:
@@ -230,7 +234,7 @@ class ConfigAccessors:
         return None if self._root.data_efficiency is None else self._root.data_efficiency.data_sampling
 
     def data_sampling_enabled(self) -> bool:
-        """Whether the sampler is on."""
+        """Returns whether the sampler is on."""
         return self.data_efficiency_enabled() and self.data_sampling_config().enabled
 
     def curriculum_learning_config(self) -> Any:
@@ -239,7 +243,7 @@ class ConfigAccessors:
         return None if section is None else section.curriculum_learning
 
     def curriculum_learning_enabled(self) -> bool:
-        """Whether samples come by difficulty."""
+        """Returns whether samples come by difficulty."""
         return self.data_sampling_enabled() and self.curriculum_learning_config().enabled
 
     def random_ltd_config(self) -> Any:
@@ -247,7 +251,7 @@ class ConfigAccessors:
         return None if self._root.data_efficiency is None else self._root.data_efficiency.data_routing.random_ltd
 
     def random_ltd_enabled(self) -> bool:
-        """Whether layers drop tokens."""
+        """Returns whether layers drop tokens."""
         section = self._root.data_efficiency
         return (
             self.data_efficiency_enabled()

@@ -13,7 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among those that can be given.
+    """Returns the one configuration among those that can be given.
 
     Raises:
         DeepSpeedConfigError: There is no configuration, or more than one.

@@ -23,13 +23,14 @@ from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
-from deepspeed.engine.progress import ProgressLog, StepFacts
+from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
-from deepspeed.engine.resuming import resume_from, subject_of
+from deepspeed.engine.resuming import resume_from, run_state_of
 from deepspeed.engine.step_features import StepFeatures
 from deepspeed.engine.train_step import TrainStep
+from deepspeed.engine_feature import StepInfo
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.plain_attributes import PlainAttributes
 from deepspeed.profiling.timer import ThroughputTimer
@@ -40,21 +41,8 @@ from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
     """Wraps a model for training; without forward, backward and step, which subclasses run by their :class:`TrainStep`.
 
-    Attributes unknown to the engine are those of the wrapped model.
-
-    Attributes:
-        module: The model.
-        optimizer: The ZeRO optimizer; without one at stage 3 the machinery of sharded parameters, below it None.
-        basic_optimizer: The torch optimizer underneath, or None.
-        lr_scheduler: The schedule that ``step`` advances; may be set to None.
-        training_dataloader: Loader over ``training_data``, or None.
-        config: The configuration dict as it was given.
-        global_steps: Updates so far, skipped ones included.
-        global_samples: Samples of those updates, over all ranks.
-        micro_steps: Micro-batches so far.
-        skipped_steps: Updates that were skipped because a gradient was not finite.
-        device: Where the model computes.
-        compression_scheduler: Switches the techniques of ``compression_training`` on; None for a model without.
+    Attributes unknown to the engine are those of the wrapped model; :class:`~deepspeed.engine.engine.DeepSpeedEngine`
+    lists its own.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -65,7 +53,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._precision = parts.precision
         assert parts.parsed.batch is not None
         self._batches = Batches(
-            parts.parsed.batch, parts.standing.data_size, is_counted=self._root.managed_gradient_accumulation
+            parts.parsed.batch, parts.coordinates.data_size, is_counted=self._root.managed_gradient_accumulation
         )
         self._runtime: ZeroRuntime = parts.runtime
         batch_size = self._batches.train_batch_size()
@@ -92,21 +80,24 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
         self.monitor = parts.monitor
-        self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
+        self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0, self._hooks.trackers)
         self.timers = self._progress.timers
         # For programs that drive it or count epochs with it; the engine's own figure is in the log and the monitor.
         self.tput_timer = ThroughputTimer(self._root.timers.throughput, self.train_batch_size())
         self._train_step = self._make_train_step()
         self._checkpoints = EngineCheckpoints(
             parts,
-            subject=partial(subject_of, self),
+            self._progress,
+            run_state=partial(run_state_of, self),
             resume=partial(resume_from, self),
             sums_are_open=lambda: self._batches.since_update > 0,
         )
-        self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.standing.zero_size))
+        self._compiling = EngineCompile(
+            self.module, gathers_between_pieces(parts.placement, parts.coordinates.zero_size)
+        )
         self._offloading = EngineOffload(parts)
         watch_other_optimizers()
-        log_dist(summary(self._runtime, parts.placement, parts.standing, self._batches))
+        log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
         if self._root.dump_state:
             log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
         self._stopped_gc = self._root.disable_python_gc and gc.isenabled()
@@ -171,6 +162,11 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
+    def _end_step(self) -> None:
+        """Ends a step in which parameters were updated. May end the process (:mod:`deepspeed.preemption`)."""
+        self._report_step()
+        self._hooks.after_step(self.global_steps)
+
     def _report_step(self) -> None:
         if self._train_step.features.profiled is not None:  # before the times of this update are set to zero
             self._train_step.features.profiled.after_update(self.global_steps)
@@ -178,17 +174,19 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             return
         scaler = self._updater.loss_scaler if self._updater is not None else None
         self._progress.step(
-            StepFacts(
+            StepInfo(
                 step=self.global_steps,
                 samples=self.global_samples,
                 batch=self.train_batch_size(),
+                own_batch=self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps(),
                 skipped=self.skipped_steps,
                 lr=self.get_lr(),
                 norm=self.get_global_grad_norm(),
                 loss_scale=float(scaler.loss_scale) if scaler is not None else None,
-                more=self._hooks.events() if self.monitor.writes else (),
+                more=self._hooks.events() if self._progress.wants_events else (),
             )
         )
+        self._progress.memory(self.memory_report)
 
     @property
     def flops_profiler(self) -> Any:
@@ -197,12 +195,13 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         return profiled.profiler if profiled is not None else None
 
     def was_step_applied(self) -> bool:
-        """Whether the latest ``step`` changed the parameters."""
+        """Returns whether the latest ``step`` changed the parameters."""
         return self._train_step.was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient."""
         self._runtime.leave_backward("engine.zero_grad")
+        self._train_step.counts.clear()
         if self._runtime.reducer is not None:
             self._runtime.reducer.zero_grad()
 
@@ -240,7 +239,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
+        """Returns whether :meth:`compile` was called."""
         return self._compiling.is_done
 
     offload_states = forwarded("_offloading", EngineOffload.offload_states)
@@ -252,6 +251,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     load_checkpoint = forwarded("_checkpoints", EngineCheckpoints.load_checkpoint)
     wait_for_checkpoint = forwarded("_checkpoints", EngineCheckpoints.wait_for_checkpoint)
     save_16bit_model = forwarded("_checkpoints", EngineCheckpoints.save_16bit_model)
+    export_weights = forwarded("_checkpoints", EngineCheckpoints.export_weights)
     save_fp16_model = forwarded("_checkpoints", EngineCheckpoints.save_fp16_model)
     load_module_state_dict = forwarded("_checkpoints", EngineCheckpoints.load_module_state_dict)
     _zero3_consolidated_16bit_state_dict = forwarded(
@@ -295,6 +295,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
                 "deepspeed.zero.GatheredParameters"
             )
         with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
+            last_first.callback(self._hooks.close)
             last_first.callback(self._parts.groups.give_back)
             last_first.callback(self.monitor.close)
             last_first.callback(self._progress.close)

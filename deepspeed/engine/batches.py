@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
+
+import torch
 
 from deepspeed.config import BatchSizes
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.runtime import MicroBatch
+
+
+class UnevenBatch(Protocol):
+    """This rank's micro-batches of an update whose ranks have different numbers of them."""
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss multiplied so that the mean over ranks of all sums is the mean over all micro-batches."""
+        ...
+
+    def numbers(self) -> Sequence[float]:
+        """Returns what travels with the update to all ranks; equally many on each."""
+        ...
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Takes the numbers of all ranks, by rank: 2-D, fp64."""
+        ...
 
 
 class Batches:
     """Sizes of batches, and the count of micro-steps since the last update.
 
     Attributes:
+        share: Where ranks have different numbers of micro-batches; None: all have equally many.
         micro_steps: Micro-batches so far.
         has_run_backward: Whether a backward has run since the last update.
-        are_reduced: Whether backwards reduce gradients as the ZeRO stage says; False inside ``no_sync``.
+        are_reduced: Whether backwards reduce gradients as the ZeRO stage says; False inside ``no_sync`` and
+            ``coalesce_grad_reduction``.
 
     Args:
         sizes: What the configuration says.
@@ -25,6 +46,8 @@ class Batches:
     """
 
     def __init__(self, sizes: BatchSizes, data_size: int, *, is_counted: bool) -> None:
+        self.share: UnevenBatch | None = None
+        self._uneven_total = sizes.train_batch_size if sizes.is_uneven else None
         self._micro_batch_size = sizes.micro_batch_size
         self._accumulation_steps = sizes.accumulation_steps
         self._data_size = data_size
@@ -40,6 +63,8 @@ class Batches:
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""
+        if self._uneven_total is not None:
+            return self._uneven_total
         return self._micro_batch_size * self._accumulation_steps * self._data_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -55,7 +80,12 @@ class Batches:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the micro-batch and keeps the accumulation steps; the global batch follows."""
+        """Changes the micro-batch and keeps the accumulation steps; the global batch follows.
+
+        Raises:
+            DeepSpeedConfigError: The size is not positive.
+        """
+        self._refuse_uneven("set_train_micro_batch_size")
         if micro_batch_size <= 0:
             raise DeepSpeedConfigError(f"set_train_micro_batch_size({micro_batch_size}): expected a positive number")
         self._micro_batch_size = micro_batch_size
@@ -66,6 +96,7 @@ class Batches:
         Raises:
             DeepSpeedConfigError: It is not a multiple of micro-batch times ranks.
         """
+        self._refuse_uneven("set_train_batch_size")
         per_pass = self._micro_batch_size * self._data_size
         if train_batch_size <= 0 or train_batch_size % per_pass:
             raise DeepSpeedConfigError(
@@ -75,6 +106,13 @@ class Batches:
         self._counted_from = self.micro_steps - self.since_update
         self._accumulation_steps = train_batch_size // per_pass
 
+    def _refuse_uneven(self, call: str) -> None:
+        if self._uneven_total is not None:
+            raise CallOrderError(
+                f"{call}: with elasticity.continue the global batch stays {self._uneven_total} whatever the ranks; set "
+                "train_batch_size and train_micro_batch_size_per_gpu in the configuration"
+            )
+
     # -- where the training is ---------------------------------------------------------------------------------------
 
     @property
@@ -83,7 +121,7 @@ class Batches:
         return (self.micro_steps - self._counted_from) % self._accumulation_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-step ends in an update."""
+        """Returns whether the present micro-step ends in an update."""
         if self._current is not None:
             return self._current.is_last
         if self._override is not None:
@@ -98,7 +136,7 @@ class Batches:
 
     @property
     def is_decided_outside(self) -> bool:
-        """Whether the program or a schedule decides which micro-steps end in an update."""
+        """Returns whether the program or a schedule decides which micro-steps end in an update."""
         return self._override is not None or self._current is not None
 
     def set_current(self, micro_batch: MicroBatch | None) -> None:
@@ -125,10 +163,19 @@ class Batches:
         self._counted_from = self.micro_steps
 
     @contextmanager
-    def unreduced(self) -> Iterator[None]:
-        """For ``no_sync``; see :attr:`are_reduced`."""
+    def unreduced(self, call: str = "engine.no_sync") -> Iterator[None]:
+        """Keeps micro-batches inside the block from being reduced; see :attr:`are_reduced`.
+
+        Args:
+            call: What the program called, for the message.
+
+        Raises:
+            CallOrderError: Such a block is open already.
+        """
         if not self.are_reduced:
-            raise CallOrderError("engine.no_sync: it is already open; do not nest it")
+            raise CallOrderError(
+                f"{call}: a block of no_sync or coalesce_grad_reduction is already open; do not nest them"
+            )
         self.are_reduced = False
         try:
             yield

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from logging import WARNING
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.export import full_state_dict, write_weights
-from deepspeed.checkpoint.load import Loaded, LoadOptions, load, load_by, load_state_dict
+import torch
+
+from deepspeed.checkpoint.export import full_state_dict, iter_weights, write_weights
+from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, load_state_dict
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
-from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
     from deepspeed.engine.parts import EngineParts
+    from deepspeed.engine.progress import ProgressLog
     from deepspeed.zero.runtime import ZeroRuntime
 
 
@@ -27,7 +30,8 @@ class EngineCheckpoints:
 
     Args:
         parts: Of the engine.
-        subject: Gives the engine's present state.
+        progress: Takes times.
+        run_state: Gives the engine's present state.
         resume: Told what was loaded, for the engine to go on from there.
         sums_are_open: Whether micro-steps have run since the last update.
     """
@@ -35,15 +39,17 @@ class EngineCheckpoints:
     def __init__(
         self,
         parts: EngineParts,
+        progress: ProgressLog,
         *,
-        subject: Callable[[], Subject],
-        resume: Callable[[Loaded], None],
+        run_state: Callable[[], RunState],
+        resume: Callable[[LoadResult], None],
         sums_are_open: Callable[[], bool],
     ) -> None:
         self._parts = parts
+        self._progress = progress
         self._root: Root = parts.parsed.root
         self._runtime: ZeroRuntime = parts.runtime
-        self._subject = subject
+        self._run_state = run_state
         self._resume = resume
         self._sums_are_open = sums_are_open
         self._made_saver: Saver | None = None
@@ -78,7 +84,13 @@ class EngineCheckpoints:
 
         Raises:
             CheckpointError: Some rank could not write; the same on all ranks.
+            DeepSpeedConfigError: ``save_dir`` is no path.
         """
+        if not isinstance(save_dir, (str, PathLike)):
+            raise DeepSpeedConfigError(
+                f"save_checkpoint(save_dir={save_dir!r}): expected a folder's path, found {type(save_dir).__name__}; "
+                "pass the same path on every rank"
+            )
         self._runtime.leave_backward("save_checkpoint")
         if self._sums_are_open():
             log_dist_once(
@@ -94,17 +106,18 @@ class EngineCheckpoints:
                     save_dir, tag, client_state, save_latest, exclude_frozen_parameters, async_save=async_save
                 ),
             )
-        subject = self._subject()
+        run_state = self._run_state()
         settings = self._root.checkpoint
         options = SaveOptions(
             root=Path(save_dir),
-            tag=f"global_step{subject.counters['global_steps']}" if tag is None else tag,
+            tag=f"global_step{run_state.counters['global_steps']}" if tag is None else tag,
             client_state=dict(client_state or {}),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             in_background=settings.async_save if async_save is None else async_save,
         )
-        self._saver.save(subject, options)
+        with self._progress.during("save", step=run_state.counters["global_steps"], tag=options.tag):
+            self._saver.save(run_state, options)
         return True
 
     def load_checkpoint(
@@ -122,8 +135,10 @@ class EngineCheckpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads what any number of ranks saved at any stage. Every rank must call it.
 
-        Random states and the position in the data are restored only where as many ranks save and load. Buffers become
-        those of rank 0 on every rank, also where ranks had values of their own (running statistics of batch norm), as
+        The position in the data of the engine's own loader is restored on any number of ranks: the samples that are
+        left of a pass come in the order in which they would have come. Random states, and the position of a loader with
+        another sampler or over a stream, are restored only where as many ranks save and load. Buffers become those of
+        rank 0 on every rank, also where ranks had values of their own (running statistics of batch norm), as
         they do in ``initialize``. Gradients of micro-batches since the last update are dropped, and accumulation begins
         anew.
 
@@ -151,7 +166,7 @@ class EngineCheckpoints:
         self._saver.wait()
         self._runtime.refuse_away("load_checkpoint")
         self._runtime.refuse_open_blocks("load_checkpoint")
-        subject = self._settled_subject()
+        run_state = self._settled_run_state()
         self._runtime.take_unfrozen()  # so that their masters and states are there to be filled
         options = LoadOptions(
             root=Path(load_dir),
@@ -164,7 +179,7 @@ class EngineCheckpoints:
             must_exist=must_exist,
             trust_objects=allow_pickled_objects,
         )
-        loaded = load(subject, options, self._saver.exchange)
+        loaded = load(run_state, options, self._saver.exchange)
         if loaded is None:
             return None, None
         self._resume(loaded)
@@ -228,10 +243,10 @@ class EngineCheckpoints:
             )
         self._runtime.leave_backward("save_16bit_model")
         self._runtime.refuse_away("save_16bit_model", "lp_params")
-        subject = self._settled_subject()
+        run_state = self._settled_run_state()
         limit = None if max_shard_size is None else parse_size(max_shard_size)
         write_weights(
-            subject,
+            run_state,
             self._saver.exchange,
             Path(save_dir),
             save_filename,
@@ -240,12 +255,33 @@ class EngineCheckpoints:
         )
         return True
 
+    def export_weights(
+        self, dtype: torch.dtype | None = None, *, exclude_frozen_parameters: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Streams the full weights by name, for an inference server. Every rank must go through all of it.
+
+        One bucket is gathered at a time, so no rank ever holds the model. Works at every stage, with tensor and expert
+        parallelism; the names are those of the model. A pipeline's layers have the names of its checkpoints.
+
+        Args:
+            dtype: Of floating parameters; None: the compute dtype.
+            exclude_frozen_parameters: Leave parameters without gradient out (the base under an adapter).
+
+        Yields:
+            ``(name, tensor)`` on rank 0, where a tensor is valid until the next one; a tied parameter comes once, and
+            saved buffers come last. Nothing on the other ranks.
+        """
+        self._runtime.leave_backward("export_weights")
+        self._runtime.refuse_away("export_weights", "lp_params")
+        run_state = self._settled_run_state()
+        yield from iter_weights(run_state, self._saver.exchange, dtype=dtype, exclude_frozen=exclude_frozen_parameters)
+
     def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of :meth:`save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The full state dict in the compute dtype on rank 0, None elsewhere. Every rank must call it.
+        """Returns the full state dict in the compute dtype on rank 0, None elsewhere. Every rank must call it.
 
         Raises:
             ValueError: Parameters are not sharded.
@@ -261,8 +297,8 @@ class EngineCheckpoints:
         """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
         self._runtime.leave_backward("_consolidated_16bit_state_dict")
         self._runtime.refuse_away("_consolidated_16bit_state_dict", "lp_params")
-        subject = self._settled_subject()
-        return full_state_dict(subject, self._saver.exchange, exclude_frozen=exclude_frozen_parameters)
+        run_state = self._settled_run_state()
+        return full_state_dict(run_state, self._saver.exchange, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -281,7 +317,7 @@ class EngineCheckpoints:
             custom_load_fn: Called as ``custom_load_fn(src=state_dict, dst=module)`` with every parameter in full,
                 instead.
             fetch_z3_params: Not needed: sharded parameters are filled slice by slice.
-            z3_params_to_fetch: Likewise.
+            z3_params_to_fetch: Not needed, for the same reason.
             allowed_missing_keys: Names that need not be there.
 
         Raises:
@@ -296,19 +332,19 @@ class EngineCheckpoints:
                 f"{', '.join(map(repr, list(checkpoint)[:5])) or '(none)'}; a state dict is given as "
                 "{'module': state_dict}"
             )
-        subject = self._settled_subject()
+        run_state = self._settled_run_state()
         state_dict = checkpoint["module"]
         if custom_load_fn is not None:
-            load_by(subject, state_dict, custom_load_fn)
+            load_by(run_state, state_dict, custom_load_fn)
             return
         load_state_dict(
-            subject, state_dict, self._saver.exchange, strict=strict, may_miss=tuple(allowed_missing_keys or ())
+            run_state, state_dict, self._saver.exchange, strict=strict, may_miss=tuple(allowed_missing_keys or ())
         )
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _by_one_island(self, what: str, save: Callable[[], bool]) -> bool:
-        """The islands meet; the first one writes, and its ranks are those that a later run finds."""
+        """Makes the outer step, then lets the first island write; a later run finds the ranks of that island."""
         assert self._parts.islands is not None
         self._writes_for_all = True
         try:
@@ -319,17 +355,17 @@ class EngineCheckpoints:
     @property
     def _saver(self) -> Saver:
         if self._made_saver is None:
-            standing = self._parts.standing
-            self._made_saver = Saver(standing.zero_group if standing.model_size == 1 else None)
+            coordinates = self._parts.coordinates
+            self._made_saver = Saver(coordinates.zero_group if coordinates.model_size == 1 else None)
         return self._made_saver
 
-    def _settled_subject(self) -> Subject:
-        """The present state with nothing half done and nothing gathered."""
+    def _settled_run_state(self) -> RunState:
+        """Returns the present state with nothing half done and nothing gathered."""
         self._runtime.drop_open_work()
         self._runtime.free_gathered()
-        subject = self._subject()
-        subject.settle()
-        return subject
+        run_state = self._run_state()
+        run_state.settle()
+        return run_state
 
     def module_state_dict(
         self,
@@ -338,8 +374,8 @@ class EngineCheckpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's ``state_dict``; sharded parameters are empty tensors in it."""
-        model = self._subject().model
+        """Returns the model's ``state_dict``; sharded parameters are empty tensors in it."""
+        model = self._run_state().model
         state = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, parameter in model.named_parameters():

@@ -23,7 +23,7 @@ _MARGIN = 1.1
 def with_codecs(
     groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device, *, has_warm_up: bool
 ) -> Groups:
-    """The groups as ``communication_compression`` wants them. Every rank must call it.
+    """Returns the groups as ``communication_compression`` wants them. Every rank must call it.
 
     Args:
         groups: Of the engine.
@@ -49,26 +49,26 @@ def with_codecs(
             log_dist(f"communication_compression: gradients travel as they are: {measured}")
         return groups
     coded = groups.coded(gather, reduce, early=early)
-    said = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
+    lines = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
     if measured:
-        said.append(measured)
+        lines.append(measured)
     if gather is not None:
-        said.append(f"parameters travel as int8 codes ({bits_of(gather):.2f} bits an element), masters stay exact")
-    if not any(isinstance(g.gradient_wire, CodedTransport) or g.size > 1 for g in coded):
-        said = ["nothing travels, as no parameter is shared between ranks"]
-    log_dist(f"communication_compression: {'; '.join(said)}")
+        lines.append(f"parameters travel as int8 codes ({bits_of(gather):.2f} bits an element), masters stay exact")
+    if not any(isinstance(g.gradient_transport, CodedTransport) or g.size > 1 for g in coded):
+        lines = ["nothing travels, as no parameter is shared between ranks"]
+    log_dist(f"communication_compression: {'; '.join(lines)}")
     return coded
 
 
 def gradient_codec(section: CommunicationCompression) -> Codec | None:
-    """The codec of gradients that the section names; None where it names none."""
+    """Returns the codec of gradients that the section names; None where it names none."""
     if section.gradients is None or section.gradients == "auto":
         return None
     return _codec(section.gradients, section)
 
 
 def _early_codec(section: CommunicationCompression, *, has_warm_up: bool) -> Codec | None:
-    """How gradients travel before those updates that ``gradients`` is for."""
+    """Returns how gradients travel before those updates that ``gradients`` is for."""
     if section.warm_up is None:
         return None
     if not has_warm_up and not (section.gradients and section.start_step):
@@ -81,7 +81,7 @@ def _early_codec(section: CommunicationCompression, *, has_warm_up: bool) -> Cod
 
 
 def default_codec(name: str) -> Codec:
-    """The codec of gradients of that name where nothing else is asked for."""
+    """Returns the codec of gradients of that name where nothing else is asked for."""
     return _codec(name, CommunicationCompression())
 
 
@@ -92,7 +92,7 @@ def _codec(name: str, section: CommunicationCompression) -> Codec:
 def _measured_codec(
     groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device
 ) -> tuple[Codec | None, str]:
-    """The codec that pays on the links of this job, and what was measured; None where none does."""
+    """Returns the codec that pays on the links of this job, and what was measured; None where none does."""
     transport = max((group.reduce for group in groups), key=lambda one: one.size)
     if transport.size == 1 or device.type == "meta":
         return None, "there is no link to measure"

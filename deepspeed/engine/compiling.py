@@ -61,7 +61,7 @@ class EngineCompile:
 
 
 def gathers_between_pieces(placement: Placement, ranks: int) -> bool:
-    """Whether compiled pieces of a model have gathers between them."""
+    """Returns whether compiled pieces of a model have gathers between them."""
     return placement.shard_params and ranks > 1
 
 

@@ -39,7 +39,7 @@ class EfficiencyAccess:
         return self.curriculum_scheduler_legacy is not None
 
     def curriculum_params_legacy(self) -> dict[str, Any] | None:
-        """The section ``curriculum_learning``, or None."""
+        """Returns the section ``curriculum_learning``, or None."""
         section = self._root.curriculum_learning
         return None if section is None else section.model_dump(exclude_none=True)
 
@@ -85,7 +85,11 @@ class EfficiencyAccess:
         return None if self._token_drop is None else self._token_drop.schedule
 
     def random_ltd_initialize(self) -> None:
-        """Lets layers that were converted after ``initialize`` drop tokens; ``convert_to_random_ltd`` calls it."""
+        """Lets layers that were converted after ``initialize`` drop tokens; ``convert_to_random_ltd`` calls it.
+
+        Raises:
+            CallOrderError: The configuration does not switch token dropping on.
+        """
         if self._token_drop is None:
             raise CallOrderError(
                 "random_ltd_initialize: enable data_efficiency, data_efficiency.data_routing and its random_ltd in the "
@@ -125,7 +129,7 @@ class EfficiencyAccess:
         return self._required_layer_drop("pld_gamma").gamma
 
     def get_pld_theta(self) -> float | None:
-        """The ratio now; None where the section is off."""
+        """Returns the ratio now; None where the section is off."""
         drop = self.progressive_layer_drop
         return None if drop is None else drop.get_theta()
 

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.engine.base import EngineBase
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
-from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.runtime import MicroBatch
 
 
 class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
@@ -48,6 +49,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
+        count: Any = None,
         gradients: Any = None,
         micro_batch: MicroBatch | None = None,
         **kwargs: Any,
@@ -59,6 +61,9 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
                 ``gradients`` a tensor or a sequence of tensors that some forward returned.
             retain_graph: As in torch.
             scale_wrt_gas: False: do not divide.
+            count: Tokens (or samples) that ``loss`` is a *sum* over, on this rank; a number or a tensor of one element.
+                The update then divides the sum of all losses by the sum of all counts, over ranks and micro-batches.
+                Gradients that are read before the step are not divided yet. None: ``loss`` is a mean.
             gradients: Of each tensor of ``loss``, or None for one that got none: those of a loss that another part of
                 the model computed, scaled and divided already. Nothing of it is scaled or reported here.
             micro_batch: The micro-batch of this backward, given by a schedule that runs several forwards before their
@@ -66,13 +71,22 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
             **kwargs: Further arguments of ``Tensor.backward``.
 
         Returns:
-            The loss divided by the accumulation steps, without the loss scale; with ``gradients``, ``loss``.
+            The loss divided by the accumulation steps, without the loss scale; with ``gradients``, ``loss``; with
+            ``count``, the mean over this rank's tokens.
+
+        Raises:
+            CallOrderError: Some losses of an update have a count, and others have none.
         """
         if gradients is not None:
+            if count is not None:
+                raise DeepSpeedConfigError(
+                    "engine.backward: gradients and count are both given; count belongs to a loss, gradients come from "
+                    "a loss that another part of the model computed. Give one of them"
+                )
             self._train_step.backward(loss, gradients, micro_batch, retain_graph=retain_graph, **kwargs)
             return loss
         return self._train_step.backward_of_loss(
-            loss, micro_batch, divides=scale_wrt_gas, retain_graph=retain_graph, **kwargs
+            loss, micro_batch, divides=scale_wrt_gas, count=count, retain_graph=retain_graph, **kwargs
         )
 
     @contextmanager
@@ -84,6 +98,20 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         with self._batches.unreduced():
             yield
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside add up on each rank; at the end of the block their sum is reduced once, at every stage.
+
+        For losses that need several backwards before one :meth:`step`: cached contrastive losses, GANs, distillation.
+        Each rank keeps whole gradients inside the block. Every rank must use it alike, with as many backwards. After an
+        exception nothing is reduced.
+
+        Raises:
+            CallOrderError: Inside ``no_sync`` or another such block, or the engine trains nothing.
+        """
+        with self._train_step.one_reduction():
+            yield
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary updates the parameters and advances the schedule; otherwise only counts.
 
@@ -91,4 +119,4 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
             lr_kwargs: Arguments for the schedule's ``step``.
         """
         if self._train_step.update(lr_kwargs) is not None:
-            self._report_step()
+            self._end_step()

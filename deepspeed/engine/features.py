@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
 from deepspeed.config.section import features_of
 from deepspeed.config.sections.root import Root
-from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker, marks_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
@@ -37,6 +37,10 @@ FEATURES = (
     "deepspeed.ops.sparse_attention.feature",
     "deepspeed.ops.muon.feature",
     "deepspeed.data.batching.feature",
+    "deepspeed.preemption.feature",
+    "deepspeed.elasticity.feature",
+    "deepspeed.run_report.feature",
+    "deepspeed.profiling.feature",
 )
 """Modules that have a ``FEATURE``, in the order in which features refuse and change a model."""
 
@@ -66,10 +70,15 @@ class FeatureSet:
             has_dtensors: The model has ``DTensor`` parameters, perhaps of one rank.
         """
         axes = {axis for axis, size in mesh.axes if size > 1} | ({TENSOR} if has_dtensors else set())
+        axes -= {DATA}  # every engine shares samples
         self._add([*features_of(root), *(f"deepspeed.parallel.{axis}.feature" for axis in axes)])
 
     def _add(self, names: Iterable[str]) -> None:
         wanted = {*names, *self._features}
+        if unknown := wanted.difference(FEATURES):
+            raise LookupError(
+                f"{', '.join(sorted(unknown))}: asked for, but not in FEATURES of {__name__}; add it there"
+            )
         self._features = {name: self._features.get(name) or feature_of(name) for name in FEATURES if name in wanted}
 
     def read_config(self, config: Any, mpu: Any) -> Any:
@@ -152,6 +161,11 @@ class FeatureHooks(EngineHooks):
     def __init__(self, hooks: dict[str, EngineHooks]) -> None:
         self._hooks = hooks
 
+    @property
+    def trackers(self) -> list[StepTracker]:
+        """What takes note of the engine's phases and steps."""
+        return [hooks.tracker for hooks in self._hooks.values() if hooks.tracker is not None]
+
     def get(self, name: str) -> Any:
         """Returns the hooks of the feature in the module ``name``; None where the engine has none of it."""
         return self._hooks.get(name)
@@ -189,6 +203,16 @@ class FeatureHooks(EngineHooks):
     def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
         for hooks in self._hooks.values():
             hooks.after_update(global_steps, was_skipped=was_skipped)
+
+    @override
+    def after_step(self, global_steps: int) -> None:
+        for hooks in self._hooks.values():
+            hooks.after_step(global_steps)
+
+    @override
+    def close(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.close()
 
     @override
     def resume(self, global_steps: int, skipped_steps: int) -> None:

@@ -10,25 +10,30 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.job.axes import create_grid, gathering_by_nodes
 from deepspeed.comm.job.declared_groups import Defined
+from deepspeed.comm.job.grid import create_grid, gathering_by_nodes
 from deepspeed.comm.job.groups import get_tensor_model_parallel_group
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.connect import warm_up
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.engine.communication_compression import with_codecs
+from deepspeed.engine.runtime_options import gathers_by_nodes, gradient_divisor
+from deepspeed.engine.zero_plus_plus import use_zero_plus_plus
+from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.placement import Placement
-from deepspeed.zero.tiling.describe import CUT, describe
+from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.tiling.describe import CUT, OFFLOADED, describe
 from deepspeed.zero.tiling.layout import DATA
 
 
 def create_groups(
     placement: Placement,
-    ranks: Standing,
+    ranks: RankCoordinates,
     device: torch.device,
     *,
     by_nodes: bool,
@@ -56,7 +61,7 @@ def create_groups(
 def _groups_over(
     lease: Lease,
     placement: Placement,
-    ranks: Standing,
+    ranks: RankCoordinates,
     device: torch.device,
     *,
     by_nodes: bool,
@@ -110,13 +115,13 @@ def _groups_over(
 
 
 def _named(group: str) -> str:
-    """A group of parameters, by what made it."""
+    """Returns a group of parameters, by what made it."""
     size = group.removeprefix("ep_size_")
     return f"expert layers of ep_size {size}" if size != group else f"the parameters of {group!r}"
 
 
 def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
-    """The group of weights that ranks with other parts of the model have too: the first of them counts."""
+    """Returns the group of weights that ranks with other parts of the model have too: the first of them counts."""
     combine = Job.current().declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
     if combine is None:
         return replace(data, name=defined.name)
@@ -124,7 +129,9 @@ def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> Bucket
     return replace(data, name=defined.name, combine=combine, counts=counts, spans_parts=True)
 
 
-def _own_group(defined: Defined, peers: Transport, divisor: int, ranks: Standing, device: torch.device) -> BucketGroup:
+def _own_group(
+    defined: Defined, peers: Transport, divisor: int, ranks: RankCoordinates, device: torch.device
+) -> BucketGroup:
     if defined.name in (DATA, CUT):
         raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
     gather, reduce = (
@@ -162,3 +169,45 @@ def refuse_cut_tensors(
             )
     if adds_norms:
         comm.check_same_model(parts, groups.other_parts)
+
+
+def make_groups(
+    setup: EngineSetup,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    optimizer: torch.optim.Optimizer | None,
+    own: Mapping[str, bool],
+    *,
+    has_warm_up: bool,
+) -> tuple[Groups, Placement]:
+    """Makes the groups of an engine. Every rank of the job must call it.
+
+    Args:
+        setup: What was asked for.
+        placement: Where model states live, as far as the configuration says it.
+        precision: Dtypes of what travels.
+        optimizer: The torch optimizer, or None.
+        own: Groups of parameters that are sharded by themselves, and whether this rank counts in each.
+        has_warm_up: Gradients travel in the warm-up of the optimizer only.
+
+    Returns:
+        The groups, and the placement with the memory of frozen bases.
+
+    Raises:
+        DeepSpeedConfigError: Groups that cannot be used together.
+        NotYetSupportedError: The optimizer needs whole tensors, of which ranks have parts.
+    """
+    root, ranks = setup.root, setup.ranks
+    groups = create_groups(
+        placement,
+        ranks,
+        setup.device,
+        by_nodes=gathers_by_nodes(root),
+        divisor=gradient_divisor(root, ranks),
+        copies=own,
+    )
+    groups = with_codecs(groups, root, precision, setup.device, has_warm_up=has_warm_up)
+    groups = use_zero_plus_plus(groups, root.zero_optimization)
+    placement = replace(placement, base_home=Home.HOST if OFFLOADED in own else Home.DEVICE)
+    refuse_cut_tensors(optimizer, setup.model, groups, placement)
+    return groups, placement

@@ -41,8 +41,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """The model's own ``generate`` with the weights as they are now. Every rank must call it.
 
         Args:
-            *args: As of the model's.
-            **kwargs: As of the model's.
+            *args: Positional arguments of the model's ``generate``.
+            **kwargs: Keyword arguments of the model's ``generate``.
 
         Raises:
             CallOrderError: A backward is running.
@@ -75,7 +75,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._fused.close()
 
     def destroy(self) -> None:
-        """As of the engine; the model has its own ``generate`` again."""
+        """Releases what the engine holds and gives the model its own ``generate`` back."""
         self.module.__dict__.pop("generate", None)
         super().destroy()
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.engine.agreeing import agree, start_ranks
 from deepspeed.engine.alike import check_model_alike
 from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.grouping import make_groups
+from deepspeed.engine.groups import make_groups
 from deepspeed.engine.islands import settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer
 from deepspeed.engine.parts import Client, EngineParts
@@ -68,16 +68,20 @@ def initialize(
     Raises:
         DeepSpeedConfigError: Something given cannot be used; nothing was changed.
     """
+    if isinstance(model_parameters, Iterator):  # it can be gone through once, and an engine may be built again
+        model_parameters = list(model_parameters)
     given = (optimizer, model_parameters, training_data, lr_scheduler, mpu, mesh_param, collate_fn)
     client = Client(args, checked_model(model), *given)
     with suspended():  # an enclosing zero.Init
-        parts = _build_parts(client, config_source(args, config, config_params), distributed_port, dist_init_required)
+        parts = build_parts(client, config_source(args, config, config_params), distributed_port, dist_init_required)
         engine = parts.features.engine_class(parts.setup, DeepSpeedEngine)(parts)
         parts.features.finish(engine, training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_required: bool | None) -> EngineParts:
+def build_parts(
+    client: Client, config: Any, distributed_port: int = 29500, dist_init_required: bool | None = None
+) -> EngineParts:
     """Builds everything below the engine. Every rank must call it.
 
     Args:
@@ -122,13 +126,13 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         driver=driver,
         device=setup.device,
         groups=groups,
-        standing=_dealt_samples_over(everybody, setup.ranks),
+        coordinates=_dealt_samples_over(everybody, setup.ranks),
         islands=islands,
         local_rank=local_rank_of(client.args),
     )
 
 
-def _dealt_samples_over(everybody: Standing, inside: Standing) -> Standing:
+def _dealt_samples_over(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
     """Returns where a rank stands on its island, to which samples are dealt out as to all other islands."""
     return replace(
         inside, data_group=everybody.data_group, data_size=everybody.data_size, data_rank=everybody.data_rank

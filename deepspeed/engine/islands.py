@@ -15,9 +15,9 @@ from torch import nn
 from typing_extensions import override
 
 from deepspeed import comm
-from deepspeed.comm.job.axes import island_groups
+from deepspeed.comm.job.grid import island_groups
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
@@ -29,7 +29,7 @@ from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.outer_step import OuterStep, bits_on_wire
 
 
-class Archipelago:
+class IslandTraining:
     """The islands of a job, seen from one rank.
 
     Attributes:
@@ -37,7 +37,7 @@ class Archipelago:
         number: Of the island.
     """
 
-    def __init__(self, section: Islands, inside: Standing, number: int, across: Transport) -> None:
+    def __init__(self, section: Islands, inside: RankCoordinates, number: int, across: Transport) -> None:
         self.inside = inside
         self.number = number
         self._section = section
@@ -50,23 +50,31 @@ class Archipelago:
         return self._outer
 
     @torch.no_grad()
-    def spread(self, model: nn.Module) -> None:
-        """Gives all islands the parameters and buffers of the first one. Every rank must call it."""
+    def spread(self, model: nn.Module, device: torch.device) -> None:
+        """Gives all islands the parameters and buffers of the first one. Every rank must call it.
+
+        Args:
+            model: Of this rank.
+            device: Where the ranks communicate; values elsewhere travel through it.
+        """
         for tensor in (*model.parameters(), *model.buffers()):
-            dense = tensor.detach().contiguous()
+            dense = tensor.detach().to(device).contiguous()
             self._across.broadcast(dense.view(-1).view(torch.uint8), 0, label="the model of the first island")
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
 
     def by_one(self, what: str, action: Callable[[], Any]) -> Any:
-        """The islands meet, and the first one writes what is the same on all. Every rank must call it.
+        """Makes the outer step, then lets the first island write what is the same on all. Every rank must call it.
 
         Args:
             what: For messages.
-            action: The first island's part.
+            action: What the first island runs.
+
+        Returns:
+            What ``action`` returned; None on the other islands.
 
         Raises:
-            CheckpointError: It failed there, on the ranks of the other islands.
+            CheckpointError: On the ranks of the other islands: ``action`` failed on the first one.
         """
         assert self._outer is not None
         self._outer.step()
@@ -85,8 +93,8 @@ class Archipelago:
         return result
 
 
-def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.device) -> Archipelago | None:
-    """The islands that the configuration asks for; None for none. Every rank must call it.
+def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device: torch.device) -> IslandTraining | None:
+    """Returns the islands that the configuration asks for; None for none. Every rank must call it.
 
     Args:
         root: The configuration.
@@ -115,8 +123,8 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
     outer = Job.current().connector.over(across, device)
     outer.axis = "islands"
     outer.owner = outer.next_owner()
-    found = Archipelago(section, inside, number, outer)
-    found.spread(model)
+    found = IslandTraining(section, inside, number, outer)
+    found.spread(model, device)
     bits = bits_on_wire(section.wire)
     log_dist(
         f"communication_compression.islands: {ranks.zero_size // section.size} islands of {section.size} rank(s) train "
@@ -154,7 +162,7 @@ class TrainingOnIslands(EngineFeature):
             _check_ranks(section, setup.root, setup.ranks, setup.model)
 
 
-def _check_ranks(section: Islands, root: Root, ranks: Standing, model: nn.Module) -> None:
+def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn.Module) -> None:
     """Raises where islands cannot be cut out of the ranks, or do not fit how ZeRO lays the model out."""
     at = _SETTING
     if ranks.zero_size % section.size:

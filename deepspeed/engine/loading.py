@@ -35,7 +35,7 @@ class EngineLoading:
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader that gives each rank its share of ``dataset``.
+        """Returns a loader that gives each rank its share of ``dataset``.
 
         With ``data_efficiency.data_sampling`` the configured sampler takes the place of any other, for training data
         (``route`` is ``train`` or ``pipeline``).
@@ -44,7 +44,7 @@ class EngineLoading:
 
         return make_loader(
             self._parts.parsed.root,
-            self._parts.standing,
+            self._parts.coordinates,
             dataset,
             batch_size or self._batches.train_micro_batch_size_per_gpu(),
             steps=self._batches.gradient_accumulation_steps(),

@@ -27,11 +27,11 @@ class LossScaling:
         return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, for a backward of the engine's."""
+        """Returns the loss (0-dim) times the scale, for a backward of the engine's."""
         return self._scaler.scale_loss(loss) if self._scaler is not None else loss
 
     def apply_for_program(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same for a backward that the program calls itself."""
+        """Returns the loss (0-dim) times the scale, for a backward that the program calls itself."""
         self._scaled += 1
         return self.apply(loss)
 
@@ -45,7 +45,7 @@ class LossScaling:
 
     @property
     def saw_unscaled(self) -> bool:
-        """Whether the gradients that wait for the update come from a loss without the scale."""
+        """Returns whether the gradients that wait for the update come from a loss without the scale."""
         return self._saw_unscaled
 
     def refuse_unscaled(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.offload.states import StateMover
+from deepspeed.offload.states import StateTransfer
 
 if TYPE_CHECKING:
     from deepspeed.engine.parts import EngineParts
@@ -58,5 +58,5 @@ class EngineOffload:
         """
         self._mover().reload(non_blocking=non_blocking)
 
-    def _mover(self) -> StateMover:
-        return StateMover(self._parts.runtime, self._parts.torch_optimizer)
+    def _mover(self) -> StateTransfer:
+        return StateTransfer(self._parts.runtime, self._parts.torch_optimizer)

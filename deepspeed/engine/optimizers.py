@@ -25,7 +25,7 @@ _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]:
-    """The caller's ``model_parameters`` as a list of parameters or of group dicts.
+    """Returns the caller's ``model_parameters`` as a list of parameters or of group dicts.
 
     Args:
         model: The model; its parameters are taken where ``model_parameters`` is None.
@@ -48,7 +48,7 @@ def _as_list(params: Any) -> list[torch.Tensor]:
 
 
 def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> Any:
-    """What a caller gave as parameters or groups of them, with the new objects in the place of the old ones."""
+    """Returns what a caller gave as parameters or groups of them, with the new objects in the place of the old ones."""
     if not exchanged or given is None:
         return given
     if isinstance(given, torch.optim.Optimizer):
@@ -67,7 +67,7 @@ def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> An
 def choose_optimizer(
     root: Root, model: nn.Module, optimizer: Any, model_parameters: Any, placement: Placement
 ) -> torch.optim.Optimizer | None:
-    """The torch optimizer: the client's instance, what its callable returns, the configured one, or None.
+    """Returns the torch optimizer: the client's instance, what its callable returns, the configured one, or None.
 
     Args:
         root: The configuration.
@@ -161,7 +161,7 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, root: Root) -> bool:
-    """Whether runs must keep the parameters' shapes.
+    """Returns whether runs must keep the parameters' shapes.
 
     Raises:
         DeepSpeedConfigError: It needs shapes and the ZeRO stage cuts parameters.
@@ -201,7 +201,7 @@ def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
 def move_to_runs(
     optimizer: torch.optim.Optimizer, masters: list[MasterBucket], take_state: Callable[[torch.Tensor], Any]
 ) -> None:
-    """Replaces the parameters in the optimizer's groups by this rank's runs, and cuts existing state alike.
+    """Replaces the parameters in the optimizer's groups by this rank's runs (1-D), and cuts existing state alike.
 
     Args:
         optimizer: The torch optimizer; its groups still list the model's parameters.

@@ -12,10 +12,10 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.comm.job.declared_groups import Claim
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.features import FeatureSet
-from deepspeed.engine.islands import Archipelago
+from deepspeed.engine.islands import IslandTraining
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
@@ -78,8 +78,8 @@ class EngineParts:
     driver: UpdateDriver
     device: torch.device
     groups: Groups
-    standing: Standing
-    islands: Archipelago | None
+    coordinates: RankCoordinates
+    islands: IslandTraining | None
     local_rank: int
     global_rank: int = field(default_factory=comm.get_rank)
     world_size: int = field(default_factory=comm.get_world_size)
@@ -88,7 +88,7 @@ class EngineParts:
     def make_optimizer(
         self, backward: Callable[..., Any], before_update: Callable[[], None]
     ) -> DeepSpeedZeroOptimizer | None:
-        """The ZeRO optimizer, or None without a torch optimizer."""
+        """Returns the ZeRO optimizer, or None without a torch optimizer."""
         if self.torch_optimizer is None:
             return None
         root = self.parsed.root

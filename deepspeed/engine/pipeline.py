@@ -23,7 +23,7 @@ from deepspeed.parallel.pipe.interpreter import METHOD_OF_INSTRUCTION, Interpret
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import inference_steps, training_steps
 from deepspeed.parallel.pipe.schedule.instructions import PipeInstruction
-from deepspeed.parallel.pipe.wires import StageWires, connect_stages
+from deepspeed.parallel.pipe.transports import StageTransports, connect_stages
 
 
 def _not_by_itself(sentence: str) -> Callable[..., Any]:
@@ -94,11 +94,11 @@ class PipelineEngine(EngineBase):
             device=parts.device,
             failures=self._failures,
             reduces_each=parts.placement.shard_params,
-            after_update=self._report_step,
+            after_update=self._end_step,
         )
-        wires = connect_stages(module.mesh, parts.device)
-        wires.connect_pairs(module.stage_of_chunks)
-        self.start_interpreter(wires, module.stage_of_chunks, parts.device)
+        transports = connect_stages(module.mesh, parts.device)
+        transports.connect_pairs(module.stage_of_chunks)
+        self.start_interpreter(transports, module.stage_of_chunks, parts.device)
         self._loader: Iterable[Any] | None = None  # what the feed's items come from, again and again
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
@@ -110,7 +110,7 @@ class PipelineEngine(EngineBase):
         assert isinstance(module, PipelineModule)
         return module
 
-    def start_interpreter(self, wires: StageWires, stage_of: tuple[int, ...], device: torch.device) -> None:
+    def start_interpreter(self, wires: StageTransports, stage_of: tuple[int, ...], device: torch.device) -> None:
         """Makes what executes the instructions of this stage.
 
         Args:
@@ -130,6 +130,9 @@ class PipelineEngine(EngineBase):
     backward = _not_by_itself("engine.backward: a pipeline makes whole steps; call train_batch()")
     step = _not_by_itself("engine.step: a pipeline makes whole steps; call train_batch()")
     no_sync = _not_by_itself("engine.no_sync: train_batch() accumulates over its micro-batches and reduces once")
+    coalesce_grad_reduction = _not_by_itself(
+        "engine.coalesce_grad_reduction: train_batch() accumulates over its micro-batches and reduces once"
+    )
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -161,11 +164,11 @@ class PipelineEngine(EngineBase):
         return self.train_micro_batch_size_per_gpu()
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
+        """Returns whether this rank has the first layers."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last stage."""
+        """Returns whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -274,7 +277,7 @@ class PipelineEngine(EngineBase):
 
         Raises:
             NotImplementedError: Another reduction is asked for.
-            PipelineError: As of :meth:`train_batch`.
+            PipelineError: A stage failed, on every rank: see :meth:`train_batch`.
         """
         if reduce_output not in ("avg", None):
             raise NotImplementedError(f"eval_batch(reduce_output={reduce_output!r}): expected 'avg' or None")

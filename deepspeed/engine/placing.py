@@ -16,11 +16,10 @@ from deepspeed.engine.runtime_options import runtime_options
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.offload.homes import OffloadHomes, open_homes
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.build import build_runtime
 from deepspeed.zero.gather.leaf import mark_configured_leaves
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.storage import distinct
 from deepspeed.zero.update.loop import state_itemsizes
 

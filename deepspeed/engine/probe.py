@@ -47,11 +47,11 @@ def seconds(
             count += 1
             key = transfer_key(transport.owner, _BUCKET, 1, count)
             how = Reduction(1.0, key, "the measurement of the link", NUMEL, error=error)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             (wire.reduce_scatter if to_owner else wire.all_reduce)(flat.clone(), out, how).wait()
             if device.type != "cpu":
                 torch.accelerator.synchronize()
-            took.append(time.perf_counter() - begun)
+            took.append(time.perf_counter() - started)
         best.append(min(took[1:]))
     label = "the measurement of the link"
     rows = transport.gather_small(torch.tensor(best, dtype=torch.float64), channel="call", label=label)

@@ -1,7 +1,7 @@
 """What the engine says about its steps: the line of ``steps_per_print``, phase times, events for the monitors.
 
-Everything here happens on rank 0 and from numbers that the update has fetched from the device anyway, so that it costs
-no collective and, without ``wall_clock_breakdown``, no synchronisation.
+The engine's own lines and events are made on rank 0, from numbers that the update has fetched from the device: no
+collective and, without ``wall_clock_breakdown``, no synchronisation.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,36 +19,12 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.config.sections.root import Root
+from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.monitor.monitor import Event, MonitorMaster
 from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
 
 PHASES = ("forward", "backward", "step")
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What is known after an update.
-
-    Attributes:
-        step: Number of the update, from 1.
-        samples: Samples seen so far, over all ranks.
-        batch: Samples of this update, over all ranks.
-        skipped: Updates skipped so far.
-        lr: Learning rate of each param group, after the schedule has advanced.
-        norm: Norm of the gradients before clipping; None if it was not computed.
-        loss_scale: Of fp16; None otherwise.
-        more: Name and value of further events.
-    """
-
-    step: int
-    samples: int
-    batch: int
-    skipped: int
-    lr: list[float]
-    norm: float | None
-    loss_scale: float | None
-    more: Sequence[tuple[str, float]] = ()
 
 
 class ProgressLog:
@@ -58,27 +34,39 @@ class ProgressLog:
         root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
         monitor: Takes the events.
         speaks: Whether this is rank 0.
+        trackers: Of features, on every rank.
 
     Attributes:
         is_silent: Nothing is written or logged on this rank, so that :meth:`step` need not be called.
+        wants_events: Whether there is a use for the events of features.
     """
 
-    def __init__(self, root: Root, monitor: MonitorMaster, speaks: bool) -> None:
+    def __init__(
+        self,
+        root: Root,
+        monitor: MonitorMaster,
+        speaks: bool,
+        trackers: Sequence[StepTracker] = (),
+    ) -> None:
         every = root.steps_per_print
-        self._every = 0 if every is None or math.isinf(every) else int(every)
+        self._every = 0 if every is None or math.isinf(every) or not speaks else int(every)
         self._monitor = monitor
+        self._trackers = trackers
         self._breakdown = speaks and (root.wall_clock_breakdown or root.flops_profiler.enabled)
         self._memory = speaks and root.memory_breakdown
         self._collectives = speaks and root.comms_logger.enabled
         self._throughput = root.timers.throughput
-        self._wants_loss = speaks and (monitor.writes or self._every > 0)
-        self.is_silent = not (speaks and (monitor.writes or self._every or self._breakdown))
+        tracks_loss = any(tracker.wants_loss for tracker in trackers)
+        self._wants_loss = speaks and (monitor.writes or self._every > 0 or tracks_loss)
+        self.wants_events = monitor.writes or any(tracker.wants_events for tracker in trackers)
+        self.is_silent = not trackers and not (speaks and (monitor.writes or self._every or self._breakdown))
         self._watches = SynchronizedWallClockTimer()
         self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
         self._stop_clock: Callable[[], Any] | None = None
         if self._breakdown:
             waiting.start()
             self._stop_clock = weakref.finalize(self, waiting.stop)  # also where nobody closes this
+        self._sequence_ranks = root.sequence_parallel_size
         self._loss: torch.Tensor | None = None
         self._waited_before = 0.0
         self._waited = dict.fromkeys(PHASES, 0.0)  # seconds of this update
@@ -87,13 +75,18 @@ class ProgressLog:
 
     def close(self) -> None:
         """Nothing is timed any more. May be called twice."""
+        for tracker in self._trackers:
+            tracker.close()
         if self._stop_clock is not None:
             self._stop_clock()
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def before(self, phase: str) -> None:
-        """A phase begins; timed only under ``wall_clock_breakdown``."""
+        """A phase begins; timed by itself under ``wall_clock_breakdown`` and by trackers."""
+        self._report.enter()
+        for tracker in self._trackers:
+            tracker.begin(phase)
         if self._breakdown:
             watch = self._watches(phase)
             if watch.started:  # an exception left it running
@@ -103,6 +96,9 @@ class ProgressLog:
 
     def after(self, phase: str) -> None:
         """A phase has ended."""
+        self._report.leave()
+        for tracker in reversed(self._trackers):
+            tracker.end(phase)
         if self._breakdown and self._watches(phase).started:
             self._watches(phase).stop()
             self._waited[phase] += waiting.seconds - self._waited_before
@@ -115,16 +111,56 @@ class ProgressLog:
         """Adds a micro-batch's part in the loss of the update; the sum stays on the device until that is done.
 
         Args:
-            loss: What is backpropagated, after the division by the accumulation steps and without the loss scale.
+            loss: What is backpropagated, after the division by the accumulation steps and without the loss scale; it
+                counts if it has one element, in any shape.
         """
         if self._wants_loss and loss.numel() == 1:
             part = loss.detach().float().reshape(())
             self._loss = part if self._loss is None else self._loss + part
 
+    def inputs(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Counts the tokens of a training micro-batch."""
+        if not self.is_silent:
+            tokens = count_tokens(inputs, named)
+            self._report.tokens += tokens
+            for tracker in self._trackers:
+                tracker.add_tokens(tokens)
+
+    @contextmanager
+    def during(self, phase: str, **values: Any) -> Iterator[None]:
+        """Records what runs inside and is no part of a step, such as a save.
+
+        Args:
+            phase: Its name.
+            **values: What is written beside it.
+        """
+        started = time.perf_counter()
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.enter_context(tracker.during(phase))
+            yield
+        for tracker in self._trackers:
+            tracker.event(phase, seconds=round(time.perf_counter() - started, 3), **values)
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Records what runs inside as a part of a phase, such as one micro-batch of a pipeline's stage."""
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.enter_context(tracker.named(name))
+            yield
+
+    def memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
+        """Lets trackers ask what is held between two steps: ``rows`` returns ``engine.memory_report()``."""
+        for tracker in self._trackers:
+            tracker.take_memory(rows)
+
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def step(self, facts: StepFacts) -> None:
+    def step(self, facts: StepInfo) -> None:
         """An update is done: write its events, and log if it is time to."""
+        for tracker in self._trackers:
+            tracker.end_step(facts, self._loss)
         is_time = self._every > 0 and facts.step % self._every == 0
         # Only where it is shown: reading it makes the host wait for the device.
         loss = self._read_loss() if self._monitor.writes or is_time else None
@@ -164,7 +200,7 @@ class ProgressLog:
         return times
 
     def _events(
-        self, facts: StepFacts, loss: float | None, phases: dict[str, tuple[float, float]], now: float
+        self, facts: StepInfo, loss: float | None, phases: dict[str, tuple[float, float]], now: float
     ) -> list[Event]:
         values: list[tuple[str, float | None]] = [
             ("train_loss", loss),
@@ -182,45 +218,88 @@ class ProgressLog:
                 values.append(("elapsed_time_ms_backward_allreduce", waited))
         return [(f"Train/Samples/{name}", value, facts.samples) for name, value in values if value is not None]
 
-    def _line(self, facts: StepFacts, loss: float | None) -> str:
-        parts = [] if loss is None else [f"loss {loss:.4g}"]
+    def _line(self, facts: StepInfo, loss: float | None) -> str:
+        parts = [f"step {facts.step:6d}"]
+        if loss is not None:
+            parts.append(f"loss {loss:.4g}".ljust(len("loss 0.0012345")))
         if self._throughput.enabled:
             if self._throughput.synchronized:
                 get_accelerator().synchronize()
-            parts.append(f"{self._report.rate(time.perf_counter()):.1f} samples/s")
+            now = time.perf_counter()
+            samples = self._report.per_second(self._report.samples, now)
+            parts.append(f"{samples:8,.1f} samples/s")
+            if self._report.tokens:  # of this rank; the other ranks' samples are as long
+                tokens = self._report.tokens / facts.own_batch * facts.batch * self._sequence_ranks
+                parts.append(f"{self._report.per_second(tokens, now):11,.0f} tokens/s")
+            parts.append(f"data {self._report.outside_share(now):3.0%}")
+        parts.append(f"{get_accelerator().max_memory_allocated() / 2**30:6.2f} GiB")
         parts.append(f"lr [{', '.join(f'{value:.3g}' for value in facts.lr)}]")
         if facts.norm is not None:
             parts.append(f"gradient norm {facts.norm:.3g}")
         if facts.loss_scale is not None:
             parts.append(f"loss scale {facts.loss_scale:g}")
-        return f"step {facts.step}: {', '.join(parts)}, {facts.skipped} skipped"
+        return " | ".join([*parts, f"{facts.skipped} skipped"])
 
 
 class _Interval:
-    """What has added up since the latest line."""
+    """What has added up since the latest line.
 
-    def __init__(self, begun: float) -> None:
-        self._begun = begun
-        self._samples = 0
+    Attributes:
+        samples: Over all ranks.
+        tokens: Of this rank.
+    """
+
+    def __init__(self, since: float) -> None:
+        self.samples = self.tokens = 0
+        self._started = since
         self._updates = 0
+        self._depth = 0  # of phases that are open
+        self._entered = 0.0
+        self._inside = 0.0  # seconds in phases
         self._phases = dict.fromkeys(PHASES, (0.0, 0.0))
 
     def add(self, samples: int, phases: dict[str, tuple[float, float]]) -> None:
-        self._samples += samples
+        self.samples += samples
         self._updates += 1
+        self._depth = 0  # also where an exception has left a phase
         for phase, (total, waited) in phases.items():
             so_far = self._phases[phase]
             self._phases[phase] = (so_far[0] + total, so_far[1] + waited)
 
-    def rate(self, now: float) -> float:
-        return self._samples / max(now - self._begun, 1e-9)
+    def enter(self) -> None:
+        """A phase begins."""
+        if self._depth == 0:
+            self._entered = time.perf_counter()
+        self._depth += 1
+
+    def leave(self) -> None:
+        """A phase has ended."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._inside += time.perf_counter() - self._entered
+
+    def per_second(self, count: float, now: float) -> float:
+        """Returns a count of this interval as a rate."""
+        return count / max(now - self._started, 1e-9)
+
+    def outside_share(self, now: float) -> float:
+        """Returns the share of the time that lies between calls of the engine: data and the program's own code."""
+        return max(1 - self._inside / max(now - self._started, 1e-9), 0.0)
 
     def breakdown(self, now: float) -> str:
         """Milliseconds per update of each phase, its share, and what lies outside all of them (data, evaluation)."""
-        whole = (now - self._begun) * 1e3
+        whole = (now - self._started) * 1e3
         outside = max(whole - sum(total for total, _ in self._phases.values()), 0.0)
         parts = []
         for phase, (total, waited) in [*self._phases.items(), ("outside", (outside, 0.0))]:
             text = f"{phase} {total / self._updates:.1f} ({total / max(whole, 1e-9):.0%}"
             parts.append(f"{text}, {waited / self._updates:.1f} waiting)" if waited > 0 else f"{text})")
         return f"time (ms per update) | {' | '.join(parts)} | over {self._updates} update(s)"
+
+
+def count_tokens(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+    """Returns the token ids among the arguments of a forward: ``input_ids``, else the first integers in rows."""
+    for value in (named.get("input_ids"), *inputs):
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return value.numel()
+    return 0

@@ -35,57 +35,57 @@ class EngineQueries:
     @property
     def dp_world_size(self) -> int:
         """Data-parallel ranks."""
-        return self._parts.standing.data_size
+        return self._parts.coordinates.data_size
 
     @property
     def seq_dp_world_size(self) -> int:
         """Data- and sequence-parallel ranks together: those among which ZeRO shards."""
-        return self._parts.standing.zero_size
+        return self._parts.coordinates.zero_size
 
     @property
     def mp_world_size(self) -> int:
         """Model-parallel ranks."""
-        return self._parts.standing.model_size
+        return self._parts.coordinates.model_size
 
     @property
     def sequence_parallel_size(self) -> int:
         """Ranks that share a sequence."""
-        return self._parts.standing.sequence_size
+        return self._parts.coordinates.sequence_size
 
     @property
     def seq_parallel_group(self) -> Any:
         """The torch process group of the ranks that share a sequence; None where none do."""
-        return self._parts.standing.sequence_group
+        return self._parts.coordinates.sequence_group
 
     @property
     def data_parallel_group(self) -> Any:
         """The torch process group of the data-parallel ranks; None for the default group."""
-        return self._parts.standing.data_group
+        return self._parts.coordinates.data_group
 
     @property
     def seq_data_parallel_group(self) -> Any:
         """The torch process group among which ZeRO shards; None for the default group."""
-        return self._parts.standing.zero_group
+        return self._parts.coordinates.zero_group
 
     def get_data_parallel_rank(self) -> int:
         """This rank among the data-parallel ranks."""
-        return self._parts.standing.data_rank
+        return self._parts.coordinates.data_rank
 
     def get_model_parallel_rank(self) -> int:
         """This rank among the model-parallel ranks: those of all stages that cut layers."""
         if self.mp_world_size == 1:
             return 0
         if self.mpu is None:
-            return self._parts.standing.mesh.position(self._parts.global_rank, *OTHER_PARTS)
+            return self._parts.coordinates.mesh.position(self._parts.global_rank, *OTHER_PARTS)
         return int(self.mpu.get_model_parallel_rank())
 
     def get_tensor_parallel_rank(self) -> int:
         """This rank among those that share a layer."""
-        return self._parts.standing.tensor_rank
+        return self._parts.coordinates.tensor_rank
 
     def get_sequence_parallel_group(self) -> Any:
-        """The torch process group of the ranks that share a sequence; None where none do."""
-        return self._parts.standing.sequence_group
+        """Returns the torch process group of the ranks that share a sequence; None where none do."""
+        return self._parts.coordinates.sequence_group
 
     # -- optimizer queries -------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class EngineQueries:
         return [group["momentum"] if "momentum" in group else group.get("betas", 0.0) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """The ``type`` entry of each param group, 0.0 where there is none."""
+        """Returns the ``type`` entry of each param group, 0.0 where there is none."""
         groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
         return [group.get("type", 0.0) for group in groups]
 
@@ -121,7 +121,7 @@ class EngineQueries:
         return self._runtime.param_names
 
     def iter_full(self, kind: str = "param", bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every full parameter, gradient or optimizer state. Every rank must go through all of it.
+        """Yields every full parameter, gradient or optimizer state. Every rank must go through all of it.
 
         One collective per bucket; where everything is on every rank, none.
 
@@ -152,7 +152,7 @@ class EngineQueries:
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether the model has expert layers of this package."""
+        """Returns whether the model has expert layers of this package."""
         return bool(self.moe_layers)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.batches import Batches
 from deepspeed.precision.policy import PrecisionPolicy
@@ -78,7 +78,7 @@ def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
 
 
 def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:
-    """A group of one keeps its packed gradients allocated (see ``GradientBucket.clear``)."""
+    """Returns the bytes of packed gradients that groups of one rank keep (``GradientBucket.clear``), and a formula."""
     alone = any(bucket.num_slices == 1 for bucket in runtime.layout.buckets)
     if not alone or accumulation_steps > 1:
         return 0, "0 between steps"
@@ -162,8 +162,8 @@ def state_text(
     return "\n".join(lines)
 
 
-def summary(runtime: ZeroRuntime, placement: Placement, ranks: Standing, batches: Batches) -> str:
-    """What an engine says of itself when it is made: stage, ranks, elements, batch."""
+def summary(runtime: ZeroRuntime, placement: Placement, ranks: RankCoordinates, batches: Batches) -> str:
+    """Returns what an engine says of itself when it is made: stage, ranks, elements, batch."""
     layout = runtime.layout
     numel = sum(bucket.used_numel for bucket in layout.buckets)
     shared_by = {bucket.num_slices for bucket in layout.buckets if bucket.replicas > 1}

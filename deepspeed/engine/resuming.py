@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
-    from deepspeed.checkpoint.load import Loaded
+    from deepspeed.checkpoint.load import LoadResult
     from deepspeed.engine.base import EngineBase
 
 
-def subject_of(engine: EngineBase) -> Subject:
-    """What a checkpoint of this moment holds."""
-    return Subject(
+def run_state_of(engine: EngineBase) -> RunState:
+    """Returns what a checkpoint of this moment holds."""
+    return RunState(
         model=engine.module,
         runtime=engine._runtime,
         optimizer=engine._updater,
@@ -26,8 +26,8 @@ def subject_of(engine: EngineBase) -> Subject:
         settings=engine._root.checkpoint,
         precision=engine._precision.name,
         stage=engine._root.zero_optimization.stage,
-        dp_world_size=engine._parts.standing.zero_size,
-        model_size=engine._parts.standing.model_size,
+        dp_world_size=engine._parts.coordinates.zero_size,
+        model_size=engine._parts.coordinates.model_size,
         version=VERSION,
         token_schedule=engine.random_ltd_scheduler,
         compression=engine.compression_scheduler,
@@ -50,7 +50,7 @@ def _renamings(model: Any) -> list[dict[str, str]]:
     return [names] if names else []
 
 
-def resume_from(engine: EngineBase, loaded: Loaded) -> None:
+def resume_from(engine: EngineBase, loaded: LoadResult) -> None:
     """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
     for name, value in loaded.counters.items():
         setattr(engine, name, value)

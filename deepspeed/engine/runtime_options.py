@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
 from deepspeed.engine.optimizers import needs_whole_tensors
@@ -18,7 +18,7 @@ from deepspeed.offload.homes import OffloadHomes, placement_of
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
 from deepspeed.precision.support import check_device
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.tiling.layout import Limits
@@ -52,8 +52,12 @@ def placement_for(setup: EngineSetup) -> Placement:
     return placement
 
 
-def gradient_divisor(root: Root, ranks: Standing) -> int:
-    """What makes a mean over samples of the sum of gradients over data and sequence ranks."""
+def gradient_divisor(root: Root, ranks: RankCoordinates) -> int:
+    """Returns what makes a mean over samples of the sum of gradients over data and sequence ranks.
+
+    Raises:
+        DeepSpeedConfigError: Gradients are to be summed, and each rank that shares a sequence has all of the loss.
+    """
     if ranks.sequence_size == 1 or root.sequence_parallel.loss == "own_share":
         return ranks.data_size
     if root.gradient_allreduce_op == "sum":
@@ -66,7 +70,7 @@ def gradient_divisor(root: Root, ranks: Standing) -> int:
 
 
 def gathers_by_nodes(root: Root) -> bool:
-    """Whether MiCS gathers inside each node first, then between nodes."""
+    """Returns whether MiCS gathers inside each node first, then between nodes."""
     zero = root.zero_optimization
     return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
 
@@ -79,7 +83,7 @@ def runtime_options(
     optimizer: torch.optim.Optimizer | None,
     homes: OffloadHomes,
 ) -> RuntimeOptions:
-    """The settings of the runtime for this model and optimizer."""
+    """Returns the settings of the runtime for this model and optimizer."""
     zero = root.zero_optimization
     # One layout serves both directions, so the smaller limit decides how large a bucket may be.
     most_at_once = max(min(zero.reduce_bucket_size, zero.allgather_bucket_size), 1)
@@ -103,7 +107,7 @@ def runtime_options(
         device=device,
         param_memories=homes.param_memories,
         master_memories=homes.master_memories,
-        landing=homes.landing,
+        destination=homes.destination,
         state_itemsizes=state_itemsizes(optimizer),
     )
 

@@ -1,14 +1,18 @@
-"""What the instructions of a pipeline stage compute: its chunks by the engine's training step, and the losses."""
+"""Computes the instructions of a pipeline stage: its chunks by the engine's training step, losses, and mean outputs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.comm.job.groups import group_along
+from deepspeed.comm.job.mesh import DATA, PIPE, SAMPLES, Mesh
+from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.transports.objects import gather_json, gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
@@ -17,15 +21,14 @@ from deepspeed.engine.roots import paired_roots
 from deepspeed.engine.stage_failures import StageFailures
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe import losses
-from deepspeed.parallel.pipe.data import DataFeed, agree_on_data, parts_of
-from deepspeed.parallel.pipe.mean_outputs import mean_outputs
+from deepspeed.parallel.pipe.data import DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.split import backward_to_inputs
-from deepspeed.parallel.pipe.values import detached, shapes_of
-from deepspeed.zero.micro_batch import MicroBatch, Part
+from deepspeed.parallel.pipe.values import detached, map_tensors, shapes_of, tensors_of
+from deepspeed.zero.runtime import MicroBatch, ModelChunk
 
 _NO_ITEM = (None, None)  # an item of a stage that has no data
+_MEANS = "the mean of the outputs (eval_batch)"
 
 
 class PipelineCompute:
@@ -40,7 +43,8 @@ class PipelineCompute:
         rank: This one.
         device: Where losses lie.
         failures: Reports failures to the other ranks.
-        reduces_each: Gradients are reduced in each backward (they are sharded).
+        reduces_each: Reduce after every micro-batch (stage 3); otherwise gradients are summed on this rank and reduced
+            by the backward that closes them.
         after_update: Called at the end of each update.
 
     Attributes:
@@ -85,7 +89,7 @@ class PipelineCompute:
         self._after_update = after_update
         self._parameters_of = {chunk: frozenset(module.parameters_of(chunk)) for chunk in module.chunks}
         self._last_chunk = len(module.stage_of_chunks) - 1
-        self._found = losses.MicroBatchLosses()
+        self._found = MicroBatchLosses()
         self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
         self._agreed: Callable[[], bool] | None = None
         self._has_all_items = False
@@ -107,7 +111,7 @@ class PipelineCompute:
         self._failures.refuse_after_failure(call)
         self._mode, self._count = mode, count
         self._module.failed_at = ""
-        self._found, self.fwd_outputs = losses.MicroBatchLosses(), []
+        self._found, self.fwd_outputs = MicroBatchLosses(), []
         feed = self.feed if self.pulls_data else None
         needs_labels = mode != "outputs" and self._module.loss_fn is not None
         with self._failures.shared(call):
@@ -146,9 +150,10 @@ class PipelineCompute:
         module.active_chunk = chunk
         try:
             # Only the first chunk takes the program's data. No backward runs but those of the schedule.
-            outputs = self._step.forward(
-                module, (inputs,), {}, is_training=module.training, has_data=chunk == 0, announces=False
-            )
+            with self._progress.named(f"chunk {chunk}, micro-batch {micro_batch}: forward"):
+                outputs = self._step.forward(
+                    module, (inputs,), {}, is_training=module.training, has_data=chunk == 0, announces=False
+                )
         finally:
             module.active_chunk = None
         if chunk != self._last_chunk:
@@ -157,7 +162,7 @@ class PipelineCompute:
             self.fwd_outputs.append(detached(outputs))
         if self._mode == "outputs":
             return outputs
-        loss, metrics = losses.split_loss(self._loss_of(outputs, labels), has_loss_fn=module.loss_fn is not None)
+        loss, metrics = split_loss(self._loss_of(outputs, labels), has_loss_fn=module.loss_fn is not None)
         self._found.add(loss, {**(metrics or {}), **(module.get_additional_losses() or {})})
         self.loss = loss.detach()
         return loss
@@ -183,15 +188,24 @@ class PipelineCompute:
         *,
         closes: bool = True,
     ) -> None:
-        """See ``StageCompute``; ``closes``: no weight gradients are computed later."""
+        """Computes the gradients of a chunk's inputs and weights.
+
+        Args:
+            chunk: Number of the chunk in the model.
+            micro_batch: Number of the micro-batch in the step.
+            outputs: What the forward returned and what needs a gradient, of any shape.
+            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
+            closes: No weight gradients are computed later.
+        """
         current = self._micro_batch(chunk, micro_batch, closes=closes)
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs:
             return  # nothing of this stage is trained, nor of those before it
-        if gradients is None:
-            self._step.backward_of_loss(outputs[0], current)
-        elif any(gradient is not None for gradient in gradients):
-            self._step.backward(outputs, gradients, current)
+        with self._progress.named(f"chunk {chunk}, micro-batch {micro_batch}: backward"):
+            if gradients is None:
+                self._step.backward_of_loss(outputs[0], current)
+            elif any(gradient is not None for gradient in gradients):
+                self._step.backward(outputs, gradients, current)
 
     def compute_input_gradients(
         self,
@@ -201,7 +215,15 @@ class PipelineCompute:
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need."""
+        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need.
+
+        Args:
+            chunk: Number of the chunk in the model.
+            micro_batch: Number of the micro-batch in the step.
+            outputs: What the forward returned and what needs a gradient, of any shape.
+            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
+            inputs: Leaves, of any shape; their gradients are accumulated in ``.grad``.
+        """
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # no stage waits: all of it is the weights' half
@@ -225,7 +247,8 @@ class PipelineCompute:
             self.compute_backward(chunk, micro_batch, *work)
             return
         current = self._micro_batch(chunk, micro_batch)
-        self._step.run_backward(lambda: None if work is None else work.run(), current)
+        with self._progress.named(f"chunk {chunk}, micro-batch {micro_batch}: backward of weights"):
+            self._step.run_backward(lambda: None if work is None else work.run(), current)
 
     def _check_loss(self, outputs: list[torch.Tensor], gradients: list[Any] | None, micro_batch: int) -> None:
         if gradients is None and not outputs and any(p.requires_grad for p in self._module.parameters()):
@@ -242,7 +265,7 @@ class PipelineCompute:
             later = (self._parameters_of[other] for other, left in self.backwards_left.items() if left > 0)
             closed = reaches.difference(*later)
         is_first, self._has_run_first = not self._has_run_first, True
-        part = Part(reaches, closes=closed, reduces_each=self._reduces_each and closes)
+        part = ModelChunk(reaches, closes=closed, reduces_each=self._reduces_each and closes)
         return MicroBatch(micro_batch, is_first=is_first, is_last=not any(self.backwards_left.values()), part=part)
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -254,9 +277,9 @@ class PipelineCompute:
         found = self._found if self.is_last else None
         if found is not None:
             self.total_loss = found.mean
-        report = self._step.update(extra=losses.row_of(found, count), micro_batches=count)
+        report = self._step.update(extra=row_of(found, count), micro_batches=count)
         assert report is not None, "a schedule ends in an update"
-        _, mean, self.metrics = losses.read_rows(self._job, self._mesh, self._rank, report.extra, found)
+        _, mean, self.metrics = read_rows(self._job, self._mesh, self._rank, report.extra, found)
         self.agg_train_loss = torch.tensor(mean, device=self._device)
         if found is None:
             self._progress.loss(self.agg_train_loss)
@@ -278,10 +301,201 @@ class PipelineCompute:
         each, mean = [float(loss) for loss in self._found.losses], self._found.mean
         if shares_loss or reduce_output == "avg":
             found = self._found if self.is_last else None
-            each, average, self.metrics = losses.share_losses(self._job, self._mesh, self._rank, found, self._count)
+            each, average, self.metrics = share_losses(self._job, self._mesh, self._rank, found, self._count)
             mean = torch.tensor(average)
         if not shares_loss and not self.is_last:
             return None
         if reduce_output is None:
             return [torch.tensor(loss, device=self._device) for loss in each]
         return mean.to(self._device)
+
+
+# -- losses, sent to every rank and averaged over the copies of the model ----------------------------------------------
+
+
+class MicroBatchLosses:
+    """Losses of one step on one rank, with what the loss function or the module gave beside them."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._metrics: dict[str, tuple[torch.Tensor, int]] = {}  # sums, and how many micro-batches gave each
+
+    def add(self, loss: torch.Tensor, metrics: Mapping[str, Any] | None) -> None:
+        """Adds the loss and the metrics of a micro-batch; they stay on the device.
+
+        Args:
+            loss: One element, of any shape.
+            metrics: Numbers or tensors of one element, by name.
+
+        Raises:
+            PipelineError: A metric is no number.
+        """
+        self.losses.append(loss.detach().float().reshape(()))
+        for name, value in (metrics or {}).items():
+            number = _as_number(name, value, loss.device)
+            total, count = self._metrics.get(name, (torch.zeros_like(number), 0))
+            self._metrics[name] = total + number, count + 1
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Over the micro-batches."""
+        return torch.stack(self.losses).mean() if self.losses else torch.tensor(0.0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each over the micro-batches that gave it."""
+        return {name: float(total) / count for name, (total, count) in self._metrics.items()}
+
+
+def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    try:
+        number = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or number.numel() != 1 or number.is_complex():
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+        raise PipelineError(
+            f"the metric {name!r}, given beside the loss, is {what}; expected a number or a tensor of one element, of "
+            "which the mean over micro-batches is taken"
+        )
+    return number.detach().float().reshape(())
+
+
+def split_loss(value: Any, *, has_loss_fn: bool) -> tuple[Any, Mapping[str, Any] | None]:
+    """Returns the loss and the metrics of a micro-batch.
+
+    Args:
+        value: What the loss function returned; without one, what the last layer returned.
+        has_loss_fn: Whether there is one.
+
+    Raises:
+        PipelineError: It is neither a tensor of one element nor ``(loss, metrics)`` with such a tensor.
+    """
+    loss, metrics = value, None
+    if isinstance(value, tuple) and len(value) == 2 and (value[1] is None or isinstance(value[1], Mapping)):
+        loss, metrics = value
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        if has_loss_fn:
+            raise PipelineError(
+                f"PipelineModule(loss_fn=...): expected a tensor of one element, or (loss, metrics) with a dict of "
+                f"metrics; the function returned {found}. Reduce it in loss_fn, with mean() or sum()"
+            )
+        raise PipelineError(
+            f"PipelineModule(loss_fn=None): the output of the last layer is the loss then, expected a tensor of one "
+            f"element, found {found}. Pass PipelineModule(..., loss_fn=...), called as loss_fn(outputs, labels)"
+        )
+    return loss, metrics
+
+
+def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
+    """Returns the numbers that a rank sends to all others.
+
+    Args:
+        found: What a rank with the last chunk has; None elsewhere.
+        count: Micro-batches.
+    """
+    if found is None:
+        return [0.0] * (count + 2)
+    values = torch.stack(found.losses).double().tolist() if found.losses else []
+    return [1.0, float(bool(found.metrics)), *values, *[0.0] * (count - len(values))]
+
+
+def read_rows(
+    job: Transport, mesh: Mesh, rank: int, rows: torch.Tensor, found: MicroBatchLosses | None
+) -> tuple[list[float], float, dict[str, float]]:
+    """Reads the rows of all ranks of the job. Every rank must call it: metrics travel if there are any.
+
+    Args:
+        job: All ranks.
+        mesh: How they are laid out.
+        rank: This one.
+        rows: :func:`row_of` of each rank: 2-D, fp64.
+        found: What a rank with the last chunk has; None elsewhere.
+
+    Returns:
+        The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies, and of each
+        metric the mean over the copies that gave it.
+    """
+    senders = [other for other, row in enumerate(rows.tolist()) if row[0]]
+    if not senders:  # the planner's one rank stands for all, and has another chunk
+        return [0.0] * (rows.shape[1] - 2), 0.0, {}
+    metrics: dict[str, float] = {}
+    if bool(rows[:, 1].any()):
+        mine_given = list(found.metrics.items()) if found is not None else []
+        given = [dict(pairs) for pairs in gather_json(job, mine_given, label="the metrics of the step") if pairs]
+        for name in dict.fromkeys(name for each in given for name in each):
+            values = [each[name] for each in given if name in each]
+            metrics[name] = sum(values) / len(values)
+    pipeline = mesh.group(rank, PIPE)
+    mine = next(rows[other, 2:].tolist() for other in senders if other in pipeline)
+    return mine, float(rows[senders, 2:].mean()), metrics
+
+
+def share_losses(
+    job: Transport, mesh: Mesh, rank: int, found: MicroBatchLosses | None, count: int
+) -> tuple[list[float], float, dict[str, float]]:
+    """Sends the losses to every rank of the job, in an exchange of its own. Every rank must call it.
+
+    Args:
+        job: All ranks.
+        mesh: How they are laid out.
+        rank: This one.
+        found: What a rank with the last chunk has; None elsewhere.
+        count: Micro-batches.
+
+    Returns:
+        What :func:`read_rows` returns.
+    """
+    row = torch.tensor(row_of(found, count), dtype=torch.float64)
+    rows = job.gather_small(row, channel="call", label="the losses of the step")
+    return read_rows(job, mesh, rank, rows, found)
+
+
+# -- the mean of outputs over micro-batches and copies of the model ----------------------------------------------------
+
+
+def mean_outputs(job: Transport, mesh: Mesh, rank: int, outputs: list[Any] | None) -> Any:
+    """Returns the mean of the outputs, tensor by tensor. Every rank of the job must call it.
+
+    Args:
+        job: All ranks.
+        mesh: How they are laid out.
+        rank: This one.
+        outputs: By micro-batch, on ranks with the last chunk; None elsewhere.
+
+    Returns:
+        A value nested like an output, with fp32 tensors; None where ``outputs`` is None.
+
+    Raises:
+        DataError: Shapes differ between micro-batches or copies of the model; on every rank.
+    """
+    tensors = [tensors_of(output) for output in outputs or ()]
+    shapes = [[tuple(tensor.shape) for tensor in each] for each in tensors]
+    _check_shapes(gather_objects(job, shapes, label="the shapes of the outputs"), mesh)
+    group = group_along(*SAMPLES) if mesh.size(*SAMPLES) > 1 else None
+    if outputs is None:
+        return None
+    means = [torch.stack([tensor.float() for tensor in same]).mean(0) for same in zip(*tensors, strict=True)]
+    if group is not None:
+        copies = mesh.size(*SAMPLES)
+        means = [channel_along(group, mean.device, DATA).sum(mean, _MEANS).div_(copies) for mean in means]
+    remaining = iter(means)
+    return map_tensors(outputs[0], lambda _tensor: next(remaining))
+
+
+def _check_shapes(by_rank: list[list[Any]], mesh: Mesh) -> None:
+    for group in mesh.groups(*SAMPLES):
+        found = [(rank, number, shapes) for rank in group for number, shapes in enumerate(by_rank[rank])]
+        for rank, number, shapes in found[1:]:
+            if shapes != found[0][2]:
+                raise DataError(
+                    "eval_batch(compute_loss=False, reduce_output='avg'): expected outputs of the same shapes from all "
+                    f"micro-batches and copies of the model, found {_shown(found[0][2])} in micro-batch 0 of rank "
+                    f"{found[0][0]} and {_shown(shapes)} in micro-batch {number} of rank {rank}. Pad the inputs to one "
+                    "length, or pass reduce_output=None and combine the outputs yourself"
+                )
+
+
+def _shown(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes)) or "no tensor"

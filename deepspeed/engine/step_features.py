@@ -33,12 +33,12 @@ class StepFeatures:
 
     @property
     def needs_graph(self) -> bool:
-        """Whether :meth:`before_backward` has a use for the loss of an update's last backward."""
+        """Returns whether :meth:`before_backward` has a use for the loss of an update's last backward."""
         return self._hooks.needs_graph
 
     @property
     def runs_backward(self) -> bool:
-        """Whether the backward that runs now is a feature's, not one of the training."""
+        """Returns whether the backward that runs now is a feature's, not one of the training."""
         return self._hooks.runs_backward
 
     def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int) -> None:

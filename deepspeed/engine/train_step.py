@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.watch.trace_points import reason_of
 from deepspeed.engine.batches import Batches
+from deepspeed.engine.loss_counter import LossCounter, number_of
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.progress import ProgressLog
@@ -20,8 +22,8 @@ from deepspeed.engine.step_features import StepFeatures
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.micro_batch import MicroBatch
-from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.torch_private import call_after_backward, differentiates_a_function
+from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 _Computed = TypeVar("_Computed")
@@ -47,6 +49,7 @@ class TrainStep:
         was_applied: Whether the latest call of :meth:`update` changed the parameters.
         reduces_gradients: Whether backwards reduce gradients at all.
         features: As given.
+        counts: The tokens of losses that are sums.
         is_destroyed: The engine was destroyed: backwards and updates raise.
     """
 
@@ -71,6 +74,7 @@ class TrainStep:
         self._updater = updater
         self._batches = batches
         self._scaling = scaling
+        self.counts = LossCounter(updater)
         self._progress = progress
         self._precision = precision
         self._advance_lr = advance_lr
@@ -78,7 +82,7 @@ class TrainStep:
         self._row_check = RowCheck()
         self._in_forward = False  # a whole training step may be part of a forward
         self._runs_backward = False
-        runtime.announcement.on_sight = self.open_backward
+        runtime.backward_tracker.on_sight = self.open_backward
         runtime.optimizer = updater
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -109,9 +113,13 @@ class TrainStep:
         """
         runtime = self._runtime
         runtime.refuse_away("engine.forward", "lp_params")
+        if differentiates_a_function():
+            return self._forward_in_transform(fn, inputs, named)
         if not runtime.backward_is_running:  # as it is where this forward is recomputed
             runtime.drop_open_work()
         runtime.places.take_back()
+        if has_data and is_training:
+            self._progress.inputs(tuple(inputs), named)
         if has_data and is_training and not self._row_check.is_done and self._updater is not None:
             self._row_check.compare((inputs, named), self._batches.train_micro_batch_size_per_gpu())
         if self._precision.cast_inputs:
@@ -121,8 +129,16 @@ class TrainStep:
         )
         outputs = self._run_forward(fn, inputs, {**named, **given})
         if announces and torch.is_grad_enabled() and not runtime.hooks.sees_forwards:
-            runtime.announcement.watch(outputs)
+            runtime.backward_tracker.watch(outputs)
         return outputs
+
+    def _forward_in_transform(self, fn: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Runs ``fn`` inside ``torch.func.grad`` and its kin, which compute derivatives without a backward of ours."""
+        self._runtime.hooks.refuse_transforms()
+        if self._precision.cast_inputs:
+            inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
+        with self._precision.forward_context(get_accelerator()):
+            return fn(*inputs, **named)
 
     def _run_forward(self, fn: Callable[..., Any], inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         profiled = self.features.profiled
@@ -150,7 +166,12 @@ class TrainStep:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss times the loss scale, for a backward that the program runs itself."""
+        """Returns the loss (0-dim) times the loss scale, for a backward that the program runs itself."""
+        if self._batches.share is not None:
+            raise CallOrderError(
+                "engine.scale: with elasticity.continue losses are weighed by engine.backward(loss), as ranks have "
+                "different numbers of micro-batches; call that instead of loss.backward()"
+            )
         self._progress.loss(loss)
         return self._scaling.apply_for_program(loss)
 
@@ -160,6 +181,7 @@ class TrainStep:
         micro_batch: MicroBatch | None = None,
         *,
         divides: bool = True,
+        count: Any = None,
         gradient: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
@@ -169,20 +191,34 @@ class TrainStep:
             loss: 0-dim or of one element, as the program computed it.
             micro_batch: See :meth:`backward`.
             divides: Divide it by the accumulation steps.
+            count: Tokens that the loss is a sum over; None: it is a mean. See :class:`LossCounter`.
             gradient: That of ``Tensor.backward``.
             **options: Of ``torch.autograd.backward``.
 
         Returns:
-            The loss divided by the accumulation steps, without the loss scale.
+            The loss divided by the accumulation steps, without the loss scale; with ``count``, the mean over its
+            tokens.
         """
         self._refuse_backward()
         check_loss(loss, gradient)
+        steps = self._batches.gradient_accumulation_steps()
+        if count is not None and self._batches.share is not None:
+            raise CallOrderError(
+                "engine.backward(loss, count=...): with elasticity.continue losses are means over a micro-batch: the "
+                "micro-batches of a step are weighed equally; leave count out"
+            )
+        tokens = None if count is None else number_of(count)
+        parts = self.counts.begin(tokens, steps)
         self._begin_backward(micro_batch)
-        loss, root = self.loss_and_root(loss, divides=divides)
+        if tokens is None:
+            loss, root = self.loss_and_root(loss, divides=divides)
+        else:
+            root, loss = self._scaling.apply(loss / parts), loss / max(tokens, 1.0)
+            self._progress.loss(loss / steps)
         if self.features.needs_graph and self._batches.current().is_last:
-            scale = self._scaling.factor
-            if divides:
-                scale /= self._batches.gradient_accumulation_steps()
+            scale = self._scaling.factor / parts
+            if divides and tokens is None:
+                scale /= steps
             self.features.before_backward(root, scale, self.global_steps)
         self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
         return loss
@@ -208,8 +244,10 @@ class TrainStep:
         return self._run_backward(compute)
 
     def loss_and_root(self, loss: torch.Tensor, *, divides: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reports a loss; returns it divided by the accumulation steps, and times the loss scale besides."""
-        if divides and (steps := self._batches.gradient_accumulation_steps()) > 1:
+        """Reports a loss (0-dim); returns it divided by the accumulation steps, and that times the loss scale."""
+        if self._batches.share is not None:
+            loss = self._batches.share.weigh(loss)
+        elif divides and (steps := self._batches.gradient_accumulation_steps()) > 1:
             loss = loss / steps
         self._progress.loss(loss)
         return loss, self._scaling.apply(loss)
@@ -271,7 +309,22 @@ class TrainStep:
             return
         self._progress.before("backward")
         self._scaling.program_runs_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
+        call_after_backward(self._close_backward)
+
+    @contextmanager
+    def one_reduction(self) -> Iterator[None]:
+        """Adds up the gradients of backwards inside the block and reduces the sum at its end, unless it raises.
+
+        Where sums stay local until the boundary anyway (stages 0 and 1), one before the boundary is left alone.
+        """
+        self._refuse_backward()
+        reducer = self._runtime.reducer
+        assert reducer is not None
+        with self._batches.unreduced("engine.coalesce_grad_reduction"):
+            yield
+        if reducer.policy.every_micro_batch or self._batches.is_gradient_accumulation_boundary():
+            self._runtime.leave_backward("engine.coalesce_grad_reduction")
+            reducer.settle()
 
     def _close_backward(self) -> None:
         if self._runtime.in_backward:
@@ -305,7 +358,9 @@ class TrainStep:
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
         batches = self._batches
         if not batches.are_reduced:
-            raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
+            raise CallOrderError(
+                "engine.step: called inside no_sync or coalesce_grad_reduction; leave the block before the update"
+            )
         if micro_batches is not None:
             batches.set_current(MicroBatch(micro_batches - 1, is_first=False, is_last=True))
             batches.has_run_backward = True  # stages without trained parameters run none
@@ -334,7 +389,12 @@ class TrainStep:
         self, updater: DeepSpeedZeroOptimizer, lr_arguments: Mapping[str, Any], extra: Sequence[float]
     ) -> StepReport:
         self.features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
-        report = updater.update(extra)
+        row, share = self.counts.row, self._batches.share
+        given = (*extra, *(() if share is None else share.numbers()), *row)
+        report = updater.update(given, (lambda rows: self.counts.divisor(rows[:, -1])) if row else None)
+        self.counts.end_update(report.extra[:, -1] if row else None)
+        if share is not None:
+            share.take(report.extra)
         self.global_steps += 1
         self.global_samples += self._batches.train_batch_size()
         self.was_applied = not report.overflow

@@ -27,12 +27,12 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
     gradients = _gradient_codec(zero)
     if weights is None and frozen is None and gradients is None:
         return groups
-    said = [
+    names = [
         "all weights" if weights else "frozen weights" if frozen else "",
         "gradients" if gradients is not None else "",
     ]
     kinds = {"all weights": "8 bits", "frozen weights": "8 bits", "gradients": "4 bits"}
-    log_dist("ZeRO++: " + ", ".join(f"{what} travel in {kinds[what]}" for what in said if what))
+    log_dist("ZeRO++: " + ", ".join(f"{what} travel in {kinds[what]}" for what in names if what))
     present = next(iter(groups))  # what communication_compression asks for beside
     return groups.coded(
         weights or present.gather_codec,

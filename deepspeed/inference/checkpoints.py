@@ -60,6 +60,8 @@ def fill(
             pipeline = pipeline_names(model) if pipeline is None else pipeline
             raw = _renamed(raw, pipeline)
         stored = raw if places.of(raw.tile.name) is not None else names.resolve(raw)
+        if stored is None:
+            continue
         place = places.of(stored.tile.name)
         if place is None:
             unknown.append(stored.tile.name)
@@ -67,6 +69,9 @@ def fill(
         places.put(place, stored, dtype)
         filled.add(place)
         pieces[stored.tile.name] += stored.is_part
+    for stored in names.converted():
+        places.put(stored.tile.name, stored, dtype)
+        filled.add(stored.tile.name)
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
@@ -75,7 +80,7 @@ def fill(
 
 
 def _renamed(stored: Stored, beginnings: dict[str, str]) -> Stored:
-    """A tensor of a pipeline's checkpoint under the name that it has in the model."""
+    """Returns a tensor of a pipeline's checkpoint under the name that it has in the model."""
     name = stored.tile.name
     begin = next((begin for begin in beginnings if name.startswith(begin)), None)
     if begin is None:
@@ -124,7 +129,7 @@ class _Places:
         return next((candidate for candidate in candidates if candidate in self._names), None)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The whole shape of the tensor that files call so; None where there is none."""
+        """Returns the whole shape of the tensor that files call so; None where there is none."""
         place = self.of(name)
         if place is None:
             return None
@@ -147,7 +152,7 @@ class _Places:
             if old.is_meta:
                 self._replace(old, self._slices.start(name, old))
             parameter: nn.Parameter = getattr(holder, leaf)
-            self._slices.take(parameter, stored.stretch(), prod(stored.tile.shape), stored.read_stretch)
+            self._slices.take(parameter, stored.stretch(), prod(stored.tile.shape), stored.read_run)
             return
         if stored.is_whole and tile.part is None:
             values = stored.read(())

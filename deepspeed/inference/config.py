@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.config.findings import Findings
+from deepspeed.config.messages import ConfigMessages
 from deepspeed.config.reader import build, clean, structural_copy
 from deepspeed.config.sections.inference import Inference as DeepSpeedInferenceConfig
 from deepspeed.config.source import read_source
@@ -71,7 +71,7 @@ def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
     if isinstance(config, DeepSpeedInferenceConfig):
         config = config.model_dump(exclude_unset=True)
     document = read_source({} if config is None else config)
-    findings = Findings(document.lines, {}, document.name)
+    findings = ConfigMessages(document.lines, {}, document.name)
     for sentence in document.problems:
         findings.add((), sentence)
     data = structural_copy(document.data)
@@ -105,7 +105,7 @@ def _parts(read: DeepSpeedInferenceConfig) -> dict[str, Any]:
     return {"": weight.quantized_initialization} if weight.quantized_initialization else {}
 
 
-def _move_old_names(data: dict[str, Any], findings: Findings) -> None:
+def _move_old_names(data: dict[str, Any], findings: ConfigMessages) -> None:
     """``mp_size`` and its kin into the sections they now live in."""
     for old, (section, name) in {
         "mp_size": ("tensor_parallel", "tp_size"),
@@ -127,7 +127,7 @@ def _move_old_names(data: dict[str, Any], findings: Findings) -> None:
             findings.problem((old,), f"{value!r}, but {section}.{name} is {inner[name]!r}; give one of them")
 
 
-def _check(read: DeepSpeedInferenceConfig, findings: Findings) -> None:
+def _check(read: DeepSpeedInferenceConfig, findings: ConfigMessages) -> None:
     weight, activation = read.quant.weight, read.quant.activation
     if read.dtype == "int8" and not read.quant.enabled:
         findings.problem(("quant", "enabled"), "false, but dtype is int8; give dtype bf16, or leave the key out")

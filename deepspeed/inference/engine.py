@@ -48,7 +48,7 @@ class InferenceEngine(nn.Module):
         raise CallOrderError("InferenceEngine: destroy() was called; call init_inference again")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, without gradients."""
+        """Runs the model's own forward, without gradients."""
         runner = self._runner[0] if self._runner else self.module
         with torch.no_grad():
             if self._times is None:

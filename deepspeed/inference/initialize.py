@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.host_allocator import Trimmer
+from deepspeed.accelerator.host_allocator import MallocTrimmer
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.comm.start.device import local_device
@@ -70,12 +70,12 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         save(model, settings.save_path, made, settings.dtype)
     _quantize(model, settings)
     model.to(device)
-    Trimmer().note(before, 0)  # the weights from before the cast would stay in the process otherwise
+    MallocTrimmer().note(before, 0)  # the weights from before the cast would stay in the process otherwise
     return InferenceEngine(model, settings, mp_group=None if mesh is None else groups.group_along(TENSOR))
 
 
 def default_inference_config() -> dict[str, Any]:
-    """The configuration with every key at its default, as a dict."""
+    """Returns the configuration with every key at its default, as a dict."""
     return read_settings(None, {}).config.model_dump()
 
 
@@ -114,7 +114,7 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
         config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
     engine = initialize(model=model, config=config)[0]
     engine.eval()
-    Trimmer().note(before, 0)  # as in init_inference
+    MallocTrimmer().note(before, 0)  # as in init_inference
     return InferenceEngine(engine.module, settings, runner=engine)
 
 

@@ -46,8 +46,10 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
         failure = error
     if cut is not None:
         failed = torch.tensor([int(failure is not None)])
-        told = cut.channel.transport.gather_small(failed, channel="call", label="whether parts of weights are written")
-        if failure is None and bool(told.any()):
+        gathered = cut.channel.transport.gather_small(
+            failed, channel="call", label="whether parts of weights are written"
+        )
+        if failure is None and bool(gathered.any()):
             raise CheckpointError(f"init_inference: save_mp_checkpoint_path {folder}: another rank could not write")
     if failure is not None:
         raise CheckpointError(f"init_inference: save_mp_checkpoint_path {folder}: {failure}") from failure
@@ -58,7 +60,7 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
 def _write(model: nn.Module, folder: Path, place: int, size: int) -> None:
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, torch.Tensor] = {}
-    said: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
@@ -69,12 +71,15 @@ def _write(model: nn.Module, folder: Path, place: int, size: int) -> None:
             whole[name] = tensor.detach().contiguous().cpu()
             continue
         parts[name] = tensor.detach().contiguous().cpu()
-        said[name] = {"shape": part.global_shape, "boxes": [(box.whole, box.tile, box.shape) for box in part.boxes]}
+        described[name] = {
+            "shape": part.global_shape,
+            "boxes": [(box.whole, box.tile, box.shape) for box in part.boxes],
+        }
     folder.mkdir(parents=True, exist_ok=True)
     if place == 0:
         save_file(whole, folder / _WHOLE)
     if size > 1:
-        save_file(parts, folder / _file_of(place), {PARTS: json.dumps(said)})
+        save_file(parts, folder / _file_of(place), {PARTS: json.dumps(described)})
 
 
 def _describe(folder: Path, size: int, dtype: torch.dtype) -> None:

@@ -22,13 +22,13 @@ from deepspeed.parallel.tensor.rules import is_linear
 
 
 def tensor_size(settings: InferenceSettings) -> int:
-    """The ranks that share every layer."""
+    """Returns the ranks that share every layer."""
     section = settings.config.tensor_parallel
     return section.tp_size if section.enabled else 1
 
 
 def job_mesh(settings: InferenceSettings) -> Mesh | None:
-    """How the ranks are laid out; None where no layer is shared. Every rank must call it.
+    """Returns how the ranks are laid out; None where no layer is shared. Every rank must call it.
 
     Groups of ``tp_size`` ranks stand side by side, each with prompts of its own.
 
@@ -74,34 +74,34 @@ def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch
     Raises:
         DeepSpeedConfigError: The model cannot be cut so.
     """
-    told = settings.config.tensor_parallel
+    tp_config = settings.config.tensor_parallel
     section: dict[str, Any] = {"autotp_size": mesh.size(TENSOR)}
     if (rows := check_policy(model, settings)) is not None:
         section["injection_policy_tuple"] = rows
-    if "tp_grain_size" in told.model_fields_set:
-        section["tensor_parallel"] = {"tp_grain_size": told.tp_grain_size}
-    if (group := _group_of(told)) is not None:
+    if "tp_grain_size" in tp_config.model_fields_set:
+        section["tensor_parallel"] = {"tp_grain_size": tp_config.tp_grain_size}
+    if (group := _group_of(tp_config)) is not None:
         tp_model_init(model, mesh.size(TENSOR), tp_group=group)
     made = cut_model(model, TensorParallel(**section), mesh, device)
     assert made is not None, "the mesh has a tensor axis"
     return made
 
 
-def _group_of(told: InferenceTp) -> Any:
-    """The ranks that the program says share layers; None where it says nothing."""
-    if told.tp_group is not None or told.mpu is None:
-        return told.tp_group
+def _group_of(tp_config: InferenceTp) -> Any:
+    """Returns the ranks that the program says share layers; None where it says nothing."""
+    if tp_config.tp_group is not None or tp_config.mpu is None:
+        return tp_config.tp_group
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
-        if hasattr(told.mpu, name):
-            return getattr(told.mpu, name)()
+        if hasattr(tp_config.mpu, name):
+            return getattr(tp_config.mpu, name)()
     raise DeepSpeedConfigError(
-        f"init_inference: tensor_parallel.mpu: {type(told.mpu).__name__} has no get_model_parallel_group(); give "
+        f"init_inference: tensor_parallel.mpu: {type(tp_config.mpu).__name__} has no get_model_parallel_group(); give "
         "tensor_parallel.tp_group, or neither"
     )
 
 
 def _rows(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
-    """The layers that a policy ``{class of a block: ends of names}`` means: those whose outputs are summed.
+    """Returns the layers that a policy ``{class of a block: ends of names}`` means: those whose outputs are summed.
 
     Raises:
         DeepSpeedConfigError: There is no such block, or no such layer in it.

@@ -49,11 +49,11 @@ class Stored:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the named tensor."""
+        """Returns whether it is all of the named tensor."""
         return not self.is_part
 
     def stretch(self) -> int:
-        """The element of the flattened named tensor at which this one begins, as one stretch of it.
+        """Returns the element of the flattened named tensor at which this one begins, as one stretch of it.
 
         Raises:
             CheckpointError: It is no stretch, as rows are cut.
@@ -68,7 +68,7 @@ class Stored:
             place = place * extent + index
         return place
 
-    def read_stretch(self, low: int, high: int) -> torch.Tensor:
+    def read_run(self, low: int, high: int) -> torch.Tensor:
         """Elements ``low`` to ``high`` of the tensor in the file, flattened; no more rows are read than hold them."""
         shape, dim = self.tile.shape, self._cut_dim
         if not shape:
@@ -87,7 +87,7 @@ class Stored:
         """Reads what of the named tensor lies in ``values``, and nothing else.
 
         Args:
-            values: A tile of it.
+            values: A tile of it, in the tile's shape.
             boxes: What of it lies there.
         """
         for mine in boxes:
@@ -130,7 +130,7 @@ class WeightFiles:
 
 
 def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
-    """The files that ``init_inference(checkpoint=...)`` means.
+    """Returns the files that ``init_inference(checkpoint=...)`` means.
 
     Args:
         checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or what such a
@@ -213,15 +213,15 @@ def _named(path: Path) -> Iterator[None]:
 
 def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
     with safe_open(path, framework="pt") as opened:
-        said = json.loads((opened.metadata() or {}).get(PARTS, "null"))
-        if is_part and said is None:
+        described = json.loads((opened.metadata() or {}).get(PARTS, "null"))
+        if is_part and described is None:
             raise CheckpointError(f"init_inference: {path} does not say which parts of tensors it holds")
         for name in opened.keys():  # noqa: SIM118 - no mapping
             shape = tuple(opened.get_slice(name).get_shape())
             part = None
-            if said is not None:
-                boxes = tuple(Box(*(tuple(numbers) for numbers in box)) for box in said[name]["boxes"])
-                part = TilePart(name, tuple(said[name]["shape"]), boxes)
+            if described is not None:
+                boxes = tuple(Box(*(tuple(numbers) for numbers in box)) for box in described[name]["boxes"])
+                part = TilePart(name, tuple(described[name]["shape"]), boxes)
 
             def read(where: tuple[slice, ...], name: str = name) -> torch.Tensor:
                 return opened.get_slice(name)[where] if where else opened.get_tensor(name)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Writing files fast; the feature is missing (:mod:`deepspeed.features`)."""
+"""Writing files fast; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

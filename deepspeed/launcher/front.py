@@ -99,15 +99,19 @@ def _ssh(host: str, port: int | None, command: str) -> subprocess.CompletedProce
         return subprocess.CompletedProcess([], 255, "", f"no answer within {2 * _SSH_SECONDS} s")
 
 
-def run_commands(commands: Sequence[Command]) -> int:
+def run_commands(commands: Sequence[Command], grace: float | None = None) -> int:
     """Runs commands side by side to their end.
 
     Must be called from the main thread: it handles signals while it runs.
 
+    Args:
+        commands: What to run.
+        grace: Seconds that they get after a signal to stop; None: as long as usual.
+
     Returns:
         0, the exit code of the command that failed first, or 128 + n for signal n.
     """
-    front = _Front()
+    front = _CommandRunner(grace or GRACE_AFTER_SIGNAL)
     handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in _SIGNALS}
     others = processes.find_processes(())
     processes.adopt_orphans()
@@ -120,10 +124,11 @@ def run_commands(commands: Sequence[Command]) -> int:
             signal.signal(number, handler)
 
 
-class _Front:
+class _CommandRunner:
     """The commands of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
         self._signal: int | None = None
         self._running: dict[subprocess.Popen[bytes], Command] = {}
         self._code = 0
@@ -140,13 +145,15 @@ class _Front:
             self._collect()
             failed = self._signal is not None or self._code != 0
             if failed and stop_at is None:
-                grace = GRACE_AFTER_SIGNAL if self._signal is not None else _GRACE_AFTER_FAILURE
+                grace = self._grace if self._signal is not None else _GRACE_AFTER_FAILURE
                 stop_at = time.monotonic() + grace
                 if self._signal is not None:
                     self._send(signal.SIGTERM)
             if stop_at is not None and time.monotonic() > stop_at:
                 break  # the caller ends what is left
-        return 128 + self._signal if self._signal is not None else self._code
+        if self._signal is None or self._code == os.EX_TEMPFAIL:  # the ranks have saved because of the signal
+            return self._code
+        return 128 + self._signal
 
     def _start(self, commands: Sequence[Command]) -> None:
         me = os.getpid()

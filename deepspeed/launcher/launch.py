@@ -31,8 +31,9 @@ from deepspeed.launcher.environment import (
     screen_width,
     threads_per_rank,
 )
+from deepspeed.launcher.failure_file import find_failure_file
 from deepspeed.launcher.placing import PROGRAMS, find_placed
-from deepspeed.launcher.ports import PortClaim, Wish, agreed_port, claim_port
+from deepspeed.launcher.ports import PortClaim, RequestedPort, agreed_port, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.slurm import hosts_of_step
 from deepspeed.logging import logger, set_log_level_from_string
@@ -58,6 +59,12 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank processor cores of its own")
     parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="time for ranks to end after a signal to this command (5); see preemption in the configuration",
+    )
     parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="machines an elastic run waits for (1)")
     parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most machines of an elastic run (all)")
 
@@ -129,17 +136,17 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
     """The port where the ranks will meet. Where this launcher is the only one, the run gets a name as well."""
-    wish = Wish.of(args.master_port)
+    requested = RequestedPort.of(args.master_port)
     if len(hosts) == 1 and not args.placed_by:
         args.run_id = args.run_id or new_run_id()
-        return claim_port(args.master_addr, wish)
+        return claim_port(args.master_addr, requested)
     first = find_placed(args.placed_by, os.environ).rank if args.placed_by else args.node_rank
-    return agreed_port(wish, holds_rank_0=first == 0, is_claimed=bool(args.run_id))
+    return agreed_port(requested, holds_rank_0=first == 0, is_claimed=bool(args.run_id))
 
 
 def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> int:
     """Starts the ranks of this machine and waits for them."""
-    from deepspeed.launcher.greeting import Introduction
+    from deepspeed.launcher.handshake import LauncherInfo
     from deepspeed.launcher.link import LauncherLink
     from deepspeed.launcher.local_run import LocalRun
 
@@ -148,7 +155,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
-        me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
+        me = LauncherInfo(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
         link = LauncherLink(me, world.master_addr)
     return LocalRun(
         workers,
@@ -157,6 +164,8 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         link=link,
         labelled=world.world_size > 1 and not args.enable_elastic_training,
         shares_screen=args.shares_screen,
+        failure_file=find_failure_file(os.environ),
+        grace=args.grace,
     ).run()
 
 

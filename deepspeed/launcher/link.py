@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 from deepspeed.launcher.failures import Failure
-from deepspeed.launcher.greeting import Hello, Introduction, challenge, new_nonce, nonce_of
+from deepspeed.launcher.handshake import HandshakeMessage, LauncherInfo, challenge, new_nonce, nonce_of
 from deepspeed.launcher.json_lines import ANSWER_SECONDS, JsonConnection, listen
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.printable import printable
@@ -70,7 +70,7 @@ class LauncherLink:
         address: Where the hub is reached.
     """
 
-    def __init__(self, me: Introduction, address: str) -> None:
+    def __init__(self, me: LauncherInfo, address: str) -> None:
         self.me = me
         self._address = address
         self._ports = link_ports(me.master_port)
@@ -233,7 +233,7 @@ class LauncherLink:
             if not is_open:
                 self._drop(connection, selector)
             return
-        hello = Hello.from_message(messages[0])
+        hello = HandshakeMessage.from_message(messages[0])
         if hello is None or hello.me.master_port != self.me.master_port or hello.me.run != self.me.run:
             self._drop(connection, selector)
             return
@@ -267,7 +267,7 @@ class LauncherLink:
             self._has_warned = True
             self._post(event="notice", text=text)
 
-    def _mismatch(self, other: Introduction) -> str | None:
+    def _mismatch(self, other: LauncherInfo) -> str | None:
         """Why a launcher does not belong to this run; None if it does."""
         index, host, sizes = other.index, other.host, other.sizes
         if sizes != self.me.sizes:

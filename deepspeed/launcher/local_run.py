@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
+from deepspeed.exit_notes import NOTES, ExitNotes
 from deepspeed.launcher import processes
+from deepspeed.launcher.failure_file import write_failure
 from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause
 from deepspeed.launcher.link import LauncherLink
 from deepspeed.launcher.screen import Output, RankStream, Screen
@@ -40,6 +44,8 @@ _PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this
 _TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or knows that it was refused
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Schedulers announce with these that they will end the run: the ranks decide what they mean.
+_HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class LocalRun:
@@ -53,6 +59,8 @@ class LocalRun:
         labelled: Whether each line of a rank's output names the rank.
         shares_screen: Whether the launchers of the other machines write to the same screen, so that one report is
             enough; also ends the run when that screen goes away.
+        failure_file: Gets the reason where the run fails; None for none.
+        grace: Seconds that ranks get after a signal to stop; None: as long as usual.
     """
 
     def __init__(
@@ -63,8 +71,12 @@ class LocalRun:
         link: LauncherLink | None = None,
         labelled: bool | None = None,
         shares_screen: bool = False,
+        failure_file: Path | None = None,
+        grace: float | None = None,
     ) -> None:
         _open_standard_streams()
+        self._grace = grace
+        self._failure_file = failure_file
         self._workers = workers
         self._host = host
         self._output = Output()
@@ -86,10 +98,11 @@ class LocalRun:
         self._received = b""
         self._first: Failure | None = None
         self._elsewhere: list[Failure] = []  # what other launchers reported, until it is decided
-        self._has_told = False
+        self._has_reported = False
         self._settle_until: float | None = None
         self._signal: int | None = None  # the signal that ends the run, ours or the supervisor's
         self._done: dict[str, Any] | None = None
+        self._notes = ExitNotes(None)
 
     def run(self) -> int:
         """Runs all ranks to their end.
@@ -102,6 +115,7 @@ class LocalRun:
         """
         # pdsh starts programs with these blocked; without the first of them no rank's end would be noticed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTSTP, *_FORWARDED))
+        notes = self._open_notes()
         others = processes.find_processes(())
         processes.adopt_orphans()
         supervisor = self._start_supervisor()
@@ -124,8 +138,20 @@ class LocalRun:
             self._channel.close()
             for log in self._logs:
                 log.close()
+            if notes is not None:
+                shutil.rmtree(notes, ignore_errors=True)
 
     # --- start ------------------------------------------------------------------------------------------------------
+
+    def _open_notes(self) -> Path | None:
+        """Makes the folder through which ranks say that they go on without others; the ranks of one machine only."""
+        if self._link is not None or len(self._workers) == 1:
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="deepspeed-notes-"))
+        for worker in self._workers:
+            worker.environment[NOTES] = str(folder)
+        self._notes = ExitNotes(folder)
+        return folder
 
     def _start_supervisor(self) -> int:
         """Forks the supervisor; returns its process id."""
@@ -143,7 +169,7 @@ class LocalRun:
             self._channel.close()
             for end in (end for pair in read_ends for end in pair):
                 os.close(end)
-            _become_supervisor(Supervisor(self._workers, write_ends, theirs))
+            _become_supervisor(Supervisor(self._workers, write_ends, theirs, self._grace))
         theirs.close()
         for end in (end for pair in write_ends for end in pair):
             os.close(end)
@@ -160,15 +186,18 @@ class LocalRun:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started by nohup: outliving the terminal is what the user wants
             previous[number] = signal.signal(number, self._on_signal)
+        for number in _HANDED_ON:
+            previous[number] = signal.signal(number, lambda number, _frame: self._command(number, None))
         return previous
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Tells the supervisor at once, even while the loop is blocked on the screen; the loop only listens."""
         if self._signal is None and self._first is None:
             self._signal = number
-        self._command(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, GRACE_AFTER_SIGNAL)
+        grace = self._grace or GRACE_AFTER_SIGNAL
+        self._command(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace)
 
-    def _command(self, number: int, grace: float) -> None:
+    def _command(self, number: int, grace: float | None) -> None:
         try:
             self._channel.sendall(json.dumps({"signal": int(number), "grace": grace}).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
@@ -251,27 +280,38 @@ class LocalRun:
             # Its last words are in the pipe by now; they decide when and why it failed.
             self._drain(state.rank)
             state.status, state.ended = message["status"], message["time"]
+            if state.has_failed and state.pid is not None:
+                self._notes.note_exit(state.pid, state.cause())
         else:
             state.refusal, state.ended = message["reason"], time.monotonic()
 
     def _consider_failures(self, now: float) -> None:
         """Decides who failed first, as soon as that is clear, and has the others stopped."""
-        failures = [self._failure_of(state) for state in self._states.values() if state.has_failed] + self._elsewhere
+        failed = [state for state in self._states.values() if state.has_failed and not self._was_survived(state)]
+        failures = [self._failure_of(state) for state in failed] + self._elsewhere
         if not failures or self._first is not None or self._signal is not None:
             return
+        if self._notes.do_continue and any(s.pid is not None and s.status is None for s in self._states.values()):
+            return  # the others go on, or fail too
         if self._settle_until is None:
             self._settle_until = now + _SETTLE_SECONDS
         best = first_failure(failures)
         running = [state for state in self._states.values() if state.pid is not None and state.status is None]
         # A rank whose traceback began earlier is dying too; a rank that lost a peer did not fail first.
         earlier = best.lost_a_peer or any(_began_before(state, best) for state in running)
+        if running and best.exit_code == os.EX_TEMPFAIL and now < self._settle_until:
+            return  # the ranks have saved together, and leave one after the other
         if earlier and (running or self._link is not None) and now < self._settle_until:
             return
         if self._link is not None and not self._link.is_hub and not best.was_seen_from_outside:
-            self._tell(best)
+            self._report(best)
             if now < self._settle_until + _VERDICT_SECONDS and self._link.is_connected:
                 return  # the hub knows of all machines
         self._decide(best)
+
+    def _was_survived(self, state: RankState) -> bool:
+        """Whether the other ranks have gone on without this one, which has failed."""
+        return state.pid is not None and state.has_failed and self._notes.is_recovered(state.pid)
 
     def _failure_of(self, state: RankState) -> Failure:
         local = next(worker.local_rank for worker in self._workers if worker.rank == state.rank)
@@ -282,7 +322,7 @@ class LocalRun:
         """Takes a failure for the first of the run: shows its rank's words and has all other ranks stopped."""
         self._first = first
         if self._link is not None and self._link.is_hub:
-            self._tell(first)
+            self._report(first)
         for state in self._states.values():
             if state.rank != first.rank:
                 state.errors.hold()
@@ -294,19 +334,19 @@ class LocalRun:
 
     # --- other machines ---------------------------------------------------------------------------------------------
 
-    def _tell(self, failure: Failure) -> None:
+    def _report(self, failure: Failure) -> None:
         """Reports a failure to the hub, or as the hub to everybody, once."""
-        if self._link is not None and not self._has_told:
-            self._has_told = True
+        if self._link is not None and not self._has_reported:
+            self._has_reported = True
             self._link.send(event="verdict" if self._link.is_hub else "failed", **failure.to_message())
 
     def _listen_to_others(self) -> None:
         """Follows what the launchers of other machines say, and tells them when this one is stopped."""
         if self._link is None:
             return
-        if self._signal is not None and not self._has_told and self._first is None:
+        if self._signal is not None and not self._has_reported and self._first is None:
             words = f"the launcher on host {self._host} was stopped by {signal_cause(self._signal)}"
-            self._tell(Failure(words, 128 + self._signal))
+            self._report(Failure(words, 128 + self._signal))
         for event in self._link.events():
             if event["event"] == "notice":
                 self._say(event["text"])
@@ -328,7 +368,7 @@ class LocalRun:
         self._listen_to_others()
         assert self._done is not None, "the run has not ended here"
         if self._done.get("status") and self._first is None and self._signal is None:
-            self._tell(Failure(f"the launcher on host {self._host} ended with an internal error", _INTERNAL_ERROR))
+            self._report(Failure(f"the launcher on host {self._host} ended with an internal error", _INTERNAL_ERROR))
             return
         while self._link is not None and self._first is None and self._signal is None:
             has_failed = bool(self._elsewhere) or any(state.has_failed for state in self._states.values())
@@ -375,6 +415,9 @@ class LocalRun:
                 state.errors.release()
         self._screen.close()
         summary, code = self._summary()
+        if code and self._failure_file is not None:
+            wrong = write_failure(self._failure_file, summary)
+            summary += [wrong] if wrong is not None else []
         for line in summary:
             self._say(line)
         self._output.finish(_BLOCKED_OUTPUT_SECONDS)
@@ -383,6 +426,10 @@ class LocalRun:
             must_hurry = self._signal is not None or (self._first is not None and self._first.was_seen_from_outside)
             self._link.close(_TELL_SECONDS_IN_A_HURRY if must_hurry else _TELL_SECONDS if code else _PART_SECONDS)
         return code
+
+    def _have_saved(self) -> bool:
+        """Whether all ranks have left with the code that asks for another start (:mod:`deepspeed.preemption`)."""
+        return bool(self._states) and all(state.status == os.EX_TEMPFAIL for state in self._states.values())
 
     def _must_report(self, first: Failure) -> bool:
         """Whether this launcher names the failure: on a shared screen only the one it happened to, or else the hub."""
@@ -398,6 +445,10 @@ class LocalRun:
         if self._done["stuck"]:
             lines.append(f"processes {self._done['stuck']} on {self._host} did not end on KILL: stuck in the kernel")
         first = self._first
+        if self._have_saved():
+            lines.append(f"the ranks of host {self._host} have saved and left; the same command goes on from there")
+            lines.append(f"exit code {os.EX_TEMPFAIL}")
+            return lines, os.EX_TEMPFAIL
         if first is not None:
             stopped = len([s for s in self._states.values() if s.rank != first.rank and s.status != 0])
             if self._must_report(first):
@@ -416,6 +467,11 @@ class LocalRun:
         if self._done.get("status"):
             lines.append(f"internal error on host {self._host} (traceback above); exit code {_INTERNAL_ERROR}")
             return lines, _INTERNAL_ERROR
+        for state in self._states.values():
+            if self._was_survived(state):
+                lines.append(
+                    f"rank {state.rank} (pid {state.pid}) was lost: {state.cause()}; the run went on without it"
+                )
         return lines, 0
 
 

@@ -23,7 +23,7 @@ PROGRAMS = tuple(_VARIABLES)
 
 
 @dataclass(frozen=True)
-class Placed:
+class LaunchedProcess:
     """A process among those that one program has started.
 
     Attributes:
@@ -37,7 +37,7 @@ class Placed:
     local_rank: int | None
 
 
-def find_placed(program: str, environment: Mapping[str, str]) -> Placed:
+def find_placed(program: str, environment: Mapping[str, str]) -> LaunchedProcess:
     """Reads the variables of ``program`` (one of :data:`PROGRAMS`).
 
     Raises:
@@ -47,7 +47,7 @@ def find_placed(program: str, environment: Mapping[str, str]) -> Placed:
     if rank is None or size is None:
         names = ", ".join(_VARIABLES[program][0] + _VARIABLES[program][1])
         raise LauncherError(f"{program}: this process was not started by it: expected the variables {names}")
-    return Placed(rank, size, local)
+    return LaunchedProcess(rank, size, local)
 
 
 def _first(program: str, names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:

@@ -37,7 +37,7 @@ class PortClaim:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestedPort:
     """The port that the user asked for.
 
     Attributes:
@@ -49,7 +49,7 @@ class Wish:
     source: str
 
     @classmethod
-    def of(cls, option: int | None, environ: Mapping[str, str] = os.environ) -> Wish | None:
+    def of(cls, option: int | None, environ: Mapping[str, str] = os.environ) -> RequestedPort | None:
         """From the option, or else from ``MASTER_PORT``; None if neither is given, or 0, which stands for any.
 
         Raises:
@@ -64,52 +64,52 @@ class Wish:
         return cls(int(text), source)
 
 
-def claim_port(address: str, wish: Wish | None, *, is_shared: bool = False) -> PortClaim:
+def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool = False) -> PortClaim:
     """Chooses the port for the ranks' meeting point: the one asked for, or a free one if that is taken.
 
     Args:
         address: Where rank 0 will listen. On another machine nothing can be looked at: the wish is what is chosen.
-        wish: The user's; None means the default port. A wish for the default is none: some tools always pass it.
+        requested: The user's; None means the default port. A wish for the default is none: some tools always pass it.
         is_shared: Whether other machines need the port too. One that the user has chosen may be the one that a
             firewall lets through, so then it is not replaced.
 
     Raises:
         LauncherError: The port is taken and must not be replaced.
     """
-    wanted = DEFAULT_PORT if wish is None else wish.port
+    wanted = DEFAULT_PORT if requested is None else requested.port
     if not is_here(address):
         return PortClaim(wanted)
     mark = _mark(wanted) if is_free(wanted) else None
     if mark is not None:
         return PortClaim(wanted, mark.socket)
-    if wish is not None and wanted != DEFAULT_PORT:
+    if requested is not None and wanted != DEFAULT_PORT:
         if is_shared:
-            raise _taken(wish.source, wanted)
+            raise _taken(requested.source, wanted)
         chosen = _claim_any()
         logger.warning(
-            f"{wish.source}: the port is taken by {_holder(wanted)}; this run meets at port {chosen.port} instead"
+            f"{requested.source}: the port is taken by {_holder(wanted)}; this run meets at port {chosen.port} instead"
         )
         return chosen
     return _claim_any()
 
 
-def agreed_port(wish: Wish | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
+def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
     """The port that all launchers of a run on several machines use: none of them may choose another one.
 
     Args:
-        wish: What all of them were told; None means the default port.
+        requested: What all of them were told; None means the default port.
         holds_rank_0: Whether the port must be free on this machine.
         is_claimed: Whether the command that started this launcher has claimed it.
 
     Raises:
         LauncherError: It is taken here.
     """
-    port = DEFAULT_PORT if wish is None else wish.port
+    port = DEFAULT_PORT if requested is None else requested.port
     if not holds_rank_0:
         return PortClaim(port)
-    mark = _Mark(None) if is_claimed else _mark(port)
+    mark = _PortLock(None) if is_claimed else _mark(port)
     if mark is None or not is_free(port):
-        raise _taken(wish.source if wish is not None else f"the default port {port}", port)
+        raise _taken(requested.source if requested is not None else f"the default port {port}", port)
     return PortClaim(port, mark.socket)
 
 
@@ -125,23 +125,23 @@ def _holder(port: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _PortLock:
     """That a port is ours; where the system has no such marks there is nothing to keep open."""
 
     socket: socket.socket | None
 
 
-def _mark(port: int) -> _Mark | None:
+def _mark(port: int) -> _PortLock | None:
     """Marks the port as ours; None if another process has it."""
     if not sys.platform.startswith("linux"):
-        return _Mark(None)
+        return _PortLock(None)
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         mark.bind(f"\0deepspeed-launcher-port-{port}")
     except OSError:
         mark.close()
         return None
-    return _Mark(mark)
+    return _PortLock(mark)
 
 
 def _claim_any() -> PortClaim:

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from deepspeed.cli.command import run_command
+from deepspeed.cluster import find_cluster_node
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
 from deepspeed.launcher.environment import SECRET, environment_file_name, new_run_id, new_secret, read_environment_files
-from deepspeed.launcher.ports import Wish, claim_port
+from deepspeed.launcher.ports import RequestedPort, claim_port
 from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, RemoteRun, is_variable
 from deepspeed.launcher.resources import (
     DLTS_HOSTFILE,
@@ -28,7 +29,7 @@ from deepspeed.launcher.resources import (
     parse_inclusion_exclusion,
     parse_resource_filter,
 )
-from deepspeed.launcher.selection import Selected, select_slots
+from deepspeed.launcher.selection import RankSelection, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
 
@@ -60,7 +61,32 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     if not (sys.argv[1:] if args is None else args):
         parser.parse_args(["--help"])
-    return parser.parse_args(args)
+    found = parser.parse_args(args)
+    _set_node_numbers(found)
+    return found
+
+
+def _node_range(text: str) -> tuple[int, int]:
+    """Reads ``N`` or ``MIN:MAX``; the minimum of a single number is -1."""
+    least, colon, most = text.rpartition(":")
+    return (int(least) if colon else -1, int(most))
+
+
+def _set_node_numbers(args: argparse.Namespace) -> None:
+    """Puts the two numbers of ``--num_nodes MIN:MAX`` where the elastic options have theirs.
+
+    Raises:
+        LauncherError: Both spellings are used.
+    """
+    least, args.num_nodes = args.num_nodes
+    if least == -1:
+        return
+    if max(args.min_elastic_nodes, args.max_elastic_nodes) != -1:
+        raise LauncherError(
+            f"--num_nodes {least}:{args.num_nodes} and --min_elastic_nodes/--max_elastic_nodes say the same; use one "
+            "of them"
+        )
+    args.min_elastic_nodes, args.max_elastic_nodes = least, args.num_nodes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("-i", "--include", default="", help="host[:slot,...]@host... to use")
     where.add_argument("-e", "--exclude", default="", help="host[:slot,...]@host... to leave out")
-    where.add_argument("--num_nodes", type=int, default=-1, help="use the first N hosts")
+    where.add_argument(
+        "--num_nodes",
+        type=_node_range,
+        default=(-1, -1),
+        metavar="N",
+        help="use the first N hosts; MIN:MAX of them with --elastic_training",
+    )
     where.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks: the first N devices")
     where.add_argument("--master_addr", default="", help="where rank 0 is reached (default 127.0.0.1)")
     where.add_argument(
@@ -119,11 +151,31 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     set_log_level_from_string("error" if args.quiet else args.log_level)
+    _take_place_in_cluster(args)
     _check_options(args)
     selected = select_slots(args, os.environ)
     if args.no_ssh or not (args.force_multi or selected.needs_launcher):
         return _run_here(args, selected)
     return _run_on_machines(args, selected)
+
+
+def _take_place_in_cluster(args: argparse.Namespace) -> None:
+    """Starts only this machine's ranks where a cluster has started the command on each of several machines.
+
+    A host file, or an option that says which machines take part, counts more than the cluster's variables.
+    """
+    says_where = args.no_ssh or args.force_multi or args.include or args.exclude or args.num_nodes != -1
+    if says_where or args.launcher != "pdsh" or os.path.isfile(args.hostfile):
+        return
+    node = find_cluster_node(os.environ)
+    if node is None:
+        return
+    args.no_ssh, args.node_rank, args.num_nodes = True, node.index, node.count
+    args.master_addr = args.master_addr or node.address
+    args.master_port = args.master_port or node.port
+    if args.num_gpus == -1 and node.devices is not None:
+        args.num_gpus = node.devices
+    logger.info(f"machine {node.index} of {node.count}, found by {node.way}; rank 0 is on {args.master_addr}")
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -144,7 +196,7 @@ def _check_options(args: argparse.Namespace) -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def _run_here(args: argparse.Namespace, selected: Selected) -> int:
+def _run_here(args: argparse.Namespace, selected: RankSelection) -> int:
     if not args.no_ssh:
         unused = [f"--{name}" for name in _FOR_OTHER_MACHINES if getattr(args, name)]
         if unused:
@@ -166,7 +218,7 @@ def _run_here(args: argparse.Namespace, selected: Selected) -> int:
     return 0
 
 
-def _launch_arguments(args: argparse.Namespace, selected: Selected) -> list[str]:
+def _launch_arguments(args: argparse.Namespace, selected: RankSelection) -> list[str]:
     """The command line of :mod:`deepspeed.launcher.launch` that starts the ranks of this machine."""
     hosts = selected.hosts
     address = args.master_addr or (next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1")
@@ -189,6 +241,8 @@ def rank_options(args: argparse.Namespace) -> list[str]:
     for name in ("enable_each_rank_log", "bind_core_list"):
         if getattr(args, name):
             options.append(f"--{name}={getattr(args, name)}")
+    if args.grace is not None:
+        options.append(f"--grace={args.grace}")
     if args.elastic_training:
         options.append("--enable_elastic_training")
         options += [f"--{n}={getattr(args, n)}" for n in ("min_elastic_nodes", "max_elastic_nodes")]
@@ -200,7 +254,7 @@ def rank_options(args: argparse.Namespace) -> list[str]:
 # --- several machines -------------------------------------------------------------------------------------------------
 
 
-def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
+def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
     from deepspeed.launcher import front
 
     hosts = selected.hosts
@@ -209,7 +263,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
         if args.launcher in ("pdsh", "ssh") and not args.no_ssh_check:
             front.check_reachable(list(hosts), args.ssh_port)
     address = args.master_addr or _find_address(args, list(hosts))
-    with claim_port(address, Wish.of(args.master_port), is_shared=len(hosts) > 1) as claim:
+    with claim_port(address, RequestedPort.of(args.master_port), is_shared=len(hosts) > 1) as claim:
         run = RemoteRun(
             hosts=hosts,
             master_addr=address,
@@ -236,7 +290,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
             return 0
         for line in rank_map(hosts):
             logger.info(line)
-        return front.run_commands(commands)
+        return front.run_commands(commands, args.grace)
 
 
 def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:

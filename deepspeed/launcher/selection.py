@@ -22,7 +22,7 @@ _THIS_MACHINE = "localhost"
 
 
 @dataclass(frozen=True)
-class Selected:
+class RankSelection:
     """What gets a rank.
 
     Attributes:
@@ -34,7 +34,7 @@ class Selected:
     needs_launcher: bool = False
 
 
-def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Selected:
+def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
     """Applies the options to what there is.
 
     Args:
@@ -54,15 +54,15 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
     if pool is not None:
         chosen = _choose(args, pool, source)
         if args.no_ssh:
-            return Selected(_named(chosen))
+            return RankSelection(_named(chosen))
         if len(chosen) > 1 or args.force_multi or not _is_this_machine(next(iter(chosen))):
-            return Selected(_named(chosen), needs_launcher=True)
+            return RankSelection(_named(chosen), needs_launcher=True)
         slots = next(iter(chosen.values()))
         filtered = bool(args.include or args.exclude)
-        return Selected({_THIS_MACHINE: _local_devices(source, slots, find_devices(environment, filtered))})
+        return RankSelection({_THIS_MACHINE: _local_devices(source, slots, find_devices(environment, filtered))})
     if args.num_nodes > 1:
         return _alike_nodes(args, environment)
-    return Selected({_THIS_MACHINE: _local_slots(args, environment)})
+    return RankSelection({_THIS_MACHINE: _local_slots(args, environment)})
 
 
 def _slots_of_a_name(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
@@ -90,8 +90,9 @@ def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, lis
     chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if not chosen:
         raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
-    if args.num_nodes > len(chosen):
-        raise LauncherError(f"--num_nodes {args.num_nodes}: {source} has {len(chosen)} host(s)")
+    needed = args.num_nodes if args.min_elastic_nodes == -1 else args.min_elastic_nodes
+    if needed > len(chosen):
+        raise LauncherError(f"--num_nodes {needed}: {source} has {len(chosen)} host(s)")
     if args.num_nodes != -1:
         chosen = dict(list(chosen.items())[: args.num_nodes])
     for host, slots in chosen.items():
@@ -123,7 +124,7 @@ def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> 
     return [devices.ids[slot] for slot in slots]
 
 
-def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Selected:
+def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
     """Machines without a host file, each started by hand: they must be alike, and need no names."""
     if not args.no_ssh:
         raise LauncherError(
@@ -133,7 +134,7 @@ def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]
     if not args.master_addr:
         raise LauncherError("--no_ssh without a host file: give --master_addr, the address of the machine of rank 0")
     slots = _local_slots(args, environment)
-    return Selected({f"node-{index}": slots for index in range(args.num_nodes)})
+    return RankSelection({f"node-{index}": slots for index in range(args.num_nodes)})
 
 
 def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> list[int | str]:

@@ -57,15 +57,24 @@ class Supervisor:
     Messages are JSON objects, one per line. To the front, by ``event``: ``started`` (rank, pid), ``failed_to_start``
     (rank, reason), ``exited`` (rank, time, and status as from ``subprocess``: minus the signal's number for a signal),
     ``signalled`` (signal: this process itself got one), ``done`` (leftovers, stuck). From the front: what to send the
-    ranks (signal) and how long they may take (grace, seconds).
+    ranks (signal) and how long they may take (grace, seconds; null: they need not end).
 
     Args:
         workers: The ranks.
         pipes: (stdout, stderr) write ends per worker; closed here once the workers have them.
         channel: The socket to the front.
+        grace: Seconds that ranks get to save after a signal to stop; None: as long as usual. With it the signal goes to
+            the ranks alone, whose children, such as loaders of data, are needed until the step is over.
     """
 
-    def __init__(self, workers: Sequence[Worker], pipes: Sequence[tuple[int, int]], channel: socket.socket) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        pipes: Sequence[tuple[int, int]],
+        channel: socket.socket,
+        grace: float | None = None,
+    ) -> None:
+        self._grace = grace
         self._workers = workers
         self._pipes = pipes
         self._channel = channel
@@ -98,8 +107,8 @@ class Supervisor:
                 if self._channel in ready:
                     stop = self._read_command()
                 if received:
-                    self._tell(event="signalled", signal=received[0])
-                    stop = (received[0], GRACE_AFTER_SIGNAL)
+                    self._report(event="signalled", signal=received[0])
+                    stop = (received[0], self._grace or GRACE_AFTER_SIGNAL)
         if stop is not None:
             self._stop_workers(*stop)
         self._finish()
@@ -128,11 +137,11 @@ class Supervisor:
                     preexec_fn=functools.partial(prepare, worker.cores),
                 )
             except OSError as error:
-                self._tell(event="failed_to_start", rank=worker.rank, reason=f"{worker.command[0]}: {error.strerror}")
+                self._report(event="failed_to_start", rank=worker.rank, reason=f"{worker.command[0]}: {error.strerror}")
                 break
             self._running[process.pid] = worker.rank
             self._sessions.add(process.pid)
-            self._tell(event="started", rank=worker.rank, pid=process.pid)
+            self._report(event="started", rank=worker.rank, pid=process.pid)
             process.returncode = 0  # we reap it ourselves, with its orphans; the object must not try to
         for pair in self._pipes:
             for end in pair:
@@ -153,7 +162,7 @@ class Supervisor:
             rank = self._running.pop(pid, None)
             if rank is not None:
                 status = os.waitstatus_to_exitcode(wait_status)
-                self._tell(event="exited", rank=rank, status=status, time=time.monotonic())
+                self._report(event="exited", rank=rank, status=status, time=time.monotonic())
 
     def _read_command(self) -> tuple[int, float] | None:
         data = self._channel.recv(4096)
@@ -165,9 +174,16 @@ class Supervisor:
             return None
         line, self._received = self._received.split(b"\n", 1)
         command = json.loads(line)
+        if command["grace"] is None:
+            self._send_ranks(command["signal"])
+            return None
         return command["signal"], command["grace"]
 
-    def _tell(self, **message: object) -> None:
+    def _send_ranks(self, number: int) -> None:
+        for pid in self._running:  # not reaped yet, so no other process has its number
+            os.kill(pid, number)
+
+    def _report(self, **message: object) -> None:
         if not self._front_is_alive:
             return
         try:
@@ -179,7 +195,10 @@ class Supervisor:
 
     def _stop_workers(self, number: int, grace: float) -> None:
         """Signals every worker and its children, then waits for the workers; a second command ends the wait."""
-        processes.send_groups(self._sessions, number)
+        if self._grace is not None and grace == self._grace and number == signal.SIGTERM:
+            self._send_ranks(number)
+        else:
+            processes.send_groups(self._sessions, number)
         deadline = time.monotonic() + grace
         self._reap()
         while self._running and time.monotonic() < deadline:
@@ -196,7 +215,7 @@ class Supervisor:
         leftovers = processes.find_processes(self._sessions) - self._running.keys()
         patience = 0.0 if self._running else _GRACE_FOR_LEFTOVERS
         stuck = processes.end_processes(lambda: processes.find_processes(self._sessions), self._reap, patience)
-        self._tell(event="done", leftovers=len(leftovers), stuck=sorted(stuck))
+        self._report(event="done", leftovers=len(leftovers), stuck=sorted(stuck))
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

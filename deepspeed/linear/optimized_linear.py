@@ -60,8 +60,8 @@ def optimized(
 
     Args:
         plain: With ``weight`` of ``[out, in]`` and ``bias`` or None.
-        lora_config: As of :class:`OptimizedLinear`.
-        quantization_config: As of :class:`OptimizedLinear`.
+        lora_config: Rank and scaling of the adapters, see :class:`OptimizedLinear`.
+        quantization_config: How the base weight is quantized; None: it is not.
     """
     if lora_config is not None:
         return LoRAOptimizedLinear(plain, lora_config, quantization_config)

@@ -45,7 +45,7 @@ def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> 
     """Quantises the linear layers of ``model`` whose names have one of the parts, in place.
 
     Args:
-        model: As of :func:`~deepspeed.linear.quantize_model`.
+        model: Any model, see :func:`~deepspeed.linear.quantize_model`.
         parts: Part of a name -> ``num_bits`` (8 or 4), ``group_size``, ``group_dim``, ``symmetric``.
 
     Returns:

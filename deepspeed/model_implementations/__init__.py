@@ -1,4 +1,4 @@
-"""Fused model implementations; the feature is missing (:mod:`deepspeed.features`)."""
+"""Fused model implementations; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

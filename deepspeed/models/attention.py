@@ -117,11 +117,13 @@ def call_attention(name: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     groups = args[0].size(1) // args[1].size(1)
-    config = _Changed(layer.config, _attn_implementation=name)
-    return ALL_ATTENTION_FUNCTIONS[name](_Changed(layer, config=config, num_key_value_groups=groups), *args, **kwargs)
+    config = _AttributeOverride(layer.config, _attn_implementation=name)
+    return ALL_ATTENTION_FUNCTIONS[name](
+        _AttributeOverride(layer, config=config, num_key_value_groups=groups), *args, **kwargs
+    )
 
 
-class _Changed:
+class _AttributeOverride:
     """Wraps an object and replaces some of its attributes, for attention functions that read them from the layer."""
 
     def __init__(self, original: Any, **changed: Any) -> None:

@@ -86,5 +86,10 @@ def takes_loss_function(model: Any) -> bool:
 
 
 def use_loss_function(model: Any, loss_function: Callable[..., torch.Tensor]) -> None:
-    """Makes a model compute its loss by ``loss_function(logits, labels, vocab_size, **more)``, in place."""
+    """Makes a model compute its loss by ``loss_function(logits, labels, vocab_size, **more)``, in place.
+
+    Args:
+        model: A Transformers model.
+        loss_function: Gets logits ``[batch, length, vocabulary]`` and labels ``[batch, length]``; returns a 0-dim loss.
+    """
     model.loss_function = loss_function

@@ -113,7 +113,7 @@ def recorded_routers(decoder: Any) -> Routers:
 
 
 def record_routers(block: nn.Module, routers: Routers, logits: list[torch.Tensor]) -> None:
-    """Makes the routers in a block append their logits to a list at each forward, in place."""
+    """Makes the routers in a block append their logits, in the shape that they return, to a list at each forward."""
     for module in block.modules():
         for target, index in routers:
             if isinstance(module, target):

@@ -34,24 +34,26 @@ class Shell:
         self._model = copy.copy(found.model)
         self._model._modules = {**found.model._modules, self._decoder: None, self.head_path: None}
 
-    def finish(self, hidden: torch.Tensor, heard: Heard, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def finish(
+        self, hidden: torch.Tensor, router_outputs: Heard, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Any:
         """Returns logits; where routers count, a pair of logits and the weighted balance loss.
 
         Args:
             hidden: The decoder's output, ``[batch, tokens, width]``.
-            heard: What routers said.
+            router_outputs: What routers said.
             weight: Of the head.
             bias: Of the head, or None.
         """
         running = copy.copy(self._model)
         running._modules = {
             **self._model._modules,
-            self._decoder: _GivenOutput(hidden, heard),
+            self._decoder: _GivenOutput(hidden, router_outputs),
             self.head_path: _HeadCall(weight, bias),
         }
-        if heard is None:
+        if router_outputs is None:
             return running(input_ids=None, use_cache=False).logits
-        asked = {"attention_mask": heard["attention_mask"], "output_router_logits": True}
+        asked = {"attention_mask": router_outputs["attention_mask"], "output_router_logits": True}
         found = running(input_ids=None, use_cache=False, **asked)
         balance = getattr(found, "aux_loss", None)
         if not isinstance(balance, torch.Tensor):
@@ -62,9 +64,9 @@ class Shell:
 class _GivenOutput(nn.Module):
     """In the place of the decoder: returns hidden states that were computed before."""
 
-    def __init__(self, hidden: torch.Tensor, heard: Heard) -> None:
+    def __init__(self, hidden: torch.Tensor, router_outputs: Heard) -> None:
         super().__init__()
-        self._hidden, self._heard = hidden, heard
+        self._hidden, self._heard = hidden, router_outputs
 
     @property
     def decoder(self) -> _GivenOutput:

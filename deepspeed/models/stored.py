@@ -11,23 +11,21 @@ from deepspeed.models.anatomy import base_prefix_of
 from deepspeed.models.configurations import model_type_of
 
 
-def conversions_of_family(model: nn.Module) -> list[Any]:
-    """Returns the library's rules for the family of a model; none for models of others.
-
-    Each has ``source_patterns``, ``target_patterns`` and, where tensors are merged, ``operations``.
-    """
-    kind = model_type_of(model)
-    if kind is None:
-        return []
+def stored_tensors_of(model: nn.Module) -> StoredTensors | None:
+    """Returns the library's rules for a model; None for models of others, and before version 5 of the library."""
+    if model_type_of(model) is None or not hasattr(model, "base_model_prefix"):
+        return None
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        return StoredTensors(model)
     except ImportError:  # before version 5 files had the names that models have
-        return []
-    return list(get_checkpoint_conversion_mapping(kind) or [])
+        return None
 
 
 class StoredTensors:
     """The library's way from tensors in files to those of one model.
+
+    Attributes:
+        rules: All of them, those of models inside the model too.
 
     Args:
         model: A model of the library, with values or without.
@@ -40,6 +38,7 @@ class StoredTensors:
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self.rules: list[Any] = mapping
         self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
         self._prefix = base_prefix_of(model)
         self._known = model.state_dict()
@@ -50,13 +49,20 @@ class StoredTensors:
 
         return dot_natural_key(key)
 
+    def renamed(self, key: str) -> str:
+        """Returns the name of a tensor in a file after the rules that only rename, and before any that merge."""
+        from transformers.core_model_loading import apply_renamings
+
+        name: str = apply_renamings(key, self._renamings)
+        return name
+
     def target(self, key: str) -> tuple[str, str | None] | None:
         """Returns the tensor of the model that one in a file is for, and by which pattern; None: the model has none."""
         from transformers.core_model_loading import rename_source_key
 
         name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._known)
         if name not in self._known and key in self._known:
-            return key, None
+            name, pattern = rename_source_key(key, [], [], self._prefix, self._known)
         return (name, pattern) if name in self._known else None
 
     def conversion(self, key: str, name: str, pattern: str | None) -> Any:

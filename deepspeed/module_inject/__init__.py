@@ -1,4 +1,4 @@
-"""The known path of layers that take the place of others; fused ones are missing (:mod:`deepspeed.features`)."""
+"""The known path of layers that replace others; fused ones are missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

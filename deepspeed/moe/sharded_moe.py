@@ -9,9 +9,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "MOELayer": "deepspeed.parallel.expert.layer",
         "TopKGate": "deepspeed.parallel.expert.gate",
-        "multiplicative_jitter": "deepspeed.parallel.expert.gates:jittered",
-        "top1gating": "deepspeed.parallel.expert.gates",
-        "top2gating": "deepspeed.parallel.expert.gates",
-        "topkgating": "deepspeed.parallel.expert.gates",
+        "multiplicative_jitter": "deepspeed.parallel.expert.gate:jittered",
+        "top1gating": "deepspeed.parallel.expert.gate",
+        "top2gating": "deepspeed.parallel.expert.gate",
+        "topkgating": "deepspeed.parallel.expert.gate",
     },
 )

@@ -41,7 +41,7 @@ class MonitorMaster:
 
     Attributes:
         enabled: Whether any monitor is switched on; the same on every rank.
-        tb_monitor: The TensorBoard monitor, or None. Likewise ``csv_monitor``, ``wandb_monitor``, ``comet_monitor``.
+        tb_monitor: The TensorBoard monitor, or None; so are ``csv_monitor``, ``wandb_monitor`` and ``comet_monitor``.
 
     Raises:
         DeepSpeedConfigError: On every rank, if the package of a monitor is not installed.

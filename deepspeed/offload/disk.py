@@ -14,11 +14,11 @@ class Disk:
     """Makes folders and files on the file systems of this host."""
 
     def folder(self, parent: str, *, rank: int, purpose: str) -> RunDirectory:
-        """A folder of this run; see :class:`RunDirectory`."""
+        """Returns a folder of this run; see :class:`RunDirectory`."""
         return RunDirectory(parent, rank=rank, purpose=purpose)
 
     def file(self, path: Path, settings: IoSettings) -> BlockFile:
-        """A file in it; see :class:`BlockFile`."""
+        """Returns a file in it; see :class:`BlockFile`."""
         return BlockFile(path, settings)
 
 

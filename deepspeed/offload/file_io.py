@@ -100,7 +100,7 @@ class BlockFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether data bypasses the page cache."""
+        """Returns whether data bypasses the page cache."""
         return self._direct is not None
 
     def grow(self, nbytes: int) -> int:
@@ -145,11 +145,21 @@ class BlockFile:
             os.posix_fadvise(self.handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""
+        """Starts to fill ``buffer`` from ``offset`` of the file.
+
+        Args:
+            buffer: 1-D uint8: whole pages at a page boundary.
+            offset: In bytes, a multiple of the page size.
+        """
         return self._start(os.preadv, buffer, offset, "reading")
 
     def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """Starts to write such a tensor at ``offset``."""
+        """Starts to write ``buffer`` to ``offset`` of the file.
+
+        Args:
+            buffer: 1-D uint8: whole pages at a page boundary.
+            offset: In bytes, a multiple of the page size.
+        """
         return self._start(os.pwritev, buffer, offset, "writing")
 
     def _start(self, call: Callable[..., int], buffer: torch.Tensor, offset: int, what: str) -> Transfer:

@@ -23,7 +23,7 @@ from deepspeed.zero.update.loop import Operands, UpdateSlice
 
 
 @dataclass
-class _Set:
+class _StagingBuffers:
     """Staging buffers of one piece."""
 
     buffers: list[torch.Tensor]
@@ -67,18 +67,18 @@ class FileUpdate(HostUpdate):
         self._count = sets
         self._reads_ahead = reads_ahead
         self._writes_behind = writes_behind
-        self._sets: list[_Set] | None = None
+        self._sets: list[_StagingBuffers] | None = None
         self._unread: deque[UpdateSlice] = deque()
-        self._reading: deque[_Set] = deque()
-        self._writing: deque[_Set] = deque()
-        self._current: _Set | None = None
+        self._reading: deque[_StagingBuffers] = deque()
+        self._writing: deque[_StagingBuffers] = deque()
+        self._current: _StagingBuffers | None = None
 
     @override
     def begin(self, pieces: Sequence[UpdateSlice]) -> None:
         super().begin(pieces)
         if self._sets is None and pieces:
             buffers = self._memory.take_buffers(self._count * self._tensors)
-            self._sets = [_Set(buffers[i :: self._count]) for i in range(self._count)]
+            self._sets = [_StagingBuffers(buffers[i :: self._count]) for i in range(self._count)]
         if pieces:
             self._fit_buffers(pieces)
         self._memory.settle()

@@ -29,7 +29,7 @@ from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory
-from deepspeed.offload.streams import CopyDone, CopyStream
+from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Ledger, Memory, StorageKind, storage_key
 
@@ -65,7 +65,7 @@ class FileMemory(Memory):
 
     Args:
         device: Where the model computes.
-        settings: See there.
+        settings: Folder, rank, kind of access and cache policy of the file.
         buffer_count: Staging buffers.
         buffer_bytes: From the tensors to come to the size of a buffer.
         up: Stream for copies to the device.
@@ -92,7 +92,7 @@ class FileMemory(Memory):
         self._reserved = 0  # bytes of the file that belong to no tensor yet
         self._offsets: dict[int, int] = {}  # storage of a mapping to its place in the file
         self._free: list[torch.Tensor] = []
-        self._copying: deque[tuple[torch.Tensor, CopyDone]] = deque()
+        self._copying: deque[tuple[torch.Tensor, CopyHandle]] = deque()
         self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
         self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._buffer_nbytes = 0
@@ -106,7 +106,7 @@ class FileMemory(Memory):
 
     @property
     def lends(self) -> bool:
-        """Whether tensors are lent: only mapped, untrained ones, as an update may come while they are lent."""
+        """Returns whether tensors are lent: only mapped, untrained ones, as an update may come while they are lent."""
         return self._is_mapped and not self._settings.cache.is_trained
 
     @property
@@ -123,10 +123,14 @@ class FileMemory(Memory):
     # -- making ------------------------------------------------------------------------------------------------------
 
     def open(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
-        """See the class this one derives from.
+        """Creates the file with room for ``tensors`` and the staging buffers; does nothing without tensors.
+
+        Args:
+            tensors: ``(elements, bytes per element)`` of every tensor to come.
+            ledger: Counts the staging buffers.
 
         Raises:
-            OffloadError: The folder or file cannot be made, the disk is too small, or a buffer.
+            OffloadError: The folder or file cannot be made, or the disk or the host memory is too small.
         """
         self._ledger = ledger
         if tensors:
@@ -184,7 +188,11 @@ class FileMemory(Memory):
             self._await_writes(self.locate(target)[0])
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Key of the mapping, and the place in the file, of a view of what :meth:`empty` made."""
+        """Returns the key of the mapping and the place in the file, in bytes, of a view of what :meth:`empty` made.
+
+        Args:
+            tensor: 1-D.
+        """
         base = storage_key(tensor)
         return base, self._offsets[base] + int(tensor.storage_offset()) * tensor.element_size()
 
@@ -286,7 +294,7 @@ class FileMemory(Memory):
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def _free_buffer(self, *, wait: bool) -> torch.Tensor | None:
-        """A staging buffer that nothing uses; None if that would mean waiting and ``wait`` is False."""
+        """Returns a staging buffer that nothing uses; None if that would mean waiting and ``wait`` is False."""
         while self._copying and self._copying[0][1].has_arrived():
             self._free.append(self._copying.popleft()[0])
         if not self._free and self._copying and wait:

@@ -1,4 +1,4 @@
-"""From the configuration to the homes of one engine: memories, landings of gradients, update strategies."""
+"""From the configuration to the homes of one engine: memories, destinations of gradients, update strategies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deepspeed.logging import log_dist
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.file_update import FileUpdate
 from deepspeed.offload.files import BufferSize, FileMemory, FileSettings
-from deepspeed.offload.host import HostLanding, HostMemory, HostUpdate, StagingPool
+from deepspeed.offload.host import HostGradientDestination, HostMemory, HostUpdate, StagingPool
 from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.update.loop import UpdateStrategy
@@ -31,7 +31,7 @@ _FILE_PIECE = 1 << 22  # most elements of a piece that passes through staging bu
 
 
 def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
-    """The placement that a configuration asks for.
+    """Returns the placement that a configuration asks for.
 
     Args:
         zero: The section, without contradictions.
@@ -67,14 +67,16 @@ class OffloadHomes:
     _pool: StagingPool
     _host_is_device: bool
 
-    def landing(self, home: Home, ledger: Ledger) -> Landing:
-        """What brings the gradients of one bucket to ``home``."""
+    def destination(self, home: Home, ledger: Ledger) -> GradientDestination:
+        """Returns what brings the gradients of one bucket to ``home``."""
         if home is Home.DEVICE or self._host_is_device:
-            return Landing(home)
-        return HostLanding(self._pool, ledger)
+            return GradientDestination(home)
+        return HostGradientDestination(self._pool, ledger)
 
     def close(self) -> None:
         """Gives everything back. May be called twice."""
+        for strategy in self.strategies.values():
+            strategy.close()
         for memory in (*self.param_memories.values(), *self.master_memories.values()):
             memory.close()
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from deepspeed.comm.transports.transport import Work
 from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
-from deepspeed.offload.streams import CopyDone, CopyStream
-from deepspeed.zero.gradient.destination import Landing, add_into
+from deepspeed.offload.streams import CopyHandle, CopyStream
+from deepspeed.zero.gradient.destination import GradientDestination, add_into
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Ledger, Memory, StorageKind
 from deepspeed.zero.update.loop import Operands, UpdateSlice, UpdateStrategy
@@ -74,7 +74,7 @@ class StagingPool:
         self.pin = pin
         self.down = down
         self._free: list[torch.Tensor] = []
-        self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyDone, Squares | None]] = deque()
+        self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyHandle, Squares | None]] = deque()
 
     def add(self, result: HeldBuffer, gradient: torch.Tensor, squares: Squares | None = None) -> None:
         """Starts to add ``gradient`` to ``result``; ``squares`` receives those of the sum."""
@@ -112,7 +112,7 @@ class HeldBuffer(FlatBuffer):
         ledger.claim(self.tensor)
         self._storage = self.tensor.untyped_storage()
         self.is_allocated = True
-        self.arrival = CopyDone()
+        self.arrival = CopyHandle()
 
     @override
     def grow(self) -> None: ...
@@ -125,7 +125,7 @@ class HeldBuffer(FlatBuffer):
         ledger.add(StorageKind.GRADIENT, Home.HOST, -self.nbytes)
 
 
-class HostLanding(Landing):
+class HostGradientDestination(GradientDestination):
     """Copies the reduced gradients of one bucket from an accelerator to host memory.
 
     Args:
@@ -167,6 +167,7 @@ class HostLanding(Landing):
     def add(
         self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
     ) -> FlatBuffer:
+        """Starts to add ``gradient`` (1-D, on the device) to ``result``; ``squares`` receives those of the sum."""
         assert result is self._held and self._held is not None
         if result.tensor.dtype.itemsize < dtype.itemsize:
             self.wait(result)
@@ -196,8 +197,8 @@ class HostUpdate(UpdateStrategy):
         self.piece_numel = piece_numel
         self._pin = pin
         self._up = up
-        self._staging: deque[tuple[torch.Tensor, CopyDone]] = deque()
-        self._last: CopyDone | None = None
+        self._staging: deque[tuple[torch.Tensor, CopyHandle]] = deque()
+        self._last: CopyHandle | None = None
 
     @override
     def begin(self, pieces: Sequence[UpdateSlice]) -> None:
@@ -215,7 +216,7 @@ class HostUpdate(UpdateStrategy):
         return buffer[:nbytes].view(out.dtype)
 
     def _free_staging(self, nbytes: int) -> torch.Tensor:
-        """A byte buffer whose last copy is over."""
+        """Returns a byte buffer whose last copy is over."""
         if len(self._staging) >= _STAGING:
             buffer, copied = self._staging.popleft()
             copied.wait_on_host()
@@ -229,7 +230,7 @@ class HostUpdate(UpdateStrategy):
         if operands.out is None or master.writes_out_in_place:
             return
         assert master.out is not None
-        copied = CopyDone()
+        copied = CopyHandle()
         if master.bucket.memory.home is Home.FILE:
             super().store(piece, operands, updated)
         else:
@@ -249,3 +250,8 @@ class HostUpdate(UpdateStrategy):
     def finish(self) -> None:
         if self._last is not None:
             self._last.wait()
+
+    @override
+    def close(self) -> None:
+        self._up.wait_on_host()
+        self._staging.clear()

@@ -30,7 +30,7 @@ class CachePolicy:
     ranks: int = 1
 
     def choose(self, nbytes: int) -> tuple[bool, str]:
-        """Whether ``nbytes`` of this rank go through the cache, and the reason, for the log."""
+        """Returns whether ``nbytes`` of this rank go through the cache, and the reason, for the log."""
         if self.asked is not None:
             return self.asked, f"offload_param.page_cache is {str(self.asked).lower()}" if self.asked else ""
         if self.is_trained:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 def may_pin(asked: bool) -> bool:
-    """Whether page-locking is asked for and would speed anything up here; says so once where it would not."""
+    """Returns whether page-locking is asked for and would speed anything up here; says so once where it would not."""
     if not asked:
         return False
     if get_accelerator().computes_in_host_memory:
@@ -37,7 +38,7 @@ def may_pin(asked: bool) -> bool:
     return True
 
 
-class _Pages(mmap.mmap):
+class _PageBuffer(mmap.mmap):
     """Pages from the system, which may be locked for as long as they are mapped.
 
     Unlocked by ``__del__``: a callback of ``weakref`` would come when the pages are unmapped already.
@@ -59,8 +60,8 @@ class HostMemorySource:
         return torch.device("cpu")
 
     def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
-        """A 1-D uint8 tensor that fills ``nbytes`` (whole pages, above 0), zeroed."""
-        mapped = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Returns a 1-D uint8 tensor that fills ``nbytes`` (whole pages, above 0), zeroed."""
+        mapped = _PageBuffer(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE:
             _advise_huge_pages(mapped)
         with torch.inference_mode(False):
@@ -70,7 +71,7 @@ class HostMemorySource:
         return buffer
 
     def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor, not initialised, its pages not locked."""
+        """Returns a 1-D tensor, not initialised, its pages not locked."""
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype)
 
@@ -95,7 +96,7 @@ def host_device() -> torch.device:
 
 
 def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """A 1-D uint8 tensor of ``nbytes`` zero bytes that begins on a page boundary and fills whole pages.
+    """Returns a 1-D uint8 tensor of ``nbytes`` zero bytes that begins on a page boundary and fills whole pages.
 
     Args:
         nbytes: Size; memory is taken in whole pages.
@@ -120,7 +121,7 @@ def _advise_huge_pages(mapped: mmap.mmap) -> None:
             mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _register(mapped: _Pages, buffer: torch.Tensor) -> None:
+def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
     """Page-locks memory that torch did not allocate; the lock ends with the mapping."""
     if get_accelerator().device_name() != "cuda":
         warn_once("pin:registering", "pin_memory: only CUDA can lock pages of exact size; these buffers stay unpinned")
@@ -136,8 +137,15 @@ def _register(mapped: _Pages, buffer: torch.Tensor) -> None:
         )
         return
     # The storage keeps ``mapped`` alive, so the pages are unlocked no earlier than their last use.
-    mapped.unlock = functools.partial(runtime.cudaHostUnregister, address)
+    mapped.unlock = functools.partial(_unlock, runtime, address, get_accelerator().synchronize)
     _keep_from_children(mapped)
+
+
+def _unlock(runtime: Any, address: int, synchronize: Callable[[], Any]) -> None:
+    """Ends a lock when no copy from or to the pages is on its way; an engine that was dropped waited for none."""
+    if not sys.is_finalizing():  # the pages end with the process, and the driver may be gone already
+        synchronize()
+        runtime.cudaHostUnregister(address)
 
 
 def _keep_from_children(mapped: mmap.mmap) -> None:

@@ -21,7 +21,7 @@ GRADIENT_BUFFERS = "contiguous_grad_buffer"
 KINDS = (OPTIMIZER_STATES, MASTERS, PARAMETERS, GRADIENTS, GRADIENT_BUFFERS)
 
 
-class StateMover:
+class StateTransfer:
     """Moves states of one engine between the device and the host. What lives elsewhere already stays there.
 
     The tensors are replaced, not emptied: a state read while it is offloaded is read from the host copy.

@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 
-class CopyDone:
+class CopyHandle:
     """A copy on its way.
 
     Args:
@@ -26,7 +26,7 @@ class CopyDone:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was done when it was started."""
+        """Returns whether it was done when it was started."""
         return self._event is None
 
     def wait(self) -> None:
@@ -39,7 +39,7 @@ class CopyDone:
         return True
 
     def has_arrived(self) -> bool:
-        """Whether :meth:`wait_on_host` would return at once."""
+        """Returns whether :meth:`wait_on_host` would return at once."""
         return self._event is None or bool(self._event.query())
 
     def wait_on_host(self) -> None:
@@ -76,11 +76,14 @@ class CopyStream:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyDone:
-        """Copies; inside or outside :meth:`context`. Both tensors must stay as they are until it is done."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyHandle:
+        """Copies ``source`` to ``target`` (equal shapes); inside or outside :meth:`context`.
+
+        Both tensors must stay as they are until it is done.
+        """
         if self._stream is None:
             target.copy_(source)
-            return CopyDone()
+            return CopyHandle()
         with self.context():
             target.copy_(source, non_blocking=True)
             for tensor in (target, source):
@@ -88,4 +91,4 @@ class CopyStream:
                     tensor.record_stream(self._stream)
             event = get_accelerator().Event()
             event.record(self._stream)
-        return CopyDone(event)
+        return CopyHandle(event)

@@ -63,7 +63,7 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         return self._rule
 
     def __getstate__(self) -> dict[str, Any]:
-        """Torch's optimizers pickle and copy only their groups and state; attributes that choose the rule go along."""
+        """Returns what pickles and copies keep: groups and state, as torch does, and what chooses the rule."""
         kept = {name: value for name, value in vars(self).items() if name in self._kept_attributes}
         return {**super().__getstate__(), **kept}
 
@@ -92,7 +92,17 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         out: Tensor | None = None,
         advance_step: bool = True,
     ) -> None:
-        """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64."""
+        """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
+
+        Args:
+            param_group: Hyperparameters.
+            master: 1-D, contiguous, fp32 (16 bit works and is widened piece by piece). Updated in place.
+            grad: 1-D, same length, any floating dtype. Not changed.
+            state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call.
+            grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
+            out: 1-D, receives the new master in its own dtype; None: no copy.
+            advance_step: Count this call as a step. False for every slice of a run but the first.
+        """
         RuleUpdate(self.rule).flat_update(
             param_group, master, grad, state, grad_scale=grad_scale, out=out, advance_step=advance_step
         )
@@ -183,7 +193,7 @@ def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
 
 
 def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
-    """Refuses gradients and parameters that no optimizer of this package can use.
+    """Refuses gradients and parameters, of any shape, that no optimizer of this package can use.
 
     Raises:
         RuntimeError: The gradient is sparse, or the parameter is not floating-point.
@@ -206,7 +216,7 @@ def _share_layout(*tensors: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their stretch of memory exactly, in whatever order of dimensions."""
+    """Returns whether the elements fill their stretch of memory exactly, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

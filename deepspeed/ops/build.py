@@ -94,7 +94,7 @@ def build_optimizer(
 
 
 def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class for a name, and the arguments less those that chose it."""
+    """Returns the class for a name, and the arguments less those that chose it."""
     known = {spelt.lower(): spelt for spelt in (*_OWN_NAMES, *_MISSING)}
     spelt = known.get(name.lower(), name)
     if spelt in _MISSING:
@@ -115,7 +115,7 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
 
 
 def _own_class(name: str, arguments: dict[str, Any], offload: bool) -> Any:
-    """The class for one of our names; only the module of that one is loaded."""
+    """Returns the class for one of our names; only the module of that one is loaded."""
     if name == "Adagrad":
         from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
         from deepspeed.ops.adagrad.adagrad import Adagrad

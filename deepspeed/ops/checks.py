@@ -16,7 +16,7 @@ def check_hyperparameters(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
 ) -> None:
-    """Refuses numbers that no step could use.
+    """Refuses numbers that no step could use; a tensor ``lr`` must be a scalar (one element).
 
     Raises:
         ValueError: Names the optimizer, the argument and the value.

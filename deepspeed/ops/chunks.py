@@ -46,7 +46,7 @@ _buffers = _Scratch()
 
 
 def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised 1-D tensor, reused between calls on the CPU.
+    """Returns an uninitialised 1-D tensor, reused between calls on the CPU.
 
     A fresh MiB from the allocator is handed back to the system and faulted in again each time; reuse avoids that.
     Accelerators have caching allocators, so there a new tensor is made, which is also safe across streams.
@@ -135,7 +135,7 @@ def _widened(role: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(piece: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gradient piece in ``dtype`` times ``scale``; the piece itself where nothing has to be done."""
+    """Returns the gradient piece in ``dtype`` times ``scale``; the piece itself where nothing has to be done."""
     if piece.dtype is dtype:
         if scale is None:
             return piece

@@ -26,7 +26,7 @@ class OptimizerKind(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ElementwiseResult:
     """The answer for one optimizer.
 
     Attributes:
@@ -55,11 +55,11 @@ _WHOLE_NAMES = {
 
 
 def _torch_classes(names: tuple[str, ...]) -> tuple[type[torch.optim.Optimizer], ...]:
-    """Those of the names that this torch has."""
+    """Returns those of the names that this torch has."""
     return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> Verdict:
+def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> ElementwiseResult:
     """Says whether ``optimizer`` may be given fragments.
 
     A subclass counts as its parent as long as ``step`` and its inner halves are the parent's own functions; otherwise
@@ -73,17 +73,21 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if callable(getattr(cls, "attach_segments", None)):
-        return Verdict(OptimizerKind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step")
+        return ElementwiseResult(
+            OptimizerKind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step"
+        )
     known = (*_torch_classes(_ELEMENTWISE_NAMES), ElementwiseOptimizer)
     whole = _torch_classes(tuple(_WHOLE_NAMES))
     parent = next((base for base in cls.__mro__ if base in whole or _is_known(base, known)), None)
     if parent is None:
-        return Verdict(OptimizerKind.UNKNOWN, "is not a class known to treat every element by itself")
+        return ElementwiseResult(OptimizerKind.UNKNOWN, "is not a class known to treat every element by itself")
     if parent in whole:
-        return Verdict(OptimizerKind.WHOLE, _WHOLE_NAMES[parent.__name__])
+        return ElementwiseResult(OptimizerKind.WHOLE, _WHOLE_NAMES[parent.__name__])
     if not same_update(cls, parent):
-        return Verdict(OptimizerKind.UNKNOWN, f"overrides the step of {parent.__name__}, so what it does is unknown")
-    return Verdict(OptimizerKind.ELEMENTWISE)
+        return ElementwiseResult(
+            OptimizerKind.UNKNOWN, f"overrides the step of {parent.__name__}, so what it does is unknown"
+        )
+    return ElementwiseResult(OptimizerKind.ELEMENTWISE)
 
 
 def _is_known(base: type, known: tuple[type, ...]) -> bool:

@@ -15,7 +15,7 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str
     """Adds ``tensor`` over the ranks of ``group``, in place. Every rank of the group must call it.
 
     Args:
-        tensor: Contiguous, floating.
+        tensor: Contiguous, floating, of any shape that is equal on all ranks.
         group: The process group; None: nothing is added.
         purpose: Names the exchange in messages about ranks that do not come.
         axis: Name of the axis along which the ranks lie, for the traffic books.
@@ -53,13 +53,13 @@ def exchange_parts(
 
 
 def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:
-    """The device of the tensors that a collective over ``group`` needs.
+    """Returns the device of the tensors that a collective over ``group`` needs.
 
     That of the parameters, unless they lie on the host and the group's backend works on accelerators only; a rank
     without parameters follows the backend.
 
     Args:
-        params: This rank's parameters.
+        params: This rank's parameters, of any shape.
         group: The process group; None means that nothing is exchanged.
     """
     device = next((param.device for param in params), None)

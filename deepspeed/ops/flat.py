@@ -74,7 +74,18 @@ class RuleUpdate:
         advance_step: bool = True,
         chunk_numel: int | None = None,
     ) -> None:
-        """See :class:`FlatUpdate`; ``chunk_numel`` is for measurements."""
+        """Runs one step on a run in chunks that fit into the cache.
+
+        Args:
+            param_group: Hyperparameters.
+            master: 1-D, contiguous, fp32 (16 bit works and is widened piece by piece). Updated in place.
+            grad: 1-D, same length, any floating dtype. Not changed.
+            state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call.
+            grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
+            out: 1-D, receives the new master in its own dtype; None: no copy.
+            advance_step: Count this call as a step. False for every slice of a run but the first.
+            chunk_numel: Elements of a chunk, a multiple of 64, for measurements; None: chosen by device.
+        """
         self.init_flat_state(param_group, master, state)
         step = current_step(self._rule, state, advance=advance_step)
         run_in_chunks(
@@ -100,7 +111,7 @@ def init_state(
 
 
 def current_step(rule: UpdateRule, state: dict[str, Any], *, advance: bool) -> float | Tensor:
-    """The number of the step being taken, after counting it if ``advance``.
+    """Returns the number of the step being taken, after counting it if ``advance``.
 
     A counter on an accelerator stays a tensor; reading it would wait for the device.
     """
@@ -124,7 +135,7 @@ _TORCH_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
 
 
 def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
-    """The flat update of ``optimizer``, or None if it has none and its ``step`` must be called.
+    """Returns the flat update of ``optimizer``, or None if it has none and its ``step`` must be called.
 
     Optimizers of this package carry it themselves. Torch's Adam, AdamW, Adagrad and SGD get one that gives what
     their fused kernels give, unless a group asks for what those cannot do on a run (``amsgrad``, ``differentiable``,
@@ -138,7 +149,7 @@ def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
 
 
 def why_not_flat(optimizer: torch.optim.Optimizer) -> str | None:
-    """What keeps ``optimizer`` from a flat update, in words; None where it has one."""
+    """Returns what keeps ``optimizer`` from a flat update, in words; None where it has one."""
     cls = type(optimizer)
     if isinstance(optimizer, FlatUpdate):
         ours = next((base for base in cls.__mro__ if base.__module__.startswith("deepspeed.")), None)
@@ -156,7 +167,7 @@ def why_not_flat(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def supports_flat_update(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether :func:`flat_updater` has an implementation for ``optimizer``."""
+    """Returns whether :func:`flat_updater` has an implementation for ``optimizer``."""
     return flat_updater(optimizer) is not None
 
 
@@ -165,7 +176,7 @@ _UPDATE_METHODS = ("step", "_init_group", "_update_group", "flat_update")
 
 
 def same_update(cls: type, parent: type) -> bool:
-    """Whether ``cls`` takes the same step as its base ``parent``.
+    """Returns whether ``cls`` takes the same step as its base ``parent``.
 
     Functions are compared as written: torch wraps ``step`` once per class for its hooks and profiler.
     """

@@ -23,7 +23,7 @@ class UpdateRule(Protocol):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the rule needs the number of steps taken."""
+        """Returns whether the rule needs the number of steps taken."""
         ...
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
@@ -42,7 +42,7 @@ class UpdateRule(Protocol):
         ...
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Whether the kernel handles many tensors in one call without temporary copies of all of them."""
+        """Returns whether the kernel handles many tensors in one call without temporary copies of all of them."""
         ...
 
 
@@ -64,11 +64,17 @@ class AdamRule:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Always: the kernel is fused."""
+        """Returns True: the kernel is fused."""
         return True
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
+        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
+
+        Args:
+            group: Hyperparameters.
+            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
+            device: Where the update runs.
+        """
         decoupled = group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         if not group.get("bias_correction", True):
@@ -107,15 +113,21 @@ class SGDRule:
     counts_steps = False
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """A momentum buffer, if there is momentum."""
+        """Returns a momentum buffer, if there is momentum."""
         return {"momentum_buffer": 0.0} if group.get("momentum", 0) else {}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Always: the kernel is fused."""
+        """Returns True: the kernel is fused."""
         return True
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
+        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
+
+        Args:
+            group: Hyperparameters.
+            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
+            device: Where the update runs.
+        """
         lr = group["lr"]
         if not (isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"):
             lr = _number(lr)
@@ -143,15 +155,21 @@ class AdagradRule:
     counts_steps = True
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """The sum of squared gradients."""
+        """Returns the sum of squared gradients."""
         return {"sum": float(group.get("initial_accumulator_value", 0.0))}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Where the kernel is fused."""
+        """Returns whether the kernel is fused: on the CPU."""
         return device.type == "cpu"
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
+        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
+
+        Args:
+            group: Hyperparameters.
+            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
+            device: Where the update runs.
+        """
         lr, lr_decay = _number(group["lr"]), float(group.get("lr_decay", 0.0))
         weight_decay, eps = float(group["weight_decay"]), float(group["eps"])
         maximize = bool(group.get("maximize", False))
@@ -195,11 +213,17 @@ class LionRule:
         return {"exp_avg": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Never: the interpolated direction would need a temporary copy of every tensor."""
+        """Returns False: the interpolated direction would need a temporary copy of every tensor."""
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
+        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
+
+        Args:
+            group: Hyperparameters.
+            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
+            device: Where the update runs.
+        """
         lr = _number(group["lr"])
         beta1, beta2 = (_number(beta) for beta in group["betas"])
         shrink = 1.0 - lr * float(group["weight_decay"])
@@ -222,7 +246,7 @@ def _number(value: float | Tensor) -> float:
 
 
 def _step_tensor(step: float | Tensor, device: torch.device) -> Tensor:
-    """The step count where torch's fused kernels want it: fp32, 0-dim, on the device of the parameters."""
+    """Returns the step count where torch's fused kernels want it: fp32, 0-dim, on the device of the parameters."""
     if isinstance(step, Tensor) and step.device == device:
         return step
     return torch.full((), float(step), dtype=torch.float32, device=device)

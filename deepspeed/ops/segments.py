@@ -82,7 +82,7 @@ class SharedTensor:
         return math.prod(self.shape)
 
     def holders(self) -> range:
-        """The positions from the first that holds elements of it to the last."""
+        """Returns the positions from the first that holds elements of it to the last."""
         if not self.numel:
             return range(0)
         first = bisect.bisect_right(self.bounds, self.start) - 1
@@ -149,7 +149,7 @@ class SegmentTable:
                 position = segment.stop
 
     def of(self, run: object) -> tuple[Segment, ...]:
-        """The segments of ``run``.
+        """Returns the segments of ``run``.
 
         Raises:
             KeyError: The table does not know this run.

@@ -1,4 +1,4 @@
-"""The fused transformer layer; the feature is missing (:mod:`deepspeed.features`)."""
+"""The fused transformer layer; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

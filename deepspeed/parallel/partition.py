@@ -58,7 +58,7 @@ _Parts = tuple[float, float, float, list[int]]
 
 
 def _one_more(best: dict[int, _Parts], sums: Sequence[float], end: int) -> _Parts:
-    """The best parts that end at ``end``, one more than those of ``best``."""
+    """Returns the best parts that end at ``end``, one more than those of ``best``."""
     found = []
     for start, (_, heaviest, lightest, bounds) in best.items():
         if start < end:

@@ -18,11 +18,11 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Whether other ranks hold other layers of ``model``."""
+    """Returns whether other ranks hold other layers of ``model``."""
     return bool(getattr(model, "is_part_of_model", False))
 
 
-def told_by_stages(model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
+def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
     """Everybody's ``mine``, where ranks hold different layers; else this rank's only, and nothing is communicated.
 
     Args:
@@ -41,7 +41,13 @@ def told_by_stages(model: nn.Module, device: torch.device, mine: Any, *, label: 
 
 
 def raise_for_all_stages(
-    model: nn.Module, device: torch.device, count: int, said: DeepSpeedConfigError | None, nothing: type, *, label: str
+    model: nn.Module,
+    device: torch.device,
+    count: int,
+    problem: DeepSpeedConfigError | None,
+    nothing: type,
+    *,
+    label: str,
 ) -> None:
     """Raises on every rank what is wrong with the layers of any stage.
 
@@ -49,14 +55,14 @@ def raise_for_all_stages(
         model: Of this rank. Every rank of the job must call it.
         device: Where it computes.
         count: What was found on this rank.
-        said: What is wrong with it.
-        nothing: The kind of ``said`` that only counts if no stage has found anything.
+        problem: What is wrong with it.
+        nothing: The kind of ``problem`` that only counts if no stage has found anything.
         label: Names the operation in timeout messages.
 
     Raises:
         DeepSpeedConfigError: In the words of the first rank that has some.
     """
-    told = told_by_stages(model, device, (count, str(said or ""), isinstance(said, nothing)), label=label)
-    for _, words, is_nothing in told:
-        if words and not (is_nothing and any(found for found, _, _ in told)):
+    gathered = gather_from_stages(model, device, (count, str(problem or ""), isinstance(problem, nothing)), label=label)
+    for _, words, is_nothing in gathered:
+        if words and not (is_nothing and any(found for found, _, _ in gathered)):
             raise DeepSpeedConfigError(words)

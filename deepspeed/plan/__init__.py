@@ -4,7 +4,7 @@ The real engine runs one step as rank *r* of *N* on tensors without values, and 
 for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``rehearsal`` (the run), ``actions``,
 ``pipeline`` and ``played_stage`` (what a rank does in a step), ``scene``, ``stage_set``, ``network``, ``values`` and
 ``autocasting`` (the world around it), ``memory`` and ``whereabouts`` (the counting), ``known_shapes`` (why it is
-quick), then ``planner``, ``rehearsed``, ``result`` and ``show``.
+quick), then ``planner``, ``rehearsed``, ``result`` and ``show``. ``prediction`` says how long a step takes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ __getattr__, __dir__, __all__ = lazy_names(
         "Device": "deepspeed.plan.devices",
         "Machine": "deepspeed.plan.devices",
         "DecoderShape": "deepspeed.plan.decoder",
+        "ParallelLayout": "deepspeed.plan.prediction.layout",
         "Plan": "deepspeed.plan.result",
+        "PredictedStep": "deepspeed.plan.prediction.step",
         "Request": "deepspeed.plan.result",
+        "StepSetup": "deepspeed.plan.prediction.step",
         "plan": "deepspeed.plan.api",
+        "predict_step": "deepspeed.plan.prediction.step",
+        "search_layouts": "deepspeed.plan.prediction.search",
     },
 )
 

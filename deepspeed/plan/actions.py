@@ -35,7 +35,7 @@ class SimulatedAction:
 
 
 def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
-    """What a rank without stages does: each micro-batch forward and backward, and the engine is told of it."""
+    """What a rank without stages does: each micro-batch forward and backward."""
     return [SimulatedAction(act, number) for number in range(micro_batches) for act in Act]
 
 

@@ -18,7 +18,7 @@ _SUBJECTS = ("stage", "checkpointing", "micro-batch", "offload")  # in the order
 
 
 @dataclass(frozen=True)
-class Change:
+class AdviceEntry:
     """One way to need less memory.
 
     Attributes:
@@ -46,7 +46,7 @@ def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
         Up to three pairs of the change in words and its plan.
     """
     changes = list(_changes(plan))
-    saved: dict[Change, int] = {}
+    saved: dict[AdviceEntry, int] = {}
     tried = 0
     for count in range(1, len(changes) + 1):
         found: list[tuple[str, Plan]] = []
@@ -68,7 +68,7 @@ def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
     return []
 
 
-def _planned(request: Request, changes: tuple[Change, ...]) -> Plan | None:
+def _planned(request: Request, changes: tuple[AdviceEntry, ...]) -> Plan | None:
     """The plan after changes; None if the engine refuses them."""
     for change in sorted(changes, key=lambda change: _SUBJECTS.index(change.subject)):
         request = change.apply(request)
@@ -78,7 +78,7 @@ def _planned(request: Request, changes: tuple[Change, ...]) -> Plan | None:
         return None  # what the engine refuses is no advice
 
 
-def _changes(plan: Plan) -> Iterator[Change]:
+def _changes(plan: Plan) -> Iterator[AdviceEntry]:
     """What could be changed, strongest remedies of a subject first, so that few combinations have to be planned."""
     request, config = plan.request, plan.config
     zero = config.get("zero_optimization") or {}
@@ -89,14 +89,14 @@ def _changes(plan: Plan) -> Iterator[Change]:
         if stage < 2:
             yield _zero("stage 2", "stage", stage=2)
     if not request.checkpointing:
-        yield Change("activation checkpointing", "checkpointing", lambda r: replace(r, checkpointing=True))
+        yield AdviceEntry("activation checkpointing", "checkpointing", lambda r: replace(r, checkpointing=True))
     if plan.micro_batch > 1:
         yield _micro_batch(plan, 1)
         if plan.micro_batch > 3:
             yield _micro_batch(plan, plan.micro_batch // 2)
     optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
     if optimizer == "none":
-        yield Change("optimizer on the host", "offload", _optimizer_on_host)
+        yield AdviceEntry("optimizer on the host", "offload", _optimizer_on_host)
         yield _zero(
             "stage 3 with optimizer and parameters on the host",
             "offload",
@@ -118,8 +118,8 @@ def _changes(plan: Plan) -> Iterator[Change]:
         yield _zero("stage 3 within each node", "stage", stage=3, mics_shard_size=request.machine.devices_per_node)
 
 
-def _zero(name: str, subject: str, **keys: Any) -> Change:
-    return Change(name, subject, lambda request: replace(request, config=changed(request.config, **keys)))
+def _zero(name: str, subject: str, **keys: Any) -> AdviceEntry:
+    return AdviceEntry(name, subject, lambda request: replace(request, config=changed(request.config, **keys)))
 
 
 def _optimizer_on_host(request: Request) -> Request:
@@ -128,11 +128,11 @@ def _optimizer_on_host(request: Request) -> Request:
     return replace(request, config=changed(request.config, stage=stage, offload_optimizer={"device": "cpu"}))
 
 
-def _micro_batch(plan: Plan, samples: int) -> Change:
+def _micro_batch(plan: Plan, samples: int) -> AdviceEntry:
     """A smaller micro-batch and as many more accumulation steps, so that a step still has its samples."""
     steps = -(-plan.micro_batch * plan.accumulation_steps // samples)
 
     def apply(request: Request) -> Request:
         return replace(request, micro_batch=samples, accumulation=steps)
 
-    return Change(f"micro-batch {samples} x {steps}", "micro-batch", apply)
+    return AdviceEntry(f"micro-batch {samples} x {steps}", "micro-batch", apply)

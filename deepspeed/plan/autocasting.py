@@ -35,7 +35,7 @@ _FP32_RESULT = frozenset(
 )  # on devices other than the CPU: the sum is in fp32, the argument is not cast
 
 
-class PlayedAutocast:
+class SimulatedAutocast:
     """Casts as a device of one kind does, while it is active as a context.
 
     Args:

@@ -21,6 +21,7 @@ from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.plan.codec_cost import codec_seconds, way_on
 from deepspeed.plan.devices import Machine
+from deepspeed.plan.times import busiest_seconds, count_near, span
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 
 NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
@@ -166,26 +167,18 @@ def _total(one: PlannedSum, halves: Sequence[tuple[float, float]]) -> tuple[int,
 def _to_all(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
     """Each rank sends every other one its slice: bytes, seconds on the slower of the links."""
     each = one.numel * bits / 8 / len(one.members)
-    node = one.rank // machine.devices_per_node
-    near = sum(member // machine.devices_per_node == node for member in one.members) - 1
+    near = count_near(one.members, one.rank, machine) - 1
     far = len(one.members) - 1 - near
-    return each * (near + far), _longest(each * near, each * far, machine)
+    return each * (near + far), busiest_seconds(each * near, each * far, machine)
 
 
 def _by_ring(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
     """Half of an all-reduce by the backend, which crosses the network once for all devices of a node."""
-    on_node = Counter(member // machine.devices_per_node for member in one.members)
-    nodes, devices = len(on_node), max(on_node.values())
+    nodes, devices = span(one.members, machine)
     nbytes = one.numel * bits / 8
     inside, between = nbytes * (devices - 1) / devices, nbytes * (nodes - 1) / nodes / devices
-    return nbytes * (len(one.members) - 1) / len(one.members), _longest(inside, between, machine)
-
-
-def _longest(inside: float, between: float, machine: Machine) -> float:
-    link, network = machine.device.link, machine.network
-    return max(inside / link if inside else 0.0, between / network if between else 0.0)
+    return nbytes * (len(one.members) - 1) / len(one.members), busiest_seconds(inside, between, machine)
 
 
 def _knows_links(one: PlannedSum, machine: Machine) -> bool:
-    on_node = Counter(member // machine.devices_per_node for member in one.members)
-    return machine.network > 0 and (max(on_node.values()) == 1 or machine.device.link > 0)
+    return machine.network > 0 and (span(one.members, machine)[1] == 1 or machine.device.link > 0)

@@ -1,10 +1,12 @@
-"""A decoder-only transformer from four numbers, for planning models that are not written yet.
+"""A decoder-only transformer from its sizes, for planning models that are not written yet.
 
-Shapes: B samples, S tokens, H hidden, A heads, K key-value heads, D = H / A, F feed-forward width, V vocabulary.
+Shapes: B samples, S tokens, H hidden, A heads, K key-value heads, D width of a head (H / A), F feed-forward width,
+V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +35,12 @@ class DecoderShape:
         experts: Experts of each block, of which each has this F; 0: one dense feed-forward layer instead.
         experts_per_token: Of them, those that a token goes to.
         expert_ranks: Ranks that share the experts.
+        head_size: D; None: H / A.
+        is_gated: The feed-forward layer has a gate (SwiGLU) and norms are RMSNorm; otherwise it is two layers around a
+            GELU, and norms are LayerNorm, as in GPT.
+        has_fused_attention: Attention never writes its scores; otherwise it is made of matrix products and a softmax.
+        dropout: Probability with which attention's scores (where they are written) and what is added to the residual
+            stream are dropped.
     """
 
     layers: int
@@ -44,15 +52,20 @@ class DecoderShape:
     experts: int = 0
     experts_per_token: int = 2
     expert_ranks: int = 1
+    head_size: int | None = None
+    is_gated: bool = True
+    has_fused_attention: bool = True
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "intermediate"):
+        for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "intermediate", "head_size"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected a number above 0, found {value}")
-        if self.hidden % self.heads:
+        if self.head_size is None and self.hidden % self.heads:
             raise DeepSpeedConfigError(
-                f"--heads: {self.heads} does not divide --hidden {self.hidden}; choose a divisor of it"
+                f"--heads: {self.heads} does not divide --hidden {self.hidden}; choose a divisor of it, or give "
+                "--head-size"
             )
         if self.heads % (self.kv_heads or self.heads):
             raise DeepSpeedConfigError(
@@ -68,7 +81,38 @@ class DecoderShape:
     @property
     def width(self) -> int:
         """F."""
-        return self.intermediate or -(-8 * self.hidden // 3 // 256) * 256
+        plain = 4 * self.hidden if not self.is_gated else -(-8 * self.hidden // 3 // 256) * 256
+        return self.intermediate or plain
+
+    @property
+    def width_of_head(self) -> int:
+        """D."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the decoder's parameters."""
+        return self.layers * self.block_parameters + 2 * self.vocab * self.hidden + self._norm
+
+    @property
+    def block_parameters(self) -> int:
+        """Elements of a block, all experts included."""
+        return self.attention_parameters + self.experts * self.hidden + (self.experts or 1) * self.expert_parameters
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of a block's attention and norms."""
+        heads = 2 * self.heads + 2 * (self.kv_heads or self.heads)
+        return heads * self.width_of_head * self.hidden + 2 * self._norm
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of one feed-forward layer."""
+        return (3 if self.is_gated else 2) * self.hidden * self.width
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden if self.is_gated else 2 * self.hidden
 
 
 _BLOCK_PLAN = {
@@ -88,11 +132,12 @@ class _DecoderAttention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = shape.heads, shape.kv_heads or shape.heads
-        self.head_dim = shape.hidden // shape.heads
-        self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.head_dim = shape.width_of_head
+        self._attend = functools.partial(_attend, is_fused=shape.has_fused_attention, dropout=shape.dropout)
+        self.query = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=False)
         self.key = nn.Linear(shape.hidden, self.num_kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(shape.hidden, self.num_kv_heads * self.head_dim, bias=False)
-        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.out = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H)
         samples, tokens, _ = x.shape
@@ -101,46 +146,58 @@ class _DecoderAttention(nn.Module):
         value = self.value(x).view(samples, tokens, self.num_kv_heads, self.head_dim)
         if groups._get_sequence_parallel_world_size() > 1:
             # x has this rank's tokens; attention needs all of them, for some heads.
-            mixed = DistributedAttention(_attend, groups._get_sequence_parallel_group())(query, key, value, 0)
+            mixed = DistributedAttention(self._attend, groups._get_sequence_parallel_group())(query, key, value, 0)
         else:
-            mixed = _attend(query, key, value)
+            mixed = self._attend(query, key, value)
         return self.out(mixed.reshape(samples, tokens, -1))
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # (B, S, heads, D)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_fused: bool, dropout: float
+) -> torch.Tensor:  # (B, S, heads, D)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if key.shape[1] != query.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    if is_fused:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    scores = torch.softmax(query @ key.transpose(2, 3), dim=-1)  # causal or not, as many operations and bytes
+    return (functional.dropout(scores, dropout) @ value).transpose(1, 2)
 
 
 class _FeedForward(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.width, bias=False)
+        self._add_feed_forward(shape)
+
+    def _add_feed_forward(self, shape: DecoderShape) -> None:
+        self.gate = nn.Linear(shape.hidden, shape.width, bias=False) if shape.is_gated else None
         self.rise = nn.Linear(shape.hidden, shape.width, bias=False)
         self.fall = nn.Linear(shape.width, shape.hidden, bias=False)
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.fall(functional.gelu(self.rise(y)))
         return self.fall(functional.silu(self.gate(y)) * self.rise(y))
 
 
-class _DecoderBlock(nn.Module):
+def _norm(shape: DecoderShape) -> nn.Module:
+    return nn.RMSNorm(shape.hidden) if shape.is_gated else nn.LayerNorm(shape.hidden)
+
+
+class _DecoderBlock(_FeedForward):
     _tp_plan = _BLOCK_PLAN
 
     def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.hidden)
+        nn.Module.__init__(self)  # parameters in the order of their use
+        self.attention_norm = _norm(shape)
         self.attention = _DecoderAttention(shape)
-        self.norm = nn.RMSNorm(shape.hidden)
-        self.gate = nn.Linear(shape.hidden, shape.width, bias=False)
-        self.rise = nn.Linear(shape.hidden, shape.width, bias=False)
-        self.fall = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.norm = _norm(shape)
+        self._add_feed_forward(shape)
+        self._dropout = shape.dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        y = self.norm(x)
-        return x + self.fall(functional.silu(self.gate(y)) * self.rise(y))
+        x = x + functional.dropout(self.attention(self.attention_norm(x)), self._dropout)
+        return x + functional.dropout(super().forward(self.norm(x)), self._dropout)
 
 
 class _ExpertBlock(nn.Module):
@@ -150,9 +207,9 @@ class _ExpertBlock(nn.Module):
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.attention_norm = _norm(shape)
         self.attention = _DecoderAttention(shape)
-        self.norm = nn.RMSNorm(shape.hidden)
+        self.norm = _norm(shape)
         self.experts = MoE(
             shape.hidden,
             _FeedForward(shape),
@@ -180,15 +237,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(_block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden)
+        self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # both (B, S)
-        """The loss.
+        """Returns the loss, 0-dim.
 
         Args:
-            input_ids: (B, S), int64.
-            labels: (B, S), int64.
+            input_ids: ``[B, S]``, int64.
+            labels: ``[B, S]``, int64.
         """
         x = self.embedding(input_ids)
         for layer in self.layers:
@@ -196,14 +253,14 @@ class Decoder(nn.Module):
         return token_loss(self.head(self.norm(x)), labels)
 
 
-class _End(nn.Module):
+class _LastLayers(nn.Module):
     """The last layer of a pipeline: norm and head."""
 
     _tp_plan = _HEAD_PLAN
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(shape.hidden)
+        self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,11 +268,11 @@ class _End(nn.Module):
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean loss of the next token.
+    """Returns the mean cross entropy, 0-dim.
 
     Args:
-        logits: (B, S, V).
-        labels: (B, S), int64.
+        logits: ``[B, S, V]``.
+        labels: ``[B, S]``, int64.
     """
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
@@ -224,4 +281,4 @@ def layers_of(shape: DecoderShape) -> list[LayerSpec]:
     """The decoder as a row of layers: embedding, blocks, norm and head together."""
     block = _ExpertBlock if shape.experts else _DecoderBlock
     blocks = [LayerSpec(block, shape) for _ in range(shape.layers)]
-    return [LayerSpec(nn.Embedding, shape.vocab, shape.hidden), *blocks, LayerSpec(_End, shape)]
+    return [LayerSpec(nn.Embedding, shape.vocab, shape.hidden), *blocks, LayerSpec(_LastLayers, shape)]

@@ -1,4 +1,4 @@
-"""What devices can do, by their makers' figures, and quantities with units as people write them.
+"""The table of devices by their makers' figures, the machine that a job is planned for, and quantities with units.
 
 Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
 what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name says: an H100 with 80 GB has 81,559 MiB.
@@ -26,17 +26,52 @@ _UNITS = {
 
 
 @dataclass(frozen=True)
+class DeviceEfficiency:
+    """The constants of predicted times: which share of a device's figures programs reach.
+
+    They come from published runs (``benchmarks/scale.py``), one set for each kind of device.
+
+    Attributes:
+        matmul: Share of ``flops`` that products of large matrices reach.
+        fp8: Share of ``fp8_flops`` that products of large matrices reach.
+        attention: Share of ``flops`` that a fused attention kernel reaches.
+        bandwidth: Share of ``memory_bandwidth`` that elementwise operations reach.
+        half_size: Length of a side of a matrix at which a product runs at half of its rate.
+        link: Share of ``link`` that collectives reach.
+        network: Share of the network's rate that collectives reach.
+        contention: Seconds by which computation takes longer for each second of a collective that runs beside it. Both
+            use the device's cores and its memory.
+        launch: Seconds that the host takes to start one operation.
+        factor: Measured over predicted time of operations on one machine; 1 where nothing is known.
+    """
+
+    matmul: float = 0.7
+    fp8: float = 0.57
+    attention: float = 0.4
+    bandwidth: float = 0.8
+    half_size: float = 65.0
+    link: float = 0.73
+    network: float = 0.64
+    contention: float = 0.32
+    launch: float = 6e-6
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of accelerator.
 
     Attributes:
-        name: As it is asked for.
+        name: Of ``--device`` and of :func:`find_device`.
         memory: Bytes, as the driver reports them.
         flops: bf16 operations per second, dense.
-        memory_bandwidth: Of its own memory.
-        link: To the other devices of the node, per direction.
-        host_link: To the host, per direction.
+        memory_bandwidth: Bytes per second of its own memory.
+        link: Bytes per second and direction to the other devices of the node.
+        host_link: Bytes per second and direction to the host.
         source: Where the figures come from.
+        fp8_flops: fp8 operations per second, dense; 0: the device has no fp8.
+        domain: Number of devices that ``link`` joins, where that is more than one node; 0: one node.
+        efficiency: Share of these figures that programs reach, for predicted times.
     """
 
     name: str
@@ -46,29 +81,162 @@ class Device:
     link: float
     host_link: float
     source: str
+    fp8_flops: float = 0.0
+    domain: int = 0
+    efficiency: DeviceEfficiency = DeviceEfficiency()
 
 
 _SMI = "memory: nvidia-smi, as listed by github.com/modal-labs/modal-client/pull/2797"
 _A100 = "NVIDIA A100 data sheet r4, as listed by glennklockwood.com/garden/processors/A100; " + _SMI
-_HOPPER = "NVIDIA H100 architecture paper, as listed by glennklockwood.com/garden/processors/h100"
+_HOPPER_PAPER = "NVIDIA H100 architecture paper, as listed by glennklockwood.com/garden/processors/h100"
 _BOOK = "makers' data sheets, as listed by llmbook.apartsin.com/appendices/appendix-g-hardware-compute"
 _B200 = _BOOK + "; memory: nvidia-smi, in github.com/NVIDIA/TensorRT-LLM/issues/10278"
 _MI300X = _BOOK + "; memory: rocminfo, in github.com/ROCm/legacy-rocm-build/issues/4414"
 _MIB = 2**20
+_HOST_BANDWIDTH = 300e9  # bytes per second of a node's memory, for updates on the host: a guess
+
+_V100 = "NVIDIA V100 data sheet; memory: nvidia-smi"
+_GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU; 72 GPUs share one NVLink domain"
+_GRAND_TETON = "torchtitan benchmarks: H100 with 96 GB of HBM2e and a limit of 500 W (Grand Teton)"
+
+# Near a fit on half of the published runs (benchmarks/scale.py), rounded. That fit reached two limits and was held
+# there: contention at 0.32 and the bandwidth of A100 at 0.86; see docs/design/prediction.md. Blackwell has three runs:
+# its shares are those of Hopper, fp8 aside. A device without runs has the defaults.
+_AMPERE = DeviceEfficiency(matmul=0.76, attention=0.51, bandwidth=0.86)
+_HOPPER = DeviceEfficiency(matmul=0.70, fp8=0.57, attention=0.39, bandwidth=0.84)
+_HOPPER_500W = DeviceEfficiency(matmul=0.44, fp8=0.44, attention=0.36, bandwidth=0.78)
+_BLACKWELL = DeviceEfficiency(matmul=0.70, fp8=0.60, attention=0.39, bandwidth=0.84)
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40", 40_960 * _MIB, 312e12, 1.555e12, 300e9, 32e9, _A100),
-        Device("a100", 81_920 * _MIB, 312e12, 2.039e12, 300e9, 32e9, _A100),
-        Device("h100", 81_559 * _MIB, 989.4e12, 3.35e12, 450e9, 64e9, f"{_HOPPER}; {_SMI}"),
-        Device("h200", 143_771 * _MIB, 989.4e12, 4.8e12, 450e9, 64e9, _HOPPER + "; memory: nvidia-smi"),
-        Device("b200", 183_359 * _MIB, 2250e12, 8e12, 900e9, 64e9, _B200),
-        Device("l40s", 46_068 * _MIB, 362e12, 864e9, 32e9, 32e9, f"{_BOOK}; {_SMI}"),
-        Device("mi300x", 196_592 * _MIB, 1307e12, 5.3e12, 448e9, 64e9, _MI300X),
+        Device(
+            name="v100",
+            memory=32_768 * _MIB,
+            flops=125e12,
+            memory_bandwidth=0.9e12,
+            link=150e9,
+            host_link=16e9,
+            source=_V100,
+        ),
+        Device(
+            name="v100-16",
+            memory=16_384 * _MIB,
+            flops=125e12,
+            memory_bandwidth=0.9e12,
+            link=150e9,
+            host_link=16e9,
+            source=_V100,
+        ),
+        Device(
+            name="a100-40",
+            memory=40_960 * _MIB,
+            flops=312e12,
+            memory_bandwidth=1.555e12,
+            link=300e9,
+            host_link=32e9,
+            source=_A100,
+            efficiency=_AMPERE,
+        ),
+        Device(
+            name="a100",
+            memory=81_920 * _MIB,
+            flops=312e12,
+            memory_bandwidth=2.039e12,
+            link=300e9,
+            host_link=32e9,
+            source=_A100,
+            efficiency=_AMPERE,
+        ),
+        Device(
+            name="h100",
+            memory=81_559 * _MIB,
+            flops=989.4e12,
+            memory_bandwidth=3.35e12,
+            link=450e9,
+            host_link=64e9,
+            source=f"{_HOPPER_PAPER}; {_SMI}",
+            fp8_flops=1978.9e12,
+            efficiency=_HOPPER,
+        ),
+        Device(
+            name="h100-500w",
+            memory=95_830 * _MIB,
+            flops=989.4e12,
+            memory_bandwidth=2.4e12,
+            link=450e9,
+            host_link=64e9,
+            source=_GRAND_TETON,
+            fp8_flops=1978.9e12,
+            efficiency=_HOPPER_500W,
+        ),
+        Device(
+            name="h200",
+            memory=143_771 * _MIB,
+            flops=989.4e12,
+            memory_bandwidth=4.8e12,
+            link=450e9,
+            host_link=64e9,
+            source=_HOPPER_PAPER + "; memory: nvidia-smi",
+            fp8_flops=1978.9e12,
+            efficiency=_HOPPER,
+        ),
+        Device(
+            name="b200",
+            memory=183_359 * _MIB,
+            flops=2250e12,
+            memory_bandwidth=8e12,
+            link=900e9,
+            host_link=64e9,
+            source=_B200,
+            fp8_flops=4500e12,
+            efficiency=_BLACKWELL,
+        ),
+        Device(
+            name="gb200",
+            memory=189_471 * _MIB,
+            flops=2450e12,
+            memory_bandwidth=8e12,
+            link=900e9,
+            host_link=300e9,
+            source=_GB200,
+            fp8_flops=4900e12,
+            domain=72,
+            efficiency=_BLACKWELL,
+        ),
+        Device(
+            name="l4",
+            memory=23_034 * _MIB,
+            flops=121e12,
+            memory_bandwidth=300e9,
+            link=32e9,
+            host_link=32e9,
+            source=f"NVIDIA L4 data sheet; {_SMI}",
+            fp8_flops=242e12,
+        ),
+        Device(
+            name="l40s",
+            memory=46_068 * _MIB,
+            flops=362e12,
+            memory_bandwidth=864e9,
+            link=32e9,
+            host_link=32e9,
+            source=f"{_BOOK}; {_SMI}",
+            fp8_flops=733e12,
+        ),
+        Device(
+            name="mi300x",
+            memory=196_592 * _MIB,
+            flops=1307e12,
+            memory_bandwidth=5.3e12,
+            link=448e9,
+            host_link=64e9,
+            source=_MI300X,
+            fp8_flops=2614.9e12,
+        ),
     )
 }
-"""By name. A node's own disk and network are no property of the device; see :class:`Machine`."""
+"""Devices by name. Disk and network belong to the node, so they are in :class:`Machine`."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +269,26 @@ class Machine:
         return self.nodes * self.devices_per_node
 
     @property
+    def link_domain(self) -> int:
+        """Accelerators that ``device.link`` joins: those of a node, or of more nodes where the device says so."""
+        return max(self.devices_per_node, min(self.device.domain, self.ranks))
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second of host memory for each accelerator, while those of its node update at the same time."""
+        return _HOST_BANDWIDTH / self.devices_per_node
+
+    @property
     def usable(self) -> int:
         """Bytes of one accelerator that model and training may use."""
         return int(self.device_memory * (1 - self.headroom))
 
 
 def find_device(name: str) -> Device:
-    """The device of that name.
+    """Returns the device of that name.
 
     Raises:
-        DeepSpeedConfigError: There is none.
+        DeepSpeedConfigError: No device of the table has it.
     """
     found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:
@@ -122,11 +300,11 @@ def find_device(name: str) -> Device:
 
 
 def read_bytes(value: int | str, what: str) -> int:
-    """A number of bytes: an int, or text with a unit (``80GB``, ``40 GiB``).
+    """Returns a number of bytes, from an int or from text with a unit (``80GB``, ``40 GiB``).
 
     Args:
         value: The quantity.
-        what: Whose, for the message.
+        what: The setting that it was given for; stands in the message.
 
     Raises:
         DeepSpeedConfigError: It has no unit, or is no positive quantity.
@@ -150,7 +328,7 @@ def read_bytes(value: int | str, what: str) -> int:
 
 
 def in_words(nbytes: float) -> str:
-    """Bytes as people read them: GiB from a tenth of one on, else MiB or KiB."""
+    """Returns bytes as people read them: in GiB from 0.1 GiB on, else in MiB or KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= 0.1 * size:
             return f"{nbytes / size:,.2f} {unit}"

@@ -20,25 +20,25 @@ import torch
 from deepspeed.plan.memory import META, tensors_of
 from deepspeed.zero.storage import storage_key
 
-Count = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
-"""Floating-point operations of an operation, its arguments and its result."""
+Count = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
+"""What an operation costs, from it, its arguments and its result."""
 
 
-class _Effect(enum.Enum):
+class _OperationKind(enum.Enum):
     NEW = enum.auto()  # makes new tensors
     IN_PLACE = enum.auto()  # writes its first argument, keeps its shape and returns it
     VIEW = enum.auto()  # shows an argument in another way
     OTHER = enum.auto()
 
 
-_NEW, _IN_PLACE, _VIEW, _OTHER = _Effect  # members of an enumeration take longer to look up than all of the rest
+_NEW, _IN_PLACE, _VIEW, _OTHER = _OperationKind  # members of an enumeration take longer to look up than all of the rest
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 
 
-Made = tuple[Any, int, bool | None]
-"""The result of an operation, its floating-point operations, and whether it is tensors with storage of their own (None:
+Made = tuple[Any, Any, bool | None]
+"""The result of an operation, what it costs (None: nothing), and whether it is tensors with storage of their own (None:
 not known)."""
 
 
@@ -46,7 +46,7 @@ class KnownShapes:
     """What the operations of one rehearsal gave.
 
     Args:
-        count: Counts arithmetic; asked once for operations that are alike, and not for views.
+        count: Works out what an operation costs; asked once for operations that are alike, and not for views.
 
     Attributes:
         is_used: False: every operation is worked out.
@@ -56,8 +56,10 @@ class KnownShapes:
 
     def __init__(self, count: Count) -> None:
         self._count = count
-        self._effects: dict[int, tuple[_Effect, Any]] = {}  # by id: operations are hashed by a function of Python
-        self._known: dict[Any, tuple[Any, int]] = {}
+        self._effects: dict[
+            int, tuple[_OperationKind, Any]
+        ] = {}  # by id: operations are hashed by a function of Python
+        self._known: dict[Any, tuple[Any, Any]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
         """Runs one operation, or makes what it would give."""
@@ -66,7 +68,7 @@ class KnownShapes:
             self._effects[operation] = (_effect(func), func)
         effect = self._effects[operation][0]
         if effect is _VIEW:
-            return func(*args, **kwargs), 0, False
+            return func(*args, **kwargs), None, False
         facts = None
         if effect is not _OTHER and self.is_used:
             facts = _facts((*args, *kwargs.items()) if kwargs else args)
@@ -76,19 +78,19 @@ class KnownShapes:
         key = (operation, torch.get_default_dtype(), facts)
         known = self._known.get(key)
         if known is not None:
-            recipe, flops = known
+            recipe, cost = known
             if effect is _IN_PLACE:
-                return args[0], flops, False
+                return args[0], cost, False
             if recipe is not None:
-                return _made(recipe), flops, True
+                return _made(recipe), cost, True
         result = func(*args, **kwargs)
         if known is None:
-            flops = self._count(func, args, kwargs, result)
-            self._known[key] = (_recipe(result, args, kwargs) if effect is _NEW else None, flops)
-        return result, flops, None
+            cost = self._count(func, args, kwargs, result)
+            self._known[key] = (_recipe(result, args, kwargs) if effect is _NEW else None, cost)
+        return result, cost, None
 
 
-def _effect(func: Any) -> _Effect:
+def _effect(func: Any) -> _OperationKind:
     schema = func._schema
     if not schema.name.startswith("aten::") or _DATA_DEPENDENT.intersection(func.tags) or not schema.returns:
         return _OTHER

@@ -130,13 +130,13 @@ class MemoryCount(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Active as dispatch mode and as the auditor of all ledgers."""
-        before, Ledger.auditor = Ledger.auditor, self
+        """Active as dispatch mode and as the observer of all ledgers."""
+        before, Ledger.observer = Ledger.observer, self
         try:
             with self:
                 yield
         finally:
-            Ledger.auditor = before
+            Ledger.observer = before
 
     @contextmanager
     def overlooking(self) -> Iterator[None]:
@@ -197,7 +197,7 @@ class MemoryCount(TorchDispatchMode):
         books.booked += nbytes
 
     def claimed(self, tensor: torch.Tensor) -> None:
-        """Called when the whole storage of ``tensor`` is accounted for."""
+        """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
         found = self._alive.get(storage_key(tensor))
         if found is None:
             self._register(tensor.untyped_storage(), self._on_device, 0)
@@ -208,7 +208,7 @@ class MemoryCount(TorchDispatchMode):
     # -- what operations make ----------------------------------------------------------------------------------------
 
     def note(self, tensor: torch.Tensor, home: Home, pinned: bool) -> None:
-        """Says that the storage of ``tensor`` is in another home than the device."""
+        """Notes that the storage of ``tensor`` (any shape) is in another home than the device."""
         storage = tensor.untyped_storage()
         found = self._alive.get(storage._cdata) or self._register(storage, self._on_device, 0)
         found.books.other -= found.nbytes
@@ -221,7 +221,7 @@ class MemoryCount(TorchDispatchMode):
             self.most_pinned = max(self.most_pinned, self.pinned)
 
     def home_of(self, tensor: torch.Tensor) -> Home:
-        """Where a tensor is."""
+        """Returns the home of a tensor of any shape."""
         found = self._alive.get(storage_key(tensor))
         return Home.DEVICE if found is None else found.books.home
 

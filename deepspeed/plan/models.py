@@ -148,12 +148,12 @@ def _built(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
 
 
 def _why_not_built(name: str, error: Exception) -> str:
-    said = f"{type(error).__name__}: {str(error).rstrip('.')}"
+    reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
     if "meta" not in str(error):
-        return f"{name} cannot be built: {said}. Nothing was planned; what makes the model has to be mended first"
+        return f"{name} cannot be built: {reason}. Nothing was planned; what makes the model has to be mended first"
     return (
-        f"{name} cannot be built on torch's meta device, where tensors have shapes and no values: {said}. Keep work on "
-        "values (loading weights, .item(), numpy) out of its construction, or give the sizes instead (--layers, "
+        f"{name} cannot be built on torch's meta device, where tensors have shapes and no values: {reason}. Keep work "
+        "on values (loading weights, .item(), numpy) out of its construction, or give the sizes instead (--layers, "
         "--hidden, --heads, --vocab)"
     )
 
@@ -272,11 +272,13 @@ def _read_transformers(path: Path) -> Any:
             raise ValueError(f"a {type(facts).__name__}")
         return building.described_configuration(facts.pop("model_type"), **facts)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error)
-        said = said if len(said) <= 200 else said[:200] + "..."  # an unknown model_type is answered with all there are
+        reason = str(error)
+        reason = (
+            reason if len(reason) <= 200 else reason[:200] + "..."
+        )  # an unknown model_type is answered with all there are
         raise DeepSpeedConfigError(
             f"{path}: expected a transformers configuration (JSON with model_type); found {type(error).__name__}: "
-            f"{said}"
+            f"{reason}"
         ) from error
 
 

@@ -20,9 +20,10 @@ from deepspeed.comm.transports.connect import HostTransport
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError
+from deepspeed.plan.timeline.step_trace import HostWaitEvent, StepRecording, TracedTransport
 
 
-class _Arrived:
+class _FinishedWork:
     """Work that is done: the network is taken to keep up with the computation."""
 
     def wait(self, timeout: Any = None) -> None:
@@ -33,7 +34,7 @@ class _Arrived:
         return True
 
 
-class _Receipt(_Arrived):
+class _SimulatedReceive(_FinishedWork):
     """A receive: takes what this rank itself has sent under the same key."""
 
     def __init__(self, sent: dict[int, torch.Tensor], key: int, place: torch.Tensor) -> None:
@@ -52,36 +53,36 @@ class _PeerGroup(FakeGroup):
 
     _sent: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, key: int) -> _Arrived:
+    def send(self, tensors: list[torch.Tensor], peer: int, key: int) -> _FinishedWork:
         """Keeps small values for :meth:`recv`."""
         if tensors[0].device.type == "cpu":
             self._sent[key] = tensors[0]
-        return _Arrived()
+        return _FinishedWork()
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, key: int) -> _Arrived:
+    def recv(self, tensors: list[torch.Tensor], peer: int, key: int) -> _FinishedWork:
         """Gives this rank's own values back."""
-        return _Receipt(self._sent, key, tensors[0]) if tensors[0].device.type == "cpu" else _Arrived()
+        return _SimulatedReceive(self._sent, key, tensors[0]) if tensors[0].device.type == "cpu" else _FinishedWork()
 
 
 class _CollectiveGroup(FakeGroup):
     """The group beneath native collectives."""
 
-    def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _Arrived:
+    def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _FinishedWork:
         if flat.device.type == "cpu":
             flat.view(-1, mine.numel()).copy_(mine.view(1, -1).expand(flat.numel() // mine.numel(), -1))
-        return _Arrived()
+        return _FinishedWork()
 
-    def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor) -> _Arrived:
-        return _Arrived()
+    def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor) -> _FinishedWork:
+        return _FinishedWork()
 
-    def alltoall_base(self, out: torch.Tensor, source: torch.Tensor, received: Any, sent: Any) -> _Arrived:
-        return _Arrived()
+    def alltoall_base(self, out: torch.Tensor, source: torch.Tensor, received: Any, sent: Any) -> _FinishedWork:
+        return _FinishedWork()
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> _Arrived:
-        return _Arrived()
+    def allreduce(self, tensors: list[torch.Tensor]) -> _FinishedWork:
+        return _FinishedWork()
 
 
-def _as_told(rows: torch.Tensor, mine: int) -> torch.Tensor:
+def _as_gathered(rows: torch.Tensor, mine: int) -> torch.Tensor:
     """What the ranks tell each other in numbers: a sum that this one leaves to others to count is 1 there."""
     if rows.dtype == torch.float64 and rows[mine, 0] == 0:
         rows[:, 0] = 1.0
@@ -89,19 +90,21 @@ def _as_told(rows: torch.Tensor, mine: int) -> torch.Tensor:
     return rows
 
 
-class _PlayedGloo(HostTransport):
+class _SimulatedGlooTransport(TracedTransport, HostTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from; as if all ranks told the same."""
-        return _as_told(super().gather_small(tensor, channel=channel, label=label), self.rank)
+        self.trace.add(HostWaitEvent())
+        return _as_gathered(super().gather_small(tensor, channel=channel, label=label), self.rank)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from; the values are those that are there."""
 
 
-class _PlayedNative(NativeTransport):
+class _SimulatedNativeTransport(TracedTransport, NativeTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from; as if all ranks told the same."""
-        return _as_told(super().gather_small(tensor, channel=channel, label=label), self.rank)
+        self.trace.add(HostWaitEvent())
+        return _as_gathered(super().gather_small(tensor, channel=channel, label=label), self.rank)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from; the values are those that are there."""
@@ -110,22 +113,24 @@ class _PlayedNative(NativeTransport):
         """See the class this one derives from; the values are those that are there."""
 
 
-class _PlayedOperations:
+class _SimulatedOperations:
     """Collectives of ``torch.distributed`` that leave their tensors as they are."""
 
-    def all_reduce(self, tensor: torch.Tensor, **_options: Any) -> _Arrived:
-        return _Arrived()
+    def all_reduce(self, tensor: torch.Tensor, **_options: Any) -> _FinishedWork:
+        return _FinishedWork()
 
-    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *_numels: Any, **_options: Any) -> _Arrived:
-        return _Arrived()
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, *_numels: Any, **_options: Any
+    ) -> _FinishedWork:
+        return _FinishedWork()
 
-    def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, **_options: Any) -> _Arrived:
+    def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, **_options: Any) -> _FinishedWork:
         """Gives this rank's own values for those of all."""
         output.view(-1, tensor.numel()).copy_(tensor.reshape(1, -1).expand(output.numel() // tensor.numel(), -1))
-        return _Arrived()
+        return _FinishedWork()
 
-    def broadcast(self, tensor: torch.Tensor, **_options: Any) -> _Arrived:
-        return _Arrived()
+    def broadcast(self, tensor: torch.Tensor, **_options: Any) -> _FinishedWork:
+        return _FinishedWork()
 
     def __getattr__(self, name: str) -> Any:
         raise NotYetSupportedError(
@@ -133,20 +138,22 @@ class _PlayedOperations:
         )
 
 
-class PlayedJob(FakeJob):
+class SimulatedJob(FakeJob):
     """Rank ``rank`` of ``mesh.world_size``, alone.
 
     Args:
         rank: The rank that is played.
         mesh: All of them, along their axes.
         backend: ``gloo`` or the name of one with native collectives.
+        trace: Records transfers; None: nothing does.
 
     Attributes:
         transports: All that were made.
     """
 
-    def __init__(self, rank: int, mesh: Mesh, backend: str) -> None:
-        super().__init__(rank, mesh, backend, _PlayedOperations())
+    def __init__(self, rank: int, mesh: Mesh, backend: str, trace: StepRecording | None = None) -> None:
+        super().__init__(rank, mesh, backend, _SimulatedOperations())
+        self._trace = trace if trace is not None else StepRecording()
         self.transports: list[Transport] = []
 
     @override
@@ -155,12 +162,12 @@ class PlayedJob(FakeJob):
         if len(members) == 1:
             return LocalTransport()
         place = members.index(self.rank), len(members)
-        made: Transport
+        made: _SimulatedGlooTransport | _SimulatedNativeTransport
         if self.ranks.backend_of() == "gloo":
-            made = _PlayedGloo(_PeerGroup(tuple(members)), *place)
+            made = _SimulatedGlooTransport(_PeerGroup(tuple(members)), *place)
         else:
             # Small exchanges tell values, which only the host has in a rehearsal.
-            made = _PlayedNative(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"))
-        made.ranks = tuple(members)
+            made = _SimulatedNativeTransport(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"))
+        made.ranks, made.trace = tuple(members), self._trace
         self.transports.append(made)
         return made

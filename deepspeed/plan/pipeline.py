@@ -17,7 +17,7 @@ from deepspeed.parallel.pipe.layers import Entry, class_name, trainable_numel
 from deepspeed.parallel.pipe.module import DEFAULT_SCHEDULE
 from deepspeed.parallel.pipe.partition import chunk_bounds
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, Schedule, make_schedule, place_chunks
-from deepspeed.parallel.pipe.schedule.actions import held
+from deepspeed.parallel.pipe.schedule.lists import held
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
@@ -99,7 +99,7 @@ def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
     """As many trained elements for each chunk, as ``PipelineModule`` cuts where nothing else is asked for.
 
     Args:
-        layers: As of ``PipelineModule``; called with ``meta`` as torch's device.
+        layers: Layers or layer specs, as ``PipelineModule`` takes them; called with ``meta`` as torch's device.
         pipeline: Its stages and schedule.
 
     Raises:
@@ -134,7 +134,7 @@ def _content_of(entry: Entry) -> Any:
 
 
 @dataclass(frozen=True)
-class Idle:
+class PipelineBubble:
     """The time of a step in a pipeline, at least.
 
     Attributes:
@@ -151,10 +151,10 @@ class Idle:
         return self.seconds / self.busy - 1 if self.busy else 0.0
 
 
-_MOST_PLAYED = 8  # groups of micro-batches per stage: longer steps are like them with more in the middle
+_MOST_SIMULATED = 8  # groups of micro-batches per stage: longer steps are like them with more in the middle
 
 
-def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int) -> Idle:
+def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int) -> PipelineBubble:
     """How long stages wait for each other: the schedule is played.
 
     Args:
@@ -167,13 +167,13 @@ def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int
     for stage, each in zip(pipeline.stage_of, chunks, strict=True):
         busy[stage] += each.forward + each.backward
     step = pipeline.stages
-    left_out = max(0, micro_batches - _MOST_PLAYED * step) // step * step
-    played = micro_batches - left_out
-    seconds = simulate(pipeline.of(played), chunks).makespan
+    left_out = max(0, micro_batches - _MOST_SIMULATED * step) // step * step
+    simulated = micro_batches - left_out
+    seconds = simulate(pipeline.of(simulated), chunks).makespan
     if left_out:
-        before = simulate(pipeline.of(played - step), chunks).makespan
+        before = simulate(pipeline.of(simulated - step), chunks).makespan
         seconds += (seconds - before) * (left_out // step)
-    return Idle(seconds, micro_batches * max(busy))
+    return PipelineBubble(seconds, micro_batches * max(busy))
 
 
 def idle_shares(stages: int, micro_batches: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.job.axes import grid_mesh
+from deepspeed.comm.job.grid import grid_mesh
 from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config
 from deepspeed.config import parse
@@ -23,14 +23,14 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import quiet
 from deepspeed.offload.homes import placement_of
 from deepspeed.plan.configs import changed, stage_of
+from deepspeed.plan.environment import SimulatedPart
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
 from deepspeed.plan.memory import META
 from deepspeed.plan.models import BlockCheckpointing, Workload
 from deepspeed.plan.pipeline import cut_of
-from deepspeed.plan.played_stage import Stage
 from deepspeed.plan.rehearsal import heaviest_rank, rehearse
 from deepspeed.plan.result import Plan, PlannedPart, Request
-from deepspeed.plan.scene import SimulatedPart
+from deepspeed.plan.simulated_stage import Stage
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:

@@ -21,18 +21,19 @@ from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
-from deepspeed.parallel.sequence.sharing import sharing_of
+from deepspeed.parallel.sequence.context import sharing_of
 from deepspeed.plan.actions import Act, actions_of_step, loss_of
 from deepspeed.plan.codes import gradient_codec, gradient_sums
+from deepspeed.plan.current_module import CurrentModule
 from deepspeed.plan.devices import in_words
-from deepspeed.plan.flow import Flow
+from deepspeed.plan.environment import SimulatedPart, scene
 from deepspeed.plan.models import Inputs, Workload
-from deepspeed.plan.played_stage import PlayedStage, Seen
 from deepspeed.plan.rehearsed import Rehearsed
-from deepspeed.plan.scene import SimulatedPart, scene
-from deepspeed.plan.stage_set import PlayedDisk
+from deepspeed.plan.simulated_hardware import SimulatedDisk
+from deepspeed.plan.simulated_stage import SimulatedStage, StageCost
+from deepspeed.plan.step_totals import StepTotals
+from deepspeed.plan.timeline.step_trace import MarkEvent
 from deepspeed.plan.values import Rehearsal
-from deepspeed.plan.whereabouts import Whereabouts
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import StorageKind
 
@@ -62,7 +63,7 @@ def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
 
 
 class _SimulatedRun:
-    def __init__(self, workload: Workload | None, part: SimulatedPart, count: Rehearsal, disk: PlayedDisk) -> None:
+    def __init__(self, workload: Workload | None, part: SimulatedPart, count: Rehearsal, disk: SimulatedDisk) -> None:
         self._workload = workload
         with count.overlooking():
             self._model = workload.model if workload is not None else _module_of(part)
@@ -73,13 +74,13 @@ class _SimulatedRun:
         self._steps = min(part.accumulation_steps, most)
         self._activations = 0
         self._states: dict[tuple[StorageKind, Home], int] = {}
-        self._seen = Seen()  # of a stage
-        self._whereabouts = Whereabouts(self._model, count)
+        self._seen = StageCost()  # of a stage
+        self._current_module = CurrentModule(self._model, count)
 
     def result(self, other_setting: Callable[[Any], None] | None) -> Rehearsed:
         """Runs everything; see :func:`rehearse`."""
         count, model = self._count, self._model
-        self._whereabouts.enter("initialize")
+        self._current_module.enter("initialize")
         elsewhere = _experts_elsewhere(model)
         parameters = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters())
         trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
@@ -88,7 +89,7 @@ class _SimulatedRun:
         count.look()
         init_peak = count.peaks[Home.DEVICE].nbytes
         try:
-            with self._whereabouts.watched(), self._own_errors_named():
+            with self._current_module.watched(), self._own_errors_named():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
                 run_step = self._steps_of(engine, inputs)
                 run_step()
@@ -98,7 +99,8 @@ class _SimulatedRun:
                 inspected.ledger.reset_peak()
                 count.reset_peaks()
                 self._activations = 0
-                flows = run_step()
+                with count.trace.recording():
+                    flows = run_step()
             count.look()
             found = self._found(inspected, parameters, trained, init_peak, flows)
             found.repeated = repeated
@@ -111,7 +113,7 @@ class _SimulatedRun:
         return found
 
     def _found(
-        self, engine: EngineInspection, parameters: int, trained: int, init_peak: int, flows: list[Flow]
+        self, engine: EngineInspection, parameters: int, trained: int, init_peak: int, flows: list[StepTotals]
     ) -> Rehearsed:
         count, ledger = self._count, engine.ledger
         kinds = {(kind, home): ledger.peak(kind, home) for kind in StorageKind for home in Home}
@@ -134,6 +136,7 @@ class _SimulatedRun:
             codec=gradient_codec(engine),
             is_codec_fixed=engine.driver.codec is not None,
             may_skip=engine.precision.may_skip,
+            trace=list(self._count.trace.events),
         )
 
     def _while_generating(self, engine: EngineInspection) -> list[str]:
@@ -157,7 +160,7 @@ class _SimulatedRun:
         self,
         found: Rehearsed,
         engine: Any,
-        run_step: Callable[[], list[Flow]],
+        run_step: Callable[[], list[StepTotals]],
         inputs: Any,
         other_setting: Callable[[Any], None],
     ) -> None:
@@ -166,7 +169,7 @@ class _SimulatedRun:
         except DeepSpeedConfigError as error:
             found.notices.append(str(error))
             return
-        self._whereabouts.enter("forward")
+        self._current_module.enter("forward")
         self._activations = 0
         if self._part.stage is None:
             self._forward(engine, inputs)
@@ -213,29 +216,30 @@ class _SimulatedRun:
 
     def _own_errors_named(self) -> AbstractContextManager[None]:
         part = self._part
-        return self._whereabouts.own_errors_named(
+        return self._current_module.own_errors_named(
             f"micro-batch {part.micro_batch}, sequences of {part.sequence_length} tokens, tensors without values"
         )
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _steps_of(self, engine: Any, inputs: Any) -> Callable[[], list[Flow]]:
+    def _steps_of(self, engine: Any, inputs: Any) -> Callable[[], list[StepTotals]]:
         """What makes a step, and gives what each micro-batch moved, or the groups in its middle and the rest."""
         stage = self._part.stage
         if stage is None:
             return lambda: self._step(engine, inputs, self._steps)
-        played = PlayedStage(
+        simulated = SimulatedStage(
             engine,
             stage,
             inputs,
             flow=self._flow,
             held=lambda: self._count.other(Home.DEVICE),
-            enter=self._whereabouts.enter,
+            enter=self._current_module.enter,
             after_backward=lambda: self._note_states(engine),
+            mark=self._count.trace.add,
         )
 
-        def step() -> list[Flow]:
-            self._seen = played.step()
+        def step() -> list[StepTotals]:
+            self._seen = simulated.step()
             self._activations = max(self._seen.kept.values())
             return [self._seen.middle, self._seen.rest]
 
@@ -251,14 +255,15 @@ class _SimulatedRun:
         ledger = engine.inspect().ledger
         self._states = {(kind, home): ledger.live(kind, home) for kind in StorageKind for home in Home}
 
-    def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
+    def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[StepTotals]:
         """Micro-batches up to an update; returns what each moved, up to the end of its step."""
         flows = []
         losses: dict[int, torch.Tensor] = {}
         before = self._flow()
         for action in actions_of_step(micro_batches):
             number = action.micro_batch
-            self._whereabouts.enter(action.act.value)
+            self._current_module.enter(action.act.value)
+            self._count.trace.add(MarkEvent(action.act.value, number))
             if action.act is Act.FORWARD:
                 engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
                 losses[number] = self._forward(engine, inputs)
@@ -272,17 +277,17 @@ class _SimulatedRun:
                 before = self._flow()
         return flows
 
-    def _extended(self, flows: list[Flow]) -> Flow:
+    def _extended(self, flows: list[StepTotals]) -> StepTotals:
         """The flow of all micro-batches: the first of ``flows`` stands for those that were left out."""
-        total = Flow()
+        total = StepTotals()
         for flow in flows:
             total = total.plus(flow, 1)
         group = 1 if self._part.stage is None else self._part.stage.pipeline.group
         left_out = self._part.accumulation_steps - self._steps
         return total.plus(flows[0], left_out // group)
 
-    def _flow(self) -> Flow:
-        return Flow(
+    def _flow(self) -> StepTotals:
+        return StepTotals(
             asked_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()},
             ran_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()},
             flops=self._count.flops,
@@ -313,6 +318,9 @@ _SIDE_EFFECTS = frozenset(
         "comet",
         "flops_profiler",
         "comms_logger",
+        "run_report",
+        "trace",
+        "preemption",
         "dump_state",
         "wall_clock_breakdown",
         "memory_breakdown",
@@ -320,7 +328,7 @@ _SIDE_EFFECTS = frozenset(
         "log_level",
     }
 )
-"""Keys that write, log or generate and do not change what a step holds or moves."""
+"""Keys that write, log, generate or wait for signals and do not change what a step holds or moves."""
 
 
 def _client_optimizer(config: dict[str, Any]) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepspeed.comm.codecs.codec import Codec
-from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
+from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.plan.codes import PlannedSum
-from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import Moment, Peak
+from deepspeed.plan.step_totals import StepTotals
+from deepspeed.plan.timeline.step_trace import TraceEvent
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import StorageKind
 
@@ -39,6 +40,7 @@ class Rehearsed:
         init_peak: Highest sum on the device while the engine was built.
         other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
         notices: Why it is not known.
+        trace: What the step issued, in order: of the micro-batches that were played.
     """
 
     parameters: int
@@ -50,7 +52,7 @@ class Rehearsed:
     activations: int
     pinned: int
     file_bytes: int
-    flow: Flow
+    flow: StepTotals
     init_peak: int
     repeated: int = 0
     chunk_flops: dict[int, dict[Computation, int]] = field(default_factory=dict)
@@ -62,3 +64,4 @@ class Rehearsed:
     may_skip: bool = False
     other_activations: int | None = None
     notices: list[str] = field(default_factory=list)
+    trace: list[TraceEvent] = field(default_factory=list, compare=False, repr=False)

@@ -11,16 +11,18 @@ from typing import Any
 
 from deepspeed.comm.job.mesh import PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.engine.communication_compression import default_codec
-from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
+from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.codes import NAMES, CodedCost, coded_costs
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.kinds import RankKind
 from deepspeed.plan.models import ModelSource
-from deepspeed.plan.pipeline import Idle, Pipeline, idle_shares, idle_time
+from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_time
+from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.show import plan_text
-from deepspeed.plan.times import Travel, exposed_seconds, lower_bounds, travels
+from deepspeed.plan.timeline.timed_step import TimedStep, time_pipeline, time_step
+from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
 from deepspeed.zero.placement import Home
 
 MUCH_IDLE = 0.25
@@ -177,11 +179,11 @@ class Plan:
         return device_bytes <= self.machine.usable and (host is None or host_bytes <= host)
 
     @cached_property
-    def travels(self) -> list[Travel]:
+    def travels(self) -> list[PlannedTransfer]:
         """The collectives of a step, of the heaviest rank."""
         return self._travels(self.heaviest)
 
-    def _travels(self, part: PlannedPart) -> list[Travel]:
+    def _travels(self, part: PlannedPart) -> list[PlannedTransfer]:
         return travels(part.rehearsed.flow, self.machine, self.mesh, part.kind.rank, part.rehearsed.members)
 
     @cached_property
@@ -199,13 +201,33 @@ class Plan:
         )
 
     @cached_property
-    def idle(self) -> Idle | None:
+    def idle(self) -> PipelineBubble | None:
         """How long stages wait for each other; None without stages, rates, or a plan of all of them."""
         times = self._chunk_times
         return None if times is None else idle_time(self.request.pipeline, times, self.accumulation_steps)
 
     @cached_property
-    def better_accumulation(self) -> tuple[int, Idle] | None:
+    def timed_step(self) -> TimedStep | None:
+        """Where the time of a step goes; None where the device's rates or some of the stages are not known."""
+        machine, pipeline = self.machine, self.request.pipeline
+        if min(machine.device.flops, machine.device.memory_bandwidth) <= 0:
+            return None
+        if pipeline.stages == 1:
+            is_asynchronous = self.request.kind != "cpu"
+            trace = self.rehearsed.trace
+            return time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+        alike = {stage: part.kind.stage for part in self.parts for stage in part.layers}
+        if len(alike) < pipeline.stages:
+            return None
+        events = {part.kind.stage: part.rehearsed.trace for part in self.parts}
+        sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
+        nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
+        along = self.mesh.group(0, PIPE)
+        transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
+        return time_pipeline(events, alike, pipeline, machine, self.accumulation_steps, transfer)
+
+    @cached_property
+    def better_accumulation(self) -> tuple[int, PipelineBubble] | None:
         """More accumulation steps with which the stages wait a quarter of the time at most, and how long they wait.
 
         None where they wait no longer as it is, and where nothing is known of it. The global batch grows as well.
@@ -325,6 +347,7 @@ class Plan:
                 for t in self.travels
             },
             "sent": {name: {"calls": calls, "bytes": nbytes} for name, (calls, nbytes) in found.flow.ran.items()},
+            "sent_by_axis": self._sent_by_axis(),
             "gradients": [
                 {
                     "as": cost.name,
@@ -344,6 +367,7 @@ class Plan:
             "bytes_written_to_files": found.flow.written,
             "lower_bounds_seconds": self.lower_bounds,
             "step_seconds_at_least": self.step_seconds,
+            "predicted": None if self.timed_step is None else self.timed_step.to_dict(),
             "tokens_per_step": self.tokens,
             "tokens_per_second_at_most": self.tokens_per_second,
             "mesh": self.mesh.sizes,
@@ -353,6 +377,12 @@ class Plan:
             "notices": self.notices,
             "suggestions": [{"change": change, **_short(plan)} for change, plan in self.suggestions],
         }
+
+    def _sent_by_axis(self) -> dict[str, int]:
+        sent: dict[str, int] = {}
+        for (_, axis), (_, nbytes) in self.rehearsed.flow.ran_along.items():
+            sent[axis] = sent.get(axis, 0) + nbytes
+        return sent
 
     def _pipeline_dict(self) -> dict[str, Any]:
         if self.request.pipeline.stages == 1:

@@ -14,6 +14,7 @@ from deepspeed.comm.job.mesh import AXES, DATA
 from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.pipeline import idle_shares
+from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import StorageKind
 
@@ -45,6 +46,7 @@ def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
         _headline(plan),
         _verdict(plan),
         _times(plan),
+        _timed(plan),
         _memory(plan),
         _stages(plan),
         _collectives(plan),
@@ -229,6 +231,33 @@ def _times(plan: Plan) -> Table | None:
     table.add_row("all of it at once, perfectly overlapped", seconds_in_words(max(bounds.values())), style="bold")
     if plan.tokens_per_second is not None:
         table.add_row("tokens per second of all ranks, at most", f"{plan.tokens_per_second:,.0f}")
+    return table
+
+
+def _timed(plan: Plan) -> Table | None:
+    """Returns the table of where the time of a step goes, from the recorded play."""
+    step = plan.timed_step
+    if step is None or not step.seconds:
+        return None
+    return times_table("A step is predicted to take", step)
+
+
+def times_table(title: str, step: StepTimes, error: str = "") -> Table:
+    """Returns the table of the parts of a step that take time, with their shares.
+
+    Args:
+        title: Stands above.
+        step: The step.
+        error: Of the step, as text; stands beside it.
+    """
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for name, seconds in step.rows():
+        if seconds > 0:
+            table.add_row(name, seconds_in_words(seconds), f"{seconds / step.seconds:.1%}")
+    table.add_row("step", seconds_in_words(step.seconds), error, style="bold")
     return table
 
 

@@ -1,12 +1,14 @@
 """What a step moves inside and between nodes at least, and how long it takes at least.
 
-Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. A collective
-over nodes of g devices each cannot do with less than this: what a node does not hold must come in through
-its network, once, divided among its devices; what a device does not hold must come over its link from its neighbours,
-where that is shorter. So a gather of B bytes costs each device B (nodes - 1) / nodes / g from the network and
-B (g - 1) / g from the node; a reduce-scatter the same the other way; an all-reduce counts as both. An exchange
-between all (all_to_all) may have all its partners on the same node: what a device sends to others passes its link, or
-its network where it is alone on its node.
+Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. What a node
+does not hold must come in through its network, once, divided among its devices. What a device does not hold must come
+over its link from its neighbours, where that is shorter. So a gather of B bytes over nodes of g devices each costs a
+device at least B (nodes - 1) / nodes / g from the network and B (g - 1) / g from its node. A reduce-scatter costs the
+same the other way; an all-reduce counts as both. An exchange between all (all_to_all) may have all its partners on the
+same node: what a device sends to others passes its link, or its network where it is alone on its node. Where links
+join several nodes (``Machine.link_domain``), these count as one node here.
+
+These are bounds at the makers' rates. ``plan.prediction.network_model`` says how long a collective really takes.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from dataclasses import dataclass
 
 from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.plan.devices import Machine
-from deepspeed.plan.flow import Flow
+from deepspeed.plan.step_totals import StepTotals
 
 
 @dataclass(frozen=True)
-class Travel:
+class PlannedTransfer:
     """One collective of a step, per device.
 
     Attributes:
@@ -47,54 +49,71 @@ class Travel:
 
 
 def span(members: Sequence[int], machine: Machine) -> tuple[int, int]:
-    """Nodes on which ranks lie, and the most of them on one."""
-    on_node = Counter(member // machine.devices_per_node for member in members)
-    return len(on_node), max(on_node.values())
+    """Returns the link domains (nodes, on most machines) on which ranks lie, and the most of them on one."""
+    in_domain = Counter(member // machine.link_domain for member in members)
+    return len(in_domain), max(in_domain.values())
+
+
+def count_near(members: Sequence[int], rank: int, machine: Machine) -> int:
+    """Returns how many of ``members`` lie in the link domain of ``rank``, itself included where it is one."""
+    return sum(member // machine.link_domain == rank // machine.link_domain for member in members)
+
+
+def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
+    """Returns the seconds that a transfer takes at least; the links and the network work at once.
+
+    Args:
+        inside: Bytes over the device's link; they count where its rate is known.
+        between: Bytes over the network; they count where its rate is known.
+        machine: Has both.
+    """
+    link, network = machine.device.link, machine.network
+    return max(inside / link if link > 0 else 0.0, between / network if network > 0 else 0.0)
 
 
 def travels(
-    flow: Flow, machine: Machine, mesh: Mesh, rank: int, members: Mapping[str, Sequence[int]] | None = None
-) -> list[Travel]:
-    """The collectives of a step.
+    flow: StepTotals, machine: Machine, mesh: Mesh, rank: int, members: Mapping[str, Sequence[int]] | None = None
+) -> list[PlannedTransfer]:
+    """Returns the collectives of a step.
 
     Args:
-        flow: Of the rank.
-        machine: On which nodes and devices the ranks are, in their order.
+        flow: What the rank moved.
+        machine: Its nodes and devices, in the order of the ranks.
         mesh: The ranks along their axes.
-        rank: The one whose flow it is.
-        members: By axis of the books, the ranks along it; None, or an axis that is missing: all of the mesh.
+        rank: The rank that ``flow`` is of.
+        members: The ranks along each axis of ``flow``; None, or an axis that is missing: all of the mesh.
     """
     found = []
     for (name, axis), (calls, nbytes) in sorted(flow.asked_along.items()):
         if name == "send":
-            found.append(Travel(name, axis, calls, nbytes, *_to_neighbours(nbytes, machine, mesh, rank)))
+            found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_neighbours(nbytes, machine, mesh, rank)))
             continue
         ranks = (members or {}).get(axis) or range(mesh.world_size)
         nodes, devices = span(ranks, machine)
         if name == "swap" or (name in ("all_to_all", "move") and axis in (EXPERT, SEQUENCE)):
-            found.append(Travel(name, axis, calls, nbytes, *_to_all(nbytes, machine, ranks, rank)))
+            found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_all(nbytes, machine, ranks, rank)))
             continue
         if name == "all_to_all":
             inside, between = (nbytes, 0) if devices > 1 else (0, nbytes)
         else:
             inside, between = nbytes * (devices - 1) // devices, nbytes * (nodes - 1) // nodes // devices
-        found.append(Travel(name, axis, calls, nbytes, inside, between))
+        found.append(PlannedTransfer(name, axis, calls, nbytes, inside, between))
     return found
 
 
 def _to_all(nbytes: int, machine: Machine, ranks: Sequence[int], rank: int) -> tuple[int, int]:
-    """What a rank sends inside its node and to other nodes: equally much to each of the others."""
-    near = sum(peer // machine.devices_per_node == rank // machine.devices_per_node for peer in ranks) - 1
+    """Returns the bytes inside the node and to other nodes, of a rank that sends equally much to each of the others."""
+    near = count_near(ranks, rank, machine) - 1
     inside = nbytes * near // max(len(ranks) - 1, 1)
     return inside, nbytes - inside
 
 
 def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tuple[int, int]:
-    """What a stage sends inside its node and to other nodes: equally much to each of its neighbours."""
+    """Returns the bytes inside the node and to other nodes, of a stage that sends equally much to its neighbours."""
     stage, stages = mesh.coordinate(rank).get(PIPE, 0), mesh.size(PIPE)
     along = mesh.group(rank, PIPE)
     peers = [along[other] for other in (stage - 1, stage + 1) if 0 <= other < stages]
-    near = sum(peer // machine.devices_per_node == rank // machine.devices_per_node for peer in peers)
+    near = count_near(peers, rank, machine)
     inside = nbytes * near // max(len(peers), 1)
     return inside, nbytes - inside
 
@@ -103,7 +122,7 @@ _WEIGHT_GRADIENTS = 1 / 3
 """Most of a step's arithmetic that gradients of weights can take; while one is computed, a sum may be on its way."""
 
 
-def exposed_seconds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> float:
+def exposed_seconds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Machine) -> float:
     """Returns the seconds of a step in which a rank waits for exchanges between two computations, at least.
 
     The next computation needs the result of every exchange between tensor ranks, and of every ``all_to_all`` of
@@ -118,18 +137,15 @@ def exposed_seconds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> fl
     return others + tensor / 2 + max(0.0, tensor / 2 - hidden)
 
 
-def _seconds(moved: Travel, machine: Machine) -> float:
-    """Returns the seconds of a collective; links inside the node and the network between nodes work at once."""
-    link, network = machine.device.link, machine.network
-    inside, between = (moved.inside / link if link > 0 else 0.0), (moved.between / network if network > 0 else 0.0)
-    return max(inside, between)
+def _seconds(moved: PlannedTransfer, machine: Machine) -> float:
+    return busiest_seconds(moved.inside, moved.between, machine)
 
 
-def lower_bounds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> dict[str, float]:
-    """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known.
+def lower_bounds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Machine) -> dict[str, float]:
+    """Returns the seconds that each resource is busy in a step, at least; nothing where the rates are not known.
 
-    They may all work at once, so the step takes no less than the longest. What cannot work at once (arithmetic, and
-    the exchanges that it waits for) is an entry of its own.
+    All may work at once, so the step takes no less than the longest entry. Arithmetic and the exchanges that it waits
+    for cannot work at once, so their sum is an entry of its own.
     """
     device = machine.device
     disk = (flow.read + flow.written) * machine.devices_per_node

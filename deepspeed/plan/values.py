@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.plan.known_shapes import KnownShapes
 from deepspeed.plan.memory import MemoryCount, tensors_of
+from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind, cost_of, cost_of_lists
+from deepspeed.plan.timeline.step_trace import CopyEvent, HostWaitEvent, OperationEvent, StepRecording
+from deepspeed.zero.placement import Home
 
 aten = torch.ops.aten
 _MOST_READ = 1 << 20  # elements that a program may copy to the host without values of its own
@@ -30,19 +34,21 @@ class Rehearsal(MemoryCount):
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention so far.
         shapes: Works the results out.
+        trace: Records operations, where it is on.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__("meta")
         self._kind = kind
+        self.trace = StepRecording()
         self.flops = 0
         self.shapes = KnownShapes(_arithmetic)
         self._answers: dict[int, tuple[Any, Any]] = {}  # by id: operations are hashed by a function of Python
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Active as a mode of torch, and as the auditor of all ledgers."""
-        with super().counting(), _attention_of(self._kind):
+        """Active as a mode of torch, and as the observer of all ledgers."""
+        with super().counting(), _kernels_of(self._kind):
             yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
@@ -55,14 +61,35 @@ class Rehearsal(MemoryCount):
             found = answer(self, args, kwargs)
             if found is not NotImplemented:
                 return found, None
-        result, flops, is_new = self.shapes.run(func, args, kwargs)
-        self.flops += flops
+        result, cost, is_new = self.shapes.run(func, args, kwargs)
+        if cost is not None:
+            self.flops += cost.flops
+            if self.trace.is_on and cost.kind is not _FREE:
+                self.trace.add(OperationEvent(cost, self._is_on_host(args)))
         return result, is_new
 
+    def _is_on_host(self, args: tuple[Any, ...]) -> bool:
+        """Whether an operation works on memory of the host, beside a device with memory of its own."""
+        if not self._off_device or self._kind == "cpu":
+            return False
+        first = next((t for t in tensors_of(args) if t.dim() and t.layout is torch.strided), None)
+        return first is not None and self.home_of(first) is not Home.DEVICE
 
-def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    @override
+    def _count_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        before = self.copied_up, self.copied_down
+        super()._count_copy(target, source)
+        up, down = self.copied_up - before[0], self.copied_down - before[1]
+        if up or down:
+            self.trace.add(CopyEvent(up or down, bool(up)))
+
+
+_FREE = OperationKind.FREE
+
+
+def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OperationCost:
     formula = _formula(func)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return cost_of(func, args, kwargs, result, 0 if formula is None else int(formula(*args, **kwargs, out_val=result)))
 
 
 def _answer_to(func: Any) -> Any:
@@ -72,14 +99,18 @@ def _answer_to(func: Any) -> Any:
     return _ANSWERS.get(func)
 
 
-def _nothing(_rehearsal: Rehearsal, _args: Any, _kwargs: Any) -> None:
-    """Updates of lists return nothing; what they would compute is of no interest."""
+def _nothing(rehearsal: Rehearsal, args: Any, _kwargs: Any) -> None:
+    """Returns nothing, as updates of lists do; what they would compute is of no interest."""
+    if rehearsal.trace.is_on:
+        on_host = any(rehearsal._is_on_host(tuple(value)) for value in args if isinstance(value, (tuple, list)))
+        rehearsal.trace.add(OperationEvent(cost_of_lists(args), on_host))
 
 
 def _read_number(rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
     tensor = args[0]
     if tensor.device.type != "meta":
         return NotImplemented
+    rehearsal.trace.add(HostWaitEvent())
     if tensor.dtype == torch.bool:
         return tensor.__dict__.get("_all_true", False)
     return 1.0 if tensor.is_floating_point() else 1
@@ -128,11 +159,28 @@ def _equal(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
     return True if any(t.device.type == "meta" for t in tensors_of(args)) else NotImplemented
 
 
-@contextmanager
-def _attention_of(kind: str) -> Iterator[None]:
-    """Gives ``scaled_dot_product_attention`` on ``meta`` the kernel that torch takes on a device of that kind.
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm as one kernel, which keeps its input and a number per row."""
 
-    Torch itself would write the whole attention matrix there.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor) -> torch.Tensor:
+        out, _, scale = aten.native_layer_norm.default(x, shape, weight, None, 0.0)  # moves as many bytes
+        ctx.save_for_backward(x, weight, scale)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        made = aten._fused_rms_norm_backward.default(gradients[0], x, ctx.shape, scale, weight, [True, True])
+        return made[0], None, made[1]
+
+
+@contextmanager
+def _kernels_of(kind: str) -> Iterator[None]:
+    """Gives attention and RMSNorm on ``meta`` the kernels that torch takes on a device of that kind.
+
+    Torch itself would write the whole attention matrix there, and make a norm of ten operations.
     """
 
     def attend(
@@ -165,9 +213,19 @@ def _attention_of(kind: str) -> Iterator[None]:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
 
+    def rms_norm(
+        x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
+        if weight is None or weight.dtype != x.dtype:
+            made: torch.Tensor = aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
+            return made
+        return _FusedNorm.apply(x, normalized_shape, weight)  # type: ignore[no-any-return]
+
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", attend, "AutogradMeta")
+        if kind != "cpu" and hasattr(aten, "_fused_rms_norm_backward"):
+            library.impl("rms_norm", rms_norm, "AutogradMeta")
         yield
     finally:
         library._destroy()

@@ -24,7 +24,7 @@ def clip_grad_norm_(
     Do not use it on parameters of a ZeRO engine, whose optimizer clips by itself (``gradient_clipping``).
 
     Args:
-        parameters: Parameters whose ``.grad`` counts.
+        parameters: Parameters, of any shape, whose ``.grad`` counts.
         max_norm: The largest norm allowed.
         norm_type: The p of the p-norm; ``inf`` for the largest element.
         mpu: Model-parallel unit. The norm then spans its model-parallel group, where a parameter with

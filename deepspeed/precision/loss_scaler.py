@@ -55,7 +55,7 @@ class LossScalerBase:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor | None, ...], grad_out: Any) -> tuple[Any, ...]:
-        """A module backward hook that scales the gradients with respect to its inputs."""
+        """Scales the gradients with respect to a module's inputs, of any shape, as a module backward hook."""
         return tuple(None if grad is None else grad * self.cur_scale for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:

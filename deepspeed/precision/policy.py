@@ -83,7 +83,7 @@ class PrecisionPolicy:
         )
 
     def dtype_for(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """Compute dtype of the parameter ``name``."""
+        """Returns the compute dtype of the parameter ``name``, a tensor of any shape."""
         if self.compute_dtype is None or not tensor.is_floating_point():
             return tensor.dtype
         if any(part in name.split(".") for part in self.fp32_modules):
@@ -129,7 +129,7 @@ class PrecisionPolicy:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Applies ``change`` to every tensor in nested tuples, lists and dicts."""
+    """Applies ``change`` to every tensor, of any shape, in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -31,7 +31,7 @@ class Stopwatch:
         self.started = False
         self.records: list[float] = []
         self._total = 0.0
-        self._begun = 0.0
+        self._started = 0.0
 
     def start(self, synchronize: bool = True) -> None:
         """Starts the watch; work queued on the device before is waited for first.
@@ -41,7 +41,7 @@ class Stopwatch:
         """
         if self.started:
             raise RuntimeError(f"timer {self.name!r} is running already; stop it before starting it again")
-        self._begun = _now(synchronize)
+        self._started = _now(synchronize)
         self.started = True
 
     def stop(self, reset: bool = False, record: bool = False, synchronize: bool = True) -> None:
@@ -57,7 +57,7 @@ class Stopwatch:
         """
         if not self.started:
             raise RuntimeError(f"timer {self.name!r} is not running; start it before stopping it")
-        passed = _now(synchronize) - self._begun
+        passed = _now(synchronize) - self._started
         self._total = passed if reset else self._total + passed
         if record:
             self.records.append(passed * 1e3)
@@ -217,6 +217,9 @@ class ThroughputTimer:
         steps_per_output: Log every so many global steps; None: never.
         monitor_memory: Add memory to the line.
         logging_fn: Takes the line; None: the package logger on rank 0.
+
+    Attributes:
+        initialized: Whether it was ever started.
     """
 
     def __init__(
@@ -234,13 +237,13 @@ class ThroughputTimer:
         self.steps_per_output = steps_per_output
         self.monitor_memory = monitor_memory
         self.logging = logging_fn or log_dist
-        self.started = False
+        self.started = self.initialized = False
         self.epoch_count = 0
         self.micro_step_count = 0
         self.global_step_count = 0
         self.total_elapsed_time = 0.0  # seconds since start_step
         self.step_elapsed_time = 0.0  # seconds of the present global step
-        self._begun = 0.0
+        self._started = 0.0
         self._output_time = 0.0  # seconds since the latest line
         self._output_steps = 0
 
@@ -258,9 +261,9 @@ class ThroughputTimer:
         """Starts the micro-batch."""
         if not self.enabled:
             return
-        self.started = True
+        self.started = self.initialized = True
         if self.global_step_count >= self.start_step:
-            self._begun = _now(self.config.synchronized)
+            self._started = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """Ends the micro-batch.
@@ -274,7 +277,7 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         if self.global_step_count >= self.start_step:
-            passed = _now(self.config.synchronized) - self._begun
+            passed = _now(self.config.synchronized) - self._started
             self.total_elapsed_time += passed
             self.step_elapsed_time += passed
         if not global_step:

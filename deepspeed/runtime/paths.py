@@ -1,7 +1,7 @@
 """The modules below ``deepspeed.runtime`` that programs import, and where each of their names is defined.
 
 None of these modules is a file: :mod:`.finder` makes them when they are imported. Names of missing features
-(:mod:`deepspeed.features`) need no mention.
+(:mod:`deepspeed.missing_features`) need no mention.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
 
 
-class _Rising(LrSchedule):
+class _RisingSchedule(LrSchedule):
     """The common rise."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
@@ -51,7 +51,7 @@ class _Rising(LrSchedule):
             )
 
 
-class WarmupLR(_Rising):
+class WarmupLR(_RisingSchedule):
     """Rises from the least to the greatest rate, then stays.
 
     Args:
@@ -128,7 +128,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - self.last_batch_iteration) / fall)
 
 
-class WarmupCosineLR(_Rising):
+class WarmupCosineLR(_RisingSchedule):
     """Rises, then falls along half a cosine, as ratios of each group's own rate. The first update runs at rate 0.
 
     Args:

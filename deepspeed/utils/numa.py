@@ -1,4 +1,4 @@
-"""Binding processes to cores; the feature is missing (:mod:`deepspeed.features`)."""
+"""Binding processes to cores; the feature is missing (:mod:`deepspeed.missing_features`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "GatheredParameters": "deepspeed.zero.access.gathered",
         "Init": "deepspeed.zero.construction.init",
         "MiCS_Init": "deepspeed.zero.construction.init",
-        "MicroBatch": "deepspeed.zero.micro_batch",
+        "MicroBatch": "deepspeed.zero.runtime",
         "ZeroParamStatus": "deepspeed.zero.access.views",
         "ZeroParamType": "deepspeed.zero.access.views",
         "register_external_parameter": "deepspeed.zero.access.external",

@@ -87,7 +87,8 @@ class Bucket(Holder):
         self.is_kept = False
         self.count: GatherCount | None = None
         self.is_decoded = False
-        self._wire = group.parameter_wire(trainable=layout.trainable)
+        # Gathers parameters for the model's own use, perhaps as codes; `transport` is the same ranks, always exact.
+        self._compute_transport = group.parameter_transport(trainable=layout.trainable)
         self._work: Work | None = None
         self._read: Work = DoneWork()
         self._gathers = self._publishes = 0
@@ -198,9 +199,9 @@ class Bucket(Holder):
         key = self._next_key()
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
-            wire = self.transport if exactly else self._wire
-            self._work = wire.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
-        self.is_decoded = not wire.is_exact
+            carrier = self.transport if exactly else self._compute_transport
+            self._work = carrier.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
+        self.is_decoded = not carrier.is_exact
         self._change_state(State.GATHERING)
 
     def finish_gather(self) -> None:
@@ -218,11 +219,11 @@ class Bucket(Holder):
         """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
         assert self.state is State.FULL and self.is_sharded
         key, label = self._next_key(), f"the gather of {self.label}"
-        if not isinstance(self._wire, CodedTransport):
+        if not isinstance(self._compute_transport, CodedTransport):
             self.transport.all_gather(self.full.tensor, key=key, label=label).wait()
             return
         self.keep_writes()
-        self._wire.gather_from(self.shard.to(self.device), self.full.tensor, key=key, label=label).wait()
+        self._compute_transport.gather_from(self.shard.to(self.device), self.full.tensor, key=key, label=label).wait()
         self.is_decoded = True
 
     def restore_full(self) -> None:
@@ -298,12 +299,12 @@ class Bucket(Holder):
         return copy_sharded(self, tile, parameter, memo)
 
     def view(self, tile: int) -> torch.Tensor:
-        """The place of a parameter in the full buffer, in its shape; only while FULL."""
+        """Returns the place of a parameter in the full buffer, in its shape; only while FULL."""
         assert self.state is State.FULL, f"{self!r}: the full buffer is not there"
         return self._views[tile]
 
     def tile_at(self, offset: int) -> int:
-        """The parameter that holds an element of the full buffer."""
+        """Returns the parameter that holds an element of the full buffer."""
         return bisect_right(self.layout.starts, offset) - 1
 
     def pin(self) -> None:
@@ -323,8 +324,8 @@ class Bucket(Holder):
         """Moves what is kept between uses to other memory; the parameters of a resident bucket move along.
 
         Args:
-            copy: Makes the copy there.
-            home: Where, for the books.
+            copy: Makes the copy of a 1-D tensor there.
+            home: Where it goes, for the ledger.
         """
         if self.is_sharded:
             nbytes = self.shard.numel() * self.shard.element_size()
@@ -413,9 +414,9 @@ class Bucket(Holder):
 
     @override
     def as_gathered(self, fragment: Fragment) -> torch.Tensor:
-        if not self.is_decoded or not isinstance(self._wire, CodedTransport):
+        if not self.is_decoded or not isinstance(self._compute_transport, CodedTransport):
             return super().as_gathered(fragment)
-        return self._wire.as_gathered(self.shard.to(self.device))[fragment.in_slice]
+        return self._compute_transport.as_gathered(self.shard.to(self.device))[fragment.in_slice]
 
     def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
         """What the shard is to hold for values in the full buffer: its own, where nobody wrote over what was decoded.
@@ -442,7 +443,7 @@ class Bucket(Holder):
         return changed
 
     def remember_value(self, index: int) -> None:
-        """As :meth:`remember_values`, for one parameter."""
+        """Notes address and version of one parameter if it is full, so that a write by others is seen later."""
         if self.state is State.FULL:
             parameter = self.params[index]
             self._fingerprints[index] = (parameter.data_ptr(), parameter._version)
@@ -473,7 +474,7 @@ class Bucket(Holder):
 
 
 def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of ``shape`` over one element of memory, which spoils every result that it reaches."""
+    """Returns a tensor of ``shape`` over one element of memory, which spoils every result that it reaches."""
     element = torch.zeros(1, dtype=dtype, device=device)
     if dtype.is_floating_point or dtype.is_complex:
         element.fill_(float("nan"))

@@ -39,16 +39,16 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
         texts = transport.gather_small(
             torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64), channel="call", label=words
         )
-        said = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
+        calls = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
         raise DivergenceError(
             "ranks made different calls where all must make the same one: "
-            + "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(said))
+            + "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             + ". Nothing was moved. Call it on every rank of the group, with the same parameters"
         )
     if not numbers:
         return [[] for _ in digests]
-    told = transport.gather_small(torch.tensor(numbers, dtype=torch.int64), channel="call", label=words)
-    return told.tolist()
+    gathered = transport.gather_small(torch.tensor(numbers, dtype=torch.int64), channel="call", label=words)
+    return gathered.tolist()
 
 
 def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:

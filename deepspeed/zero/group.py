@@ -18,7 +18,7 @@ from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.tiling.describe import CUT, Description
-from deepspeed.zero.tiling.layout import DATA, Sharing
+from deepspeed.zero.tiling.layout import DATA, SliceLayout
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BucketGroup:
         gather: Carries parameters between the ranks that share slices.
         reduce: Carries gradients between the same ranks.
         owners: The ranks among which masters are cut, numbered as they are cut: ``gather``, or with it the ranks with
-            the same slices (``comm.job.axes.GridTransport``).
+            the same slices (``comm.job.grid.GridTransport``).
         combine: Carries sums between the ranks that hold the same slices; None where no others do.
         divisor: What makes a mean of a sum over all ranks of the group.
         counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
@@ -72,7 +72,7 @@ class BucketGroup:
         """
         return cls(name, gather, reduce or gather, gather, divisor=gather.size)
 
-    def parameter_wire(self, *, trainable: bool) -> Transport:
+    def parameter_transport(self, *, trainable: bool) -> Transport:
         """Carries parameters that are gathered for their uses; it need not be exact. For all else ``gather`` is.
 
         Args:
@@ -81,22 +81,22 @@ class BucketGroup:
         return coded(self.gather, self.gather_codec if trainable else self.frozen_codec)
 
     @cached_property
-    def gradient_wire(self) -> Transport:
+    def gradient_transport(self) -> Transport:
         """Carries gradients between the ranks that share slices; it need not be exact."""
         return coded(self.reduce, self.reduce_codec)
 
     @cached_property
-    def early_gradient_wire(self) -> Transport:
+    def early_gradient_transport(self) -> Transport:
         """The same in early updates."""
         return coded(self.reduce, self.early_codec)
 
     @cached_property
-    def combine_wire(self) -> Transport | None:
+    def combine_transport(self) -> Transport | None:
         """Carries sums between the ranks that hold the same slices; it need not be exact."""
         return self._between_copies(self.reduce_codec)
 
     @cached_property
-    def early_combine_wire(self) -> Transport | None:
+    def early_combine_transport(self) -> Transport | None:
         """The same in early updates."""
         return self._between_copies(self.early_codec)
 
@@ -106,9 +106,9 @@ class BucketGroup:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether a rank keeps what reductions lose of its gradients."""
-        wires = (self.gradient_wire, self.combine_wire)
-        return any(isinstance(wire, CodedTransport) and wire.codec.feeds_back for wire in wires)
+        """Returns whether a rank keeps what reductions lose of its gradients."""
+        both = (self.gradient_transport, self.combine_transport)
+        return any(isinstance(carrier, CodedTransport) and carrier.codec.feeds_back for carrier in both)
 
     @property
     def size(self) -> int:
@@ -122,16 +122,16 @@ class BucketGroup:
 
     @property
     def is_spread(self) -> bool:
-        """Whether masters are cut further than the parameters: over the ranks with the same slices too."""
+        """Returns whether masters are cut further than the parameters: over the ranks with the same slices too."""
         return self.owners is not self.gather
 
     @property
-    def sharing(self) -> Sharing:
+    def slice_layout(self) -> SliceLayout:
         """How the group cuts its buckets."""
-        return Sharing(self.size, self.copies)
+        return SliceLayout(self.size, self.copies)
 
     def place_of(self, peer: int) -> tuple[int, int]:
-        """Which of the ranks that hold the same slice, and which place among those that share, a peer has.
+        """Returns which of the ranks that hold the same slice, and which place among those that share, a peer has.
 
         Of a peer in another group of that name it is the place that it has there.
 
@@ -200,7 +200,7 @@ class Groups:
         frozen: Codec | None = None,
         early: Codec | None = None,
     ) -> Groups:
-        """The same groups with codecs; every rank must call it. Makes a number for the engine anew.
+        """Returns the same groups with codecs; every rank must call it. Makes a number for the engine anew.
 
         Args:
             gather: How sharded parameters travel to where they are used; None: as they are.
@@ -223,15 +223,15 @@ class Groups:
             self.lease.give_back()
 
     def __iter__(self) -> Iterator[BucketGroup]:
-        """Every group, in an order that is equal on all ranks."""
+        """Returns every group, in an order that is equal on all ranks."""
         return iter(self.by_name.values())
 
     def __getitem__(self, name: str) -> BucketGroup:
-        """The group of that name."""
+        """Returns the group of that name."""
         return self.by_name[name]
 
     def name_of(self, parameter: str, described: Description) -> str:
-        """The group of a parameter.
+        """Returns the group of a parameter.
 
         Args:
             parameter: Its name, for messages.
@@ -253,11 +253,11 @@ class Groups:
 
     @property
     def knows_everything(self) -> bool:
-        """Whether every rank knows of every other one which parameters had gradients."""
+        """Returns whether every rank knows of every other one which parameters had gradients."""
         return self.job is self.peers and len(self.by_name) == 1
 
     def among_peers(self, group: BucketGroup) -> list[int] | None:
-        """The numbers, among the peers, of the ranks of a group; None where these are all of them."""
+        """Returns the numbers, among the peers, of the ranks of a group; None where these are all of them."""
         if group.combine is not None or group.size == self.peers.size:
             return None
         ranks = group.gather.ranks

@@ -76,7 +76,7 @@ class UntrainedGradients:
         self._known: set[int] = set()
 
     def drop_those_of(self, buckets: Iterable[Bucket]) -> list[str]:
-        """The names of such parameters that were not known yet; their gradients go from now on."""
+        """Returns the names of such parameters that were not known yet; their gradients go from now on."""
         names = []
         for bucket in buckets:
             for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True):

@@ -90,7 +90,7 @@ class Holder:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a runtime has the parameters now."""
+        """Returns whether a runtime has the parameters now."""
         return self._owner is not None and not isinstance(self._owner, weakref.ref)
 
     def begin_training(self, owner: Any) -> None:
@@ -108,11 +108,11 @@ class Holder:
         return self.group.gather
 
     def fragment(self, tile: int) -> Fragment | None:
-        """What this rank's slice has of a tile, or None."""
+        """Returns what this rank's slice has of a tile, or None."""
         return self.layout.fragment(tile, self.transport.rank)
 
     def as_gathered(self, fragment: Fragment) -> torch.Tensor:
-        """What a gather has put in the place of this rank's fragment of a sharded parameter, 1-D."""
+        """Returns what a gather has put in the place of this rank's fragment of a sharded parameter, 1-D."""
         return self.shard[fragment.in_slice]
 
     def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ def _nowhere() -> None:
 
 
 def address_of(parameter: torch.Tensor) -> Address | None:
-    """The address of a parameter, or None where it belongs to no holder."""
+    """Returns the address of a parameter (any shape, sharded or not), or None where it belongs to no holder."""
     return parameter.__dict__.get(_ADDRESS)
 
 
@@ -203,7 +203,7 @@ def is_zero_param(parameter: object) -> bool:
 
 
 def set_address(parameter: torch.Tensor, holder: Holder, tile: int) -> Address:
-    """Gives a parameter its (next) address; its number stays the same."""
+    """Gives a parameter (any shape, sharded or not) its next address; its number stays the same."""
     old = address_of(parameter)
     address = Address(holder, tile, next(_numbers) if old is None else old.number)
     parameter.__dict__[_ADDRESS] = address
@@ -211,17 +211,17 @@ def set_address(parameter: torch.Tensor, holder: Holder, tile: int) -> Address:
 
 
 def forget_address(parameter: torch.Tensor) -> None:
-    """Takes a parameter out of its holder: it goes on with values of its own. It must be full."""
+    """Takes a parameter out of its holder; it keeps values of its own. It must be full, in its own shape."""
     parameter.__dict__.pop(_ADDRESS, None)
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of a parameter, sharded or not."""
+    """Returns the shape of a parameter, sharded or not."""
     address = address_of(parameter)
     return tuple(parameter.shape) if address is None else address.shape
 
 
 def full_numel(parameter: torch.Tensor) -> int:
-    """Elements of a parameter, sharded or not."""
+    """Returns the elements of a parameter in its full shape, sharded or not."""
     address = address_of(parameter)
     return parameter.numel() if address is None else address.numel

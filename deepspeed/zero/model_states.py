@@ -1,33 +1,37 @@
 """The model states of one model on this rank: its parameters in buckets, and a master for every bucket that is trained.
 
-Making them moves the model's parameters into flat buffers. What runs over them is ``zero.runtime``.
+Making them moves the model's parameters into flat buffers (:func:`first_values`). What runs over them is
+``zero.runtime``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from deepspeed.comm.transports.transport import Piece
+from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
+from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.construction.filling import first_values
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.gather.units import Unit
-from deepspeed.zero.gradient.destination import Landing
-from deepspeed.zero.group import Groups
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.group import BucketGroup, Groups
+from deepspeed.zero.holder import Address, address_of, full_shape
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import Ledger
+from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.formula import MemoryFormula
-from deepspeed.zero.tiling.layout import ModelLayout, UnitTile, model_layout
+from deepspeed.zero.tiling.intervals import moves
+from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout, UnitTile, model_layout
 from deepspeed.zero.tiling.parts import tile_of
 from deepspeed.zero.update.masters import MasterBucket
 
@@ -87,7 +91,7 @@ class ModelStates:
 
         return model_layout(
             [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
-            sharing={group.name: group.sharing for group in self._groups},
+            slice_layouts={group.name: group.slice_layout for group in self._groups},
             limits=self._options.layout,
         )
 
@@ -204,15 +208,158 @@ class ModelStates:
         return [bucket for bucket in self.buckets if bucket.is_sharded]
 
     def position_of(self, bucket: Bucket) -> int | None:
-        """The place of a bucket among those that are trained; None where it is not."""
+        """Returns the place of a bucket among those that are trained; None where it is not."""
         return self._trained.get(bucket.index)
 
-    def landing(self, bucket: Bucket) -> Landing:
-        """What brings the reduced gradients of a bucket to where the update reads them."""
-        return self._options.landing(self.placed[bucket.index].gradient_home, self.ledger)
+    def destination(self, bucket: Bucket) -> GradientDestination:
+        """Returns what brings the reduced gradients of a bucket to where the update reads them."""
+        return self._options.destination(self.placed[bucket.index].gradient_home, self.ledger)
 
     @property
     def staging_bytes(self) -> int:
         """Host memory of the buffers between files and the rest."""
         memories = (*self._options.param_memories.values(), *self._options.master_memories.values())
         return sum(memory.staging_bytes for memory in memories)
+
+
+def first_values(
+    layout: BucketLayout,
+    params: Sequence[torch.nn.Parameter],
+    *,
+    group: BucketGroup,
+    device: torch.device,
+    default_dtype: torch.dtype,
+    cut: bool,
+) -> torch.Tensor:
+    """Returns the first values of an engine's bucket, wherever they are now. Every rank of the group must call it.
+
+    A parameter is either whole on every rank, and then rank 0's values count, or sharded already: by ``zero.Init``, or
+    by an engine that had the model before. Only parts that change their owner travel, all of a bucket in one round, and
+    no rank ever holds more of a sharded bucket than its slice.
+
+    Args:
+        layout: Of the bucket to fill.
+        params: Its parameters, in layout order.
+        group: The ranks that share the bucket.
+        device: Where the result shall be.
+        default_dtype: For a bucket without parameters.
+        cut: Whether this rank needs its slice only, or everything.
+
+    Returns:
+        1-D, this rank's slice or the whole buffer, in the narrowest dtype that holds all values that the parameters
+        have now (masters are made from it); padding is zero.
+
+    Raises:
+        DeepSpeedConfigError: ``zero.Init`` has sharded a parameter in another group.
+    """
+    dtypes = [p.dtype for p in params] or [default_dtype]
+    dtype = functools.reduce(torch.promote_types, dtypes)  # neither of fp16 and bf16 holds the other's values
+    transport = group.gather
+    flat = torch.zeros(layout.slice_numel if cut else layout.numel, dtype=dtype, device=device)
+    round_ = _SliceRound(layout, flat, transport) if cut else _WholeRound(layout, flat, transport)
+    for tile, parameter in enumerate(params):
+        address = address_of(parameter)
+        if address is not None and isinstance(parameter, ShardedParameter):
+            if address.holder.transport.ranks == transport.ranks:
+                round_.from_parts(tile, address)
+                continue
+            if address.holder.group.name != group.name:
+                raise DeepSpeedConfigError(
+                    f"{layout.tiles[tile].name!r} belongs to the group {group.name!r}, but zero.Init has shared it as "
+                    f"one of {address.holder.group.name!r}, so that all groups have the same values of it; build its "
+                    f"module inside `with deepspeed.zero.tiling.describe.in_group({group.name!r})`"
+                )
+            values = _gathered_elsewhere(parameter, address).to(device)
+        else:
+            values = parameter.detach().to(device)
+        round_.from_rank_0(tile, values.to(dtype).reshape(-1))
+    round_.run()
+    return flat
+
+
+def _gathered_elsewhere(parameter: torch.nn.Parameter, address: Address) -> torch.Tensor:
+    """Returns all values of a parameter that is sharded over other ranks than the engine's."""
+    block = GatheredBlock([(parameter, address)], None)
+    block.open()
+    values = parameter.detach().clone()
+    block.give_back(restore=False)
+    return values
+
+
+class _Round:
+    """Moves the values of one bucket into ``flat``: planned tile by tile, moved at once."""
+
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, transport: Transport) -> None:
+        self.layout = layout
+        self.flat = flat
+        self.transport = transport
+        self.rank = transport.rank
+        self.pieces: list[Piece] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (place, values) to copy when the round is over
+
+    def run(self) -> None:
+        """Moves what was planned."""
+        tiles = self.layout.tiles
+        self.transport.move(self.pieces, label=f"the first values of {tiles[0].name if tiles else 'an empty bucket'}")
+        for place, values in self.copies:
+            if place.data_ptr() != values.data_ptr():
+                place.copy_(values)
+
+    def receive_buffer(self, place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns where values of ``dtype`` are received that belong into ``place``: it, or a tensor of their dtype."""
+        return place if dtype == place.dtype else torch.empty_like(place, dtype=dtype)
+
+
+class _SliceRound(_Round):
+    """``flat`` is this rank's slice."""
+
+    def from_parts(self, tile: int, address: Address) -> None:
+        """Sharded before, sharded after: intervals that change their owner."""
+        holder, flat = address.holder, self.flat
+        for move in moves(holder.layout.fragments_of(address.tile), self.layout.fragments_of(tile)):
+            place = source = None
+            if move.target == self.rank:
+                place = flat[move.target_start : move.target_start + move.numel]
+            if move.source == self.rank:
+                source = holder.shard[move.source_start : move.source_start + move.numel].to(flat.device)
+            if move.source == move.target:
+                if place is not None and source is not None:
+                    self.copies.append((place, source))
+                continue
+            tensor = source
+            if place is not None:
+                tensor = self.receive_buffer(place, holder.dtype)
+                self.copies.append((place, tensor))
+            self.pieces.append(Piece(move.source, move.target, tensor))
+
+    def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
+        """Whole before, sharded after."""
+        fragment = self.layout.fragment(tile, self.rank)
+        place = None if fragment is None else self.flat[fragment.in_slice]
+        if self.rank == 0 and fragment is not None and place is not None:
+            self.copies.append((place, values[fragment.in_tile]))
+        self.pieces += scatter(self.layout, tile, self.rank, 0, values, place)
+
+
+class _WholeRound(_Round):
+    """``flat`` is the whole buffer."""
+
+    def _place(self, tile: int) -> torch.Tensor:
+        start = self.layout.starts[tile]
+        return self.flat[start : start + self.layout.tiles[tile].numel]
+
+    def from_parts(self, tile: int, address: Address) -> None:
+        """Sharded before, on every rank after."""
+        holder, place = address.holder, self._place(tile)
+        whole = self.receive_buffer(place, holder.dtype)
+        fragment = holder.fragment(address.tile)
+        mine = None if fragment is None else holder.shard[fragment.in_slice]
+        self.pieces += assemble(holder.layout, address.tile, self.rank, mine, whole)
+        self.copies.append((place, whole))
+
+    def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
+        """Whole before, on every rank after."""
+        place = self._place(tile)
+        if self.rank == 0:
+            place.copy_(values)
+        self.pieces.append(Piece(0, None, place))

@@ -18,7 +18,7 @@ stage 3 also the compute parameters (``param_home``), and at every stage the fro
 (``base_home``). Code asks the placement, never the stage number or the config.
 
 "Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
-then hold the same (``comm.job.axes``), and stage 3 has two more rows:
+then hold the same (``comm.job.grid``), and stage 3 has two more rows:
 
 +---------+---------------+--------------+----------------------------+
 |         | compute param | gradient     | master and optimizer state |
@@ -113,7 +113,7 @@ class Placement:
         shard_ranks: int | None = None,
         spread_master: bool = False,
     ) -> Placement:
-        """The row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards.
+        """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards.
 
         Args:
             stage: ZeRO stage.
@@ -146,7 +146,7 @@ class Placement:
         return tuple(home for home in Home if home in used)
 
     def of_buckets(self, layout: ModelLayout) -> tuple[BucketPlacement, ...]:
-        """The placement of each bucket.
+        """Returns the placement of each bucket.
 
         With several ranks a bucket is sharded where the stage says so, and at every stage if its parameters are
         described as shared or offloaded; with one, only where its parameters leave the device. Masters leave the device
@@ -176,7 +176,7 @@ class Placement:
     def of_unfrozen(
         self, layout: ModelLayout, placed: Sequence[BucketPlacement], index: int
     ) -> tuple[BucketPlacement, ...]:
-        """The placements once a bucket is trained that was frozen; the others stay where they are.
+        """Returns the placements once a bucket is trained that was frozen; the others stay where they are.
 
         Its master leaves the device if those that are there have not reached their share.
 

@@ -1,11 +1,12 @@
-"""One model under ZeRO while it runs: what a backward opens and settles, what an exception leaves, what calls refuse.
+"""One model under ZeRO: how it is built, and while it runs what a backward opens and settles and what calls refuse.
 
-``zero.build`` puts it together; where the states lie is in ``zero.model_states``.
+:func:`build_runtime` puts it together; where the states lie is in ``zero.model_states``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +14,23 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.transports.transport import LocalTransport
+from deepspeed.comm.watch import backward_comm
 from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, logger
+from deepspeed.torch_private import is_inside_backward
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
-from deepspeed.zero.gather.announced import Announcement
 from deepspeed.zero.gather.hooks import ForwardHooks
 from deepspeed.zero.gather.leaf import get_z3_leaf_modules
+from deepspeed.zero.gather.outputs import tensors_in
 from deepspeed.zero.gather.schedule import GatherSchedule
-from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.gather.units import buckets_of_leaves, find_units, gathering_modules
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.guards import UntrainedGradients
-from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.guards import UntrainedGradients, guard_parts, guard_state_dicts
+from deepspeed.zero.holder import address_of
 from deepspeed.zero.model_states import ModelStates
 from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.places import Places
@@ -35,8 +39,83 @@ from deepspeed.zero.tiling.layout import ModelLayout
 from deepspeed.zero.update.masters import MasterBucket
 
 
+@dataclass(frozen=True)
+class ModelChunk:
+    """A part of the model that is run by itself, such as a chunk of a pipeline.
+
+    Attributes:
+        reaches: Parameters that a backward of it may reach.
+        closes: Those of them that no later backward of this update reaches: their gradients are reduced now.
+        reduces_each: Parameters in ``reaches`` that are not in ``closes`` are reduced after this backward too; False:
+            they stay a local sum until a backward closes them.
+    """
+
+    reaches: frozenset[torch.nn.Parameter]
+    closes: frozenset[torch.nn.Parameter] = frozenset()
+    reduces_each: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One backward of an update.
+
+    The engine counts calls of ``step``; a schedule that runs forwards and backwards in an order of its own says it.
+
+    Attributes:
+        index: Number of the micro-batch in its update, from 0. Several backwards may belong to one: those of the parts
+            of a model that is run part by part.
+        is_first: No backward of this update came before.
+        is_last: The update follows this backward.
+        part: What of the model it is a backward of; None: all of it.
+    """
+
+    index: int
+    is_first: bool
+    is_last: bool
+    part: ModelChunk | None = None
+
+
+class BackwardTracker:
+    """Knows whether a backward of one model is open, and calls back when a gradient hook fires.
+
+    The outermost forward of whatever module leaves a hook on what it returns (``zero.gather.hooks``). So a backward is
+    open before the first weight is needed, whoever started it, and it knows through which forward it came in.
+
+    Attributes:
+        is_open: Whether a backward is open; set by the runtime alone.
+        on_sight: Called when a gradient hook fires; opens the backward if none is open.
+        on_entry: Called in an open backward with the number of the forward whose outputs it has reached.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.on_sight: Callable[[], None] | None = None
+        self.on_entry: Callable[[int], None] | None = None
+
+    def watch(self, outputs: Any, entry: int = 0) -> None:
+        """Hooks the outputs of a training forward, so that a backward through them is noticed.
+
+        Args:
+            outputs: What it returned.
+            entry: Number of the module among those that may be called by themselves; 0 is the model.
+        """
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter hooks would pile up, forward by forward
+                tensor.register_hook(lambda _gradient: self._reached(entry))
+
+    def seen(self) -> None:
+        """Called when a gradient hook fires. Opens the backward if none is open."""
+        if self.on_sight is not None:
+            self.on_sight()
+
+    def _reached(self, entry: int) -> None:
+        self.seen()
+        if self.is_open and self.on_entry is not None:
+            self.on_entry(entry)
+
+
 class ZeroRuntime:
-    """Owns the sharded life of one model. Made by ``zero.build.build_runtime``.
+    """Owns the sharded life of one model. Made by :func:`build_runtime`.
 
     Attributes:
         model: The model.
@@ -52,7 +131,7 @@ class ZeroRuntime:
         schedule: When buckets are gathered.
         hooks: Tell when modules run.
         reducer: The gradients; None where nothing is trained.
-        announcement: How a backward of this model shows itself.
+        backward_tracker: How a backward of this model shows itself.
         handles: Hooks on the model that go with this runtime.
         optimizer: The ZeRO optimizer; set by the engine once it exists.
         places: The parameters as the model had them.
@@ -72,7 +151,7 @@ class ZeroRuntime:
         schedule: GatherSchedule,
         hooks: ForwardHooks,
         reducer: GradientReducer | None,
-        announcement: Announcement,
+        backward_tracker: BackwardTracker,
     ) -> None:
         self.model = model
         self.placement = options.placement
@@ -88,7 +167,7 @@ class ZeroRuntime:
         self.schedule = schedule
         self.hooks = hooks
         self.reducer = reducer
-        self.announcement = announcement
+        self.backward_tracker = backward_tracker
         self.places = Places(model)
         self.handles: list[RemovableHandle] = []
         self.optimizer: Any = None
@@ -115,8 +194,8 @@ class ZeroRuntime:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward of this model is open."""
-        return self.announcement.is_open
+        """Returns whether a backward of this model is open."""
+        return self.backward_tracker.is_open
 
     def _drop_untrained_gradients(self) -> None:
         """Parameters that require gradients and belong to no optimizer group: their gradients are of no use."""
@@ -138,7 +217,7 @@ class ZeroRuntime:
         """
         assert not self.in_backward
         self.take_unfrozen()
-        self.announcement.is_open = True
+        self.backward_tracker.is_open = True
         if self.reducer is not None:
             every = self.reducer.policy.every_micro_batch and not self._is_alone
             reaches, closes = self._positions(micro_batch)
@@ -152,7 +231,7 @@ class ZeroRuntime:
         self.schedule.begin("backward")
 
     def _positions(self, micro_batch: MicroBatch) -> tuple[Sequence[int], Sequence[int]]:
-        """The trained buckets that a backward may reach, and those that none reaches after it in its update."""
+        """Returns the trained buckets that a backward may reach, and those that none reaches after it in its update."""
         part, everything = micro_batch.part, range(len(self.masters))
         if part is None:
             return everything, everything if micro_batch.is_last else ()
@@ -163,7 +242,7 @@ class ZeroRuntime:
         return reaches, [n for n in reaches if all(p in part.closes for p in params[n] if p.requires_grad)]
 
     def _confirm(self, confirms: bool) -> None:
-        """Whether gathers carry along how many reductions of their group have been started."""
+        """Returns whether gathers carry along how many reductions of their group have been started."""
         for gather in self._gathers:
             gather.confirms = confirms
 
@@ -185,7 +264,7 @@ class ZeroRuntime:
             if any(parameter.requires_grad and tile.param_group >= 0 for parameter, tile in pairs):
                 made.append(self.states.train(bucket))
                 self._late.append(len(self.reducer.buckets))
-                self.reducer.add(bucket, self.states.landing(bucket))
+                self.reducer.add(bucket, self.states.destination(bucket))
         if made:
             self.optimizer.add_masters(made)
             numel = sum(master.flat.numel() for master in made)
@@ -202,7 +281,7 @@ class ZeroRuntime:
         if self.reducer is not None:
             self.reducer.end()
         self.hooks.end_backward()
-        self.announcement.is_open = False
+        self.backward_tracker.is_open = False
 
     def drop_open_work(self, *, together: bool = True) -> bool:
         """After an exception left a forward or backward open: throws away what is half done.
@@ -231,7 +310,7 @@ class ZeroRuntime:
             self._confirm(False)
             if self.reducer is not None and self.reducer.is_open:
                 self.reducer.drop(with_sums=is_mixed)
-            self.announcement.is_open = False
+            self.backward_tracker.is_open = False
             self.hooks.abandon()
             if together:
                 logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
@@ -239,8 +318,8 @@ class ZeroRuntime:
 
     @property
     def backward_is_running(self) -> bool:
-        """Whether this is inside a backward; one that an exception has ended is open until it is dropped."""
-        return self.in_backward and torch._C._current_graph_task_id() != -1
+        """Returns whether this is inside a backward; one that an exception has ended is open until it is dropped."""
+        return self.in_backward and is_inside_backward()
 
     def drop_failed_backward(self) -> None:
         """Throws away what an exception has left of a backward; every rank must come to it, in whichever call.
@@ -264,7 +343,7 @@ class ZeroRuntime:
 
     @property
     def _peers_rely_on_open_work(self) -> bool:
-        """Whether what an exception left open has transfers that other ranks take part in."""
+        """Returns whether what an exception left open has transfers that other ranks take part in."""
         gathers = any(bucket.is_sharded and bucket.group.size > 1 for bucket in self.buckets)
         reduces = self.reducer is not None and self.reducer.is_reducing
         return self.groups.peers.size > 1 and (gathers or reduces)
@@ -282,12 +361,12 @@ class ZeroRuntime:
         return {parameter for module in get_z3_leaf_modules(self.model) for parameter in module.parameters()}
 
     def master_of(self, bucket: Bucket) -> MasterBucket | None:
-        """The master weights of a bucket; None where it is not trained."""
+        """Returns the master weights of a bucket; None where it is not trained."""
         position = self.states.position_of(bucket)
         return None if position is None else self.masters[position]
 
     def gradients_of(self, bucket: Bucket) -> GradientBucket | None:
-        """The gradients of a bucket; None where it is not trained."""
+        """Returns the gradients of a bucket; None where it is not trained."""
         position = self.states.position_of(bucket)
         return None if position is None or self.reducer is None else self.reducer.buckets[position]
 
@@ -346,3 +425,81 @@ class ZeroRuntime:
         if self.reducer is not None:
             self.reducer.clear()
             self.reducer.remove()
+
+
+def build_runtime(
+    model: nn.Module, options: RuntimeOptions, groups: Groups, param_groups: Mapping[int, int]
+) -> ZeroRuntime:
+    """Moves the model's parameters into buckets and hooks them up. Every rank must call it, with the same model.
+
+    Args:
+        model: The model; its parameters are changed in place and take rank 0's values.
+        options: Decisions of the configuration.
+        groups: The ranks that share parameters, and those that decide together.
+        param_groups: ``id(parameter)`` to index of its optimizer param group.
+    """
+    _retire_earlier_owners(model)
+    units = find_units(model, options.granularity)
+    states = ModelStates(model, units, options, groups, param_groups)
+    sharded = states.sharded
+    agreement = Agreement(groups.gathering, lambda index: f"the parameters {states.buckets[index].label}")
+    leaves = buckets_of_leaves(model, sharded)
+    schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
+    backward_tracker = BackwardTracker()
+    hooks = ForwardHooks(
+        model,
+        gathering_modules(model, units, states.layout.units, states.buckets, leaves),
+        sharded,
+        schedule,
+        in_backward=lambda: backward_tracker.is_open,
+        on_outputs=backward_tracker.watch,
+    )
+    backward_tracker.on_entry = hooks.reach
+    reducer = None
+    if options.reduction is not None:
+        reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, backward_tracker)
+    runtime = ZeroRuntime(
+        model,
+        options,
+        groups,
+        states,
+        agreement=agreement,
+        schedule=schedule,
+        hooks=hooks,
+        reducer=reducer,
+        backward_tracker=backward_tracker,
+    )
+    if options.placement.shard_params or states.sharded:
+        runtime.handles += guard_state_dicts(model)
+    runtime.handles += guard_parts(model)
+    return runtime
+
+
+def _retire_earlier_owners(model: nn.Module) -> None:
+    """An engine that had the model before gives its parameters up."""
+    addresses = [address for p in model.parameters() if (address := address_of(p)) is not None]
+    for owner in {id(a.holder.owner): a.holder.owner for a in addresses if a.holder.owner is not None}.values():
+        owner.retire()
+
+
+def _make_reducer(
+    model: nn.Module,
+    policy: ReductionPolicy,
+    states: ModelStates,
+    groups: Groups,
+    schedule: GatherSchedule,
+    hooks: ForwardHooks,
+    backward_tracker: BackwardTracker,
+) -> GradientReducer:
+    comm_tracker = backward_comm.BackwardCommTracker(model)
+    return GradientReducer(
+        [master.bucket for master in states.masters],
+        policy,
+        groups.peers,
+        states.ledger,
+        [states.destination(master.bucket) for master in states.masters],
+        on_packed=hooks.gradients_arrived,
+        on_stray=backward_tracker.seen,
+        may_block=lambda: schedule.expects_no_gather and not comm_tracker.may_communicate(),
+        needs_one_order=bool(states.sharded) and any(group.gather.needs_one_order for group in groups),
+    )

@@ -9,8 +9,8 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.destination import Landing
-from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.tiling.layout import Limits
@@ -31,7 +31,7 @@ class RuntimeOptions:
         device: Where the model computes.
         param_memories: Where compute shards are kept, for every home in use.
         master_memories: Where masters and optimizer states are kept, for every home in use.
-        landing: Makes what brings the reduced gradients of one bucket to their home.
+        destination: Makes what brings the reduced gradients of one bucket to their home.
         state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
             element.
     """
@@ -46,10 +46,10 @@ class RuntimeOptions:
     device: torch.device
     param_memories: Mapping[Home, Memory]
     master_memories: Mapping[Home, Memory]
-    landing: Callable[[Home, Ledger], Landing]
+    destination: Callable[[Home, Ledger], GradientDestination]
     state_itemsizes: tuple[int, ...] = ()
 
     @property
     def host_is_device(self) -> bool:
-        """Whether the model computes in host memory."""
+        """Returns whether the model computes in host memory."""
         return get_accelerator().shares_host_memory(self.device)

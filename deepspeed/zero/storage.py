@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.comm.transports.transport import DoneWork, Work
+from deepspeed.torch_private import storage_references
 from deepspeed.zero.placement import Home
 
 
@@ -37,24 +38,24 @@ class StorageKind(Enum):
     __hash__ = object.__hash__  # Enum's own runs in Python, and the books are written for every bucket that moves
 
 
-class Auditor(Protocol):
+class LedgerObserver(Protocol):
     """Follows the books of every ledger as they are written, beside counts of its own."""
 
     def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
 
     def claimed(self, tensor: torch.Tensor) -> None:
-        """Called when the whole storage of ``tensor`` is accounted for."""
+        """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
 
 
 class Ledger:
     """Bytes alive and their peak, by kind and home. One per ZeRO instance.
 
     Attributes:
-        auditor: Told of every entry, or None.
+        observer: Told of every entry, or None.
     """
 
-    auditor: ClassVar[Auditor | None] = None
+    observer: ClassVar[LedgerObserver | None] = None
 
     def __init__(self) -> None:
         self._live: dict[tuple[StorageKind, Home], int] = defaultdict(int)
@@ -65,13 +66,13 @@ class Ledger:
         key = (kind, home)
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
-        if self.auditor is not None:
-            self.auditor.booked(kind, home, nbytes)
+        if self.observer is not None:
+            self.observer.booked(kind, home, nbytes)
 
     def claim(self, tensor: torch.Tensor) -> None:
-        """Says that the memory of ``tensor`` is what an entry stands for."""
-        if self.auditor is not None:
-            self.auditor.claimed(tensor)
+        """Says that the memory of ``tensor`` (any shape) is what an entry stands for."""
+        if self.observer is not None:
+            self.observer.claimed(tensor)
 
     def set(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         """For state that is measured, not allocated, by this package (an optimizer's own)."""
@@ -117,11 +118,11 @@ class Memory:
 
     @property
     def lends(self) -> bool:
-        """Whether tensors of this home can serve, where they lie, for whole parameters on the device."""
+        """Returns whether tensors of this home can serve, where they lie, for whole parameters on the device."""
         return False
 
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A 1-D tensor of this home, not initialised; ``label`` names it in messages."""
+        """Returns a 1-D tensor of this home, not initialised; ``label`` names it in messages."""
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.tensor_device)
 
@@ -137,11 +138,11 @@ class Memory:
         """
 
     def initialise(self, target: torch.Tensor, value: float) -> None:
-        """Fills a view of what :meth:`empty` made with one value."""
+        """Fills a view, of any shape, of what :meth:`empty` made with one value."""
         target.fill_(value)
 
     def announce(self, tensor: torch.Tensor) -> None:
-        """Says that :meth:`read` of ``tensor`` comes soon."""
+        """Announces that :meth:`read` of ``tensor`` (1-D) comes soon."""
 
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
         """Copies a tensor of this home to a tensor on the device.
@@ -169,7 +170,7 @@ class Memory:
         """Takes back what was announced and not read: somebody else may change it from now on."""
 
     def ordered(self) -> AbstractContextManager[Any]:
-        """A context for :meth:`read` and for the collective that sends its result on."""
+        """Returns a context for :meth:`read` and for the collective that sends its result on."""
         return nullcontext()
 
     def settle(self) -> None:
@@ -242,23 +243,23 @@ class FlatBuffer:
             self._ledger.add(self._kind, self._home, -self.nbytes)
 
     def guard(self, views: Sequence[torch.Tensor]) -> None:
-        """From now on :meth:`free` looks for views that others have.
+        """Makes :meth:`free` look for views that others have, from now on.
 
         Args:
-            views: Those that the owner keeps; nobody else may have one at the moment.
+            views: Views of any shape that the owner keeps; nobody else may have one at the moment.
         """
         self._own_views = tuple(views)
         self._own_references = self._references()
 
     def _has_fixed_size(self) -> bool:
-        """Whether somebody has fixed the size of the storage, for good: it can be neither freed nor grown again.
+        """Returns whether somebody has fixed the size of the storage: it can be neither freed nor grown again.
 
         ``numpy()`` of a view does so, and so does ``share_memory_()``, after which torch crashes in ``resize_``.
         """
         return not self._storage.resizable() or (self._storage.device.type == "cpu" and self._storage.is_shared())
 
     def _references(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        return storage_references(self._storage)
 
     def _leave_to_others(self) -> None:
         old_key = self.storage_key
@@ -281,7 +282,7 @@ class FlatBuffer:
 
     @classmethod
     def holding(cls, tensor: torch.Tensor, like: FlatBuffer, home: Home) -> FlatBuffer:
-        """A buffer of the kind of ``like`` whose memory is that of ``tensor`` (1-D, alone in its storage)."""
+        """Returns a buffer of the kind of ``like`` whose memory is that of ``tensor`` (1-D, alone in its storage)."""
         made = cls.__new__(cls)
         made.tensor = tensor
         made._storage = tensor.untyped_storage()
@@ -326,7 +327,7 @@ class LentBuffer(FlatBuffer):
         self.is_allocated = True
 
     def free(self) -> None:
-        """See the class this one derives from. Views that others have stay valid."""
+        """Marks the buffer as free. The memory stays where it is, so views of it stay valid."""
         self.is_allocated = False
 
     @override
@@ -338,14 +339,15 @@ class LentBuffer(FlatBuffer):
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The key of the storage under ``tensor``; compare with :attr:`FlatBuffer.storage_key`."""
+    """Returns the key of the storage under ``tensor`` (any shape); compare with :attr:`FlatBuffer.storage_key`."""
     return tensor.untyped_storage()._cdata
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` in which no two elements share memory as those of an ``expand``-ed one do.
+    """Returns a view of ``tensor`` in which no two elements share memory as those of an ``expand``-ed one do.
 
-    Whoever writes ``tensor.numel()`` elements to the address of such a tensor writes past the end of its memory.
+    Its expanded dimensions have size 1. Whoever writes ``tensor.numel()`` elements to the address of an expanded tensor
+    writes past the end of its memory.
     """
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:

@@ -20,5 +20,5 @@ def untouched() -> Iterator[None]:
 
 
 def is_untouched() -> bool:
-    """Whether constructors must do nothing of their own."""
+    """Returns whether constructors must do nothing of their own."""
     return _depth > 0

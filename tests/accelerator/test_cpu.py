@@ -118,7 +118,7 @@ def test_peak_where_the_kernel_does_not_count(monkeypatch):
     values = iter([10, 30, 20, 20, 25])
     monkeypatch.setattr(host_memory, "_kernel_peak", lambda: None)
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: next(values))
-    peak = host_memory.PeakResident()
+    peak = host_memory.PeakResidentMemory()
     assert [peak.read(), peak.read(), peak.read()] == [10, 30, 30]
     peak.reset()
     assert peak.read() == 25
@@ -188,9 +188,6 @@ def test_typed_constructors(cpu):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda cpu: cpu.op_builder_dir(),
-        lambda cpu: cpu.create_op_builder("CPUAdamBuilder"),
-        lambda cpu: cpu.get_op_builder("CPUAdamBuilder"),
         lambda cpu: cpu.build_extension(),
         lambda cpu: cpu.create_graph(),
         lambda cpu: cpu.capture_to_graph(None),

@@ -1,25 +1,21 @@
 """Kills processes in the middle of saves.
 
-``python -m tests.checkpoint.killed FOLDER operations TAG ACT``, ``... FOLDER moments COUNT [pipeline]`` or ``... FOLDER
-runs CELL ...``, where a cell is ``stage,precision,home of the optimizer's states,home of the parameters``.
-
-Run in a process of its own, because it forks: children start from imported modules instead of importing torch again.
+:func:`main` runs in a process of its own, because it forks and kills: children start from imported modules instead of
+importing torch again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # with the first optimizer every child would import it for itself
 
-import deepspeed.engine.engine  # noqa: F401 - likewise
 from deepspeed import comm
 from deepspeed.checkpoint.directory import find
 from deepspeed.checkpoint.reader import CheckpointReader
@@ -219,20 +215,19 @@ def runs(folder: Path, cells: list[str]) -> None:
         print(f"cell {cell}", flush=True)
 
 
-def main() -> None:
+def main(place: str, what: str, *more: str) -> str:
+    """Runs ``operations TAG ACT``, ``moments COUNT [pipeline]`` or ``runs CELL ...``; returns what it printed.
+
+    A cell is ``stage,precision,home of the optimizer's states,home of the parameters``.
+    """
     logger.setLevel("ERROR")
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    folder = Path(sys.argv[1])
-    if sys.argv[2] == "operations":
-        operations(folder, sys.argv[3] or None, sys.argv[4])
-    elif sys.argv[2] == "runs":
-        runs(folder, sys.argv[3:])
-    else:
-        moments(folder, int(sys.argv[3]), pipes="pipeline" in sys.argv[4:])
-    print("all survived", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    folder, printed = Path(place), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if what == "operations":
+            operations(folder, more[0] or None, more[1])
+        elif what == "runs":
+            runs(folder, list(more))
+        else:
+            moments(folder, int(more[0]), pipes="pipeline" in more)
+    return printed.getvalue()

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.engine import DeepSpeedEngine
-from tests.engine.support import engine_of, inputs, tower
+from tests.engine.support import engine_of, inputs
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 
 
 def steps(engine: DeepSpeedEngine, *numbers: int) -> None:

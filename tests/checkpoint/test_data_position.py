@@ -107,3 +107,75 @@ def resume(folder: str):
 def test_training_goes_on_with_the_same_data(tmp_path):
     for straight, resumed in run_ranks(resume, 2, str(tmp_path)):
         assert straight == resumed
+
+
+def _samples(loaders, batches):
+    """The samples of so many micro-batches of all ranks, one set for each."""
+    return [sorted(sum((next(each)[:, 0].tolist() for each in loaders), [])) for _ in range(batches)]
+
+
+def _loaders(ranks, size, count=50, shuffle=True, drop_last=False):
+    data = torch.arange(float(count)).reshape(count, 1)
+    return [
+        DeepSpeedDataLoader(
+            data, size, data_parallel_world_size=ranks, data_parallel_rank=rank, shuffle=shuffle, drop_last=drop_last
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 2)), ((4, 2), (1, 4)), ((1, 6), (2, 3)), ((2, 3), (2, 1))])
+def test_any_number_of_ranks_goes_on_with_the_samples_that_come_next(before, after, shuffle, drop_last):
+    """Micro-batches of all ranks together have the same size before and after, or a multiple of it."""
+    first = _loaders(*before, shuffle=shuffle, drop_last=drop_last)
+    endless = [RepeatingLoader(each) for each in first]
+    each, now = before[0] * before[1], after[0] * after[1]
+    passed = 48 // each + 2  # two micro-batches into the second pass
+    _samples(endless, passed + (not drop_last))
+    positions = [loader.position() for loader in first]
+    assert positions == [{"epoch": 2, "samples": 2 * each}] * before[0]
+    expected = _samples(endless, 3 if each >= now else 4)
+    second = _loaders(*after, shuffle=shuffle, drop_last=drop_last)
+    for loader in second:
+        next(iter(loader))  # a pass that is left
+        loader.load_position(positions[0])
+    found = _samples([RepeatingLoader(each) for each in second], len(expected) * each // now)
+    whole = each // now
+    assert [sorted(sum(found[at : at + whole], [])) for at in range(0, len(found), whole)] == expected
+    assert second[0].position()["samples"] == positions[0]["samples"] + len(expected) * each
+
+
+def test_the_rest_of_a_pass_has_every_sample_once():
+    first = _loaders(3, 2)
+    iterators = [iter(each) for each in first]
+    used = sum(_samples(iterators, 4), [])
+    second = _loaders(4, 3)
+    for loader in second:
+        loader.load_position(first[0].position())
+    rest = [value for loader in second for batch in loader for value in batch[:, 0].tolist()]
+    assert set(used) | set(rest) == set(range(50))
+    assert len(rest) == 28  # 26 samples are left; two come twice, so that each of four ranks has seven
+    third = _loaders(4, 3)
+    state = first[1].state_dict()
+    assert (state["passed"], state["batch_size"]) == (0, 2)
+    for loader in third:
+        loader.load_state_dict({**state, "given": 1})
+    assert third[0].position() == {"epoch": 1, "samples": 8}
+
+
+def test_between_two_passes_the_next_one_begins():
+    first = _loaders(2, 5)
+    for loader in first:
+        list(loader)
+    assert first[0].position() == {"epoch": 1, "samples": None}
+    second = _loaders(5, 2)
+    for loader in second:
+        loader.load_position(first[0].position())
+    assert _samples([iter(each) for each in second], 1) == _samples([iter(each) for each in first], 1)
+
+
+def test_a_sampler_of_the_program_has_no_position_for_other_numbers_of_ranks():
+    loader = DeepSpeedDataLoader(Noisy(), 2, data_sampler=RandomSampler(Noisy()))
+    assert loader.position() is None and DeepSpeedDataLoader(Stream(), 2).position() is None

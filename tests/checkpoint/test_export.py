@@ -206,7 +206,7 @@ def test_memory_stays_within_two_tensors_or_a_shard(kind, shard, tmp_path):
     layout = bucket_layout(0, tiles, dtype="bfloat16", trainable=True, num_slices=1)
     values = torch.ones(numel)
     with FileWriter(folder) as writer:
-        record = writer.write_stretches(
+        record = writer.write_runs(
             "rank00000-master.safetensors", MASTER, [BucketRun(0, 0, layout.numel, (values,) * count)]
         )
     (folder / MANIFEST).write_bytes(Manifest((layout,), (record,), {"tag": "big"}).encode())

@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 @pytest.mark.slow
 def test_saving_is_as_fast_as_writing(tmp_path):
     """The best of several interleaved rounds, because other programs use the disk too."""
-    (result,) = run_ranks(measure, 1, str(tmp_path), 48, 1, 8, timeout=280, fresh=True)
+    (result,) = run_ranks(measure, 1, str(tmp_path), 48, 1, 8, timeout=280, fresh="interpreter")
     ours, plain, total = min(result["times"]["save"]), min(result["times"]["plain"]), result["total"]
     assert total > 570 * MIB
     assert plain / ours > 0.9, f"saving {total / ours / 1e9:.2f} GB/s, writing {total / plain / 1e9:.2f}"
@@ -22,7 +22,7 @@ def test_saving_is_as_fast_as_writing(tmp_path):
 
 def test_memory_of_saving_and_loading(tmp_path):
     """200 MB of masters and states per rank, in buckets of 16 MiB: saving holds at most a bucket of it twice."""
-    for result in run_ranks(measure, 2, str(tmp_path), 8, 3, 1, 2048, fresh=True):
+    for result in run_ranks(measure, 2, str(tmp_path), 8, 3, 1, 2048, fresh="interpreter"):
         assert result["bucket"] < 17 * MIB < result["total"] / 20
         assert result["grown"]["save"] <= result["bucket"], f"{result['grown']['save'] / MIB:.0f} MiB"
         assert result["grown"]["load"] < 48 * MIB, f"{result['grown']['load'] / MIB:.0f} MiB"

@@ -22,7 +22,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiling.layout import bucket_layout
 from deepspeed.zero.tiling.tiles import Tile, TilePart
 from tests.checkpoint.whole import read_whole
-from tests.zero.test_tiles import SHAPES, tilings
+from tests.zero.tiling.test_tiles import SHAPES, tilings
 
 PADDING = 7.0
 
@@ -49,7 +49,7 @@ def write(folder: Path, coordinates: list[list[Tile]], wholes: dict[str, torch.T
             for rank in range(ranks if layout.numel else 0):
                 low, high = layout.slice_bounds(rank)
                 name = f"rank{number:05d}-{rank}.safetensors"
-                files.append(writer.write_stretches(name, MASTER, [BucketRun(number, low, high, (flat[low:high],))]))
+                files.append(writer.write_runs(name, MASTER, [BucketRun(number, low, high, (flat[low:high],))]))
     (folder / "manifest.json").write_bytes(Manifest(tuple(buckets), tuple(files), facts or {}).encode())
 
 

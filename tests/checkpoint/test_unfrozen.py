@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint import load
 from deepspeed.engine import DeepSpeedEngine
-from tests.engine.support import SHARDED, engine_of, inputs, tower
+from tests.engine.support import SHARDED, engine_of, inputs
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 
 
 def make(stage: int, device: str) -> DeepSpeedEngine:

@@ -9,20 +9,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
+from tests.harness.toy_models import Layer
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH = 11, 9, 12, 4
 PRECISIONS = ("fp32", "bf16", "fp16")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.rise = nn.Linear(WIDTH, 23)
-        self.fall = nn.Linear(23, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fall(torch.tanh(self.rise(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -33,8 +23,8 @@ class Net(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.gain = nn.Parameter(torch.tensor(0.9))
         self.empty = nn.Parameter(torch.zeros(0, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.frozen = Block()
+        self.blocks = nn.ModuleList(Layer(WIDTH, 23, has_norm=True) for _ in range(3))
+        self.frozen = Layer(WIDTH, 23, has_norm=True)
         self.frozen.requires_grad_(False)
         self.late = nn.Linear(WIDTH, WIDTH)
         self.unused = nn.Linear(5, 3)

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.cli import elastic
 from deepspeed.cli.elastic import best_batch
 from deepspeed.config.sections.elasticity import Elasticity
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, ElasticityIncompatibleWorldSize
 
 
 def brute_force(total, section):
@@ -34,17 +34,24 @@ def test_no_batch_suits_more_numbers_of_ranks(larger):
 
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "ds.json"
-    path.write_text(
-        json.dumps({"elasticity": {"enabled": True, "max_train_batch_size": 16, "micro_batch_sizes": [2, 4]}})
-    )
-    elastic.main(["-c", str(path), "-w", "2"])
-    assert capsys.readouterr().out.splitlines() == [
-        "train_batch_size: 16",
-        "numbers of ranks that can share it: 1, 2, 4, 8",
-        "with 2 ranks: train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2",
+    section = {"enabled": True, "version": 0.1, "max_train_batch_size": 64, "micro_batch_sizes": [1, 2, 4]}
+    path.write_text(json.dumps({"elasticity": {**section, "max_gpus": 16}}))
+    elastic.main(["-c", str(path), "-w", "5", "--search"])
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("{") : out.index("}") + 1]) == {**section, "max_gpus": 16}
+    assert out[out.index("final") :].splitlines() == [
+        "final_batch_size .... 60",
+        "valid_gpus .......... [1, 2, 3, 4, 5, 6, 10, 12, 15]",
+        "micro_batch_size .... 4",
+        "",
+        "train_batch_size: 60",
+        "numbers of ranks that can share it: 1, 2, 3, 4, 5, 6, 10, 12, 15",
+        "with 5 ranks: train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 3",
     ]
-    with pytest.raises(DeepSpeedConfigError, match="--world-size 3: that many ranks cannot share 16"):
-        elastic.main(["-c", str(path), "-w", "3"])
+    elastic.main(["-c", str(path)])
+    assert "micro_batch_size ." not in capsys.readouterr().out
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="8 data-parallel ranks cannot share"):
+        elastic.main(["-c", str(path), "-w", "8"])
     path.write_text("{}")
     with pytest.raises(DeepSpeedConfigError, match="expected a section 'elasticity'"):
         elastic.main(["-c", str(path)])

@@ -11,6 +11,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear import QuantizedLinear
 from deepspeed.linear.quantized_layers import QuantizedConv2d, QuantizedEmbedding
 from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
+from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -193,9 +194,8 @@ def test_what_cannot_be_cleaned_is_said():
 
 
 def llama(**more):
-    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40, **more))
+    return causal_model(**sizes, vocab_size=40, **more)
 
 
 def only(shared, params, modules, **more):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed.compression.activations import QuantAct
 from deepspeed.compression.masks import largest, learned
 from deepspeed.compression.rounding import round_groups, straight_through
-from deepspeed.compression.widths import Width, WidthSchedule
+from deepspeed.compression.widths import BitWidth, WidthSchedule
 
 
 def formula(group, bits, symmetric):
@@ -96,7 +96,7 @@ def test_widths_fall_with_doubling_periods():
     assert schedule.end == 22
     mixed = WidthSchedule(offset=0, start=8, target=7, period=4, mixing=0.25)
     assert [mixed.at(step).whole_share for step in range(10)] == [1, 0.75, 0.5, 0.25, 1, 0.75, 0.5, 0.25, 0, 0]
-    assert WidthSchedule(offset=2, start=8, target=8).at(2) == Width(8, 0.0)
+    assert WidthSchedule(offset=2, start=8, target=8).at(2) == BitWidth(8, 0.0)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -15,8 +15,9 @@ from deepspeed.compression.eigenvalue import PowerIteration, as_shares
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.runtime.eigenvalue import Eigenvalue
 from tests.compression.test_stages import technique
-from tests.engine.support import Tower, adamw, engine_of, inputs, rank, same_on_all_ranks, tower
+from tests.engine.support import adamw, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import Tower, tower
 
 BITS, STEPS, SAVED, EVERY = 8, 10, 5, 2
 PACED = {"enabled": True, "layer_name": "layers", "tol": 1e-3, "max_iter": 20, "gas_boundary_resolution": EVERY}

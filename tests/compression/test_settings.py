@@ -13,8 +13,9 @@ from deepspeed.compression.helper import convert_conv1d_to_linear
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from tests.compression.test_stages import technique
-from tests.engine.support import engine_of, inputs, tower
+from tests.engine.support import engine_of, inputs
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 WEIGHTS = technique({"quantize_weight_in_forward": True}, {"start_bits": 8, "target_bits": 8}, ["*"])
 

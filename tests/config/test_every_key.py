@@ -13,7 +13,7 @@ import pytest
 from deepspeed.config import parse
 from deepspeed.config.deprecated import OLD_KEYS
 from deepspeed.config.describe import KeyEntry, _members, entries, spellings
-from deepspeed.config.findings import Findings
+from deepspeed.config.messages import ConfigMessages
 from deepspeed.config.reader import BATCH_KEYS, build, clean
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.inference import Inference, RaggedInference
@@ -93,7 +93,7 @@ def named(found: tuple[str, ...]) -> dict[str, str]:
 
 def check(model: type[Section], data: dict[str, Any]) -> tuple[str, ...]:
     """The problems of data read as a section of its own."""
-    findings = Findings({}, {}, None)
+    findings = ConfigMessages({}, {}, None)
     build(model, clean(model, data, (), findings), (), findings)
     return findings.problems()
 

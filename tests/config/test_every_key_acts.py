@@ -76,7 +76,7 @@ def test_a_key_that_nothing_reads_says_so() -> None:
 
 
 def test_no_key_claims_that_an_existing_feature_is_missing() -> None:
-    """Missing features are the rows of ``deepspeed.features``; a key's note may not claim more of them."""
+    """Missing features are the rows of ``deepspeed.missing_features``; a key's note may not claim more of them."""
     notes = {written(entry.path): entry.facts.no_effect or "" for entry in entries(Root)}
     assert [name for name, note in notes.items() if "exist" in note and "yet" in note] == []
     given = {"train_batch_size": 8, "use_data_before_expert_parallelism": True}

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from tests.engine.support import engine_of, tower
+from tests.engine.support import engine_of
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 SECTION = {
     "enabled": True,

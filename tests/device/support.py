@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import deepspeed
-from tests.engine.support import inputs, tower
+from tests.engine.support import inputs
+from tests.harness.toy_models import tower
 
 HOMES: dict[str, dict[str, str]] = {
     "device": {},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.comm.job.fake import FakeGroup
-from deepspeed.offload.streams import CopyDone
+from deepspeed.offload.streams import CopyHandle
 from deepspeed.parallel.sequence.chunked import chunked_attention
 from deepspeed.parallel.sequence.host_chunks import HostChunks
 from deepspeed.sequence.fpdt_layer import FPDT_Attention
@@ -53,7 +53,7 @@ def test_chunked_attention_waits_for_nothing() -> None:
         assert device.clocks.waits == before
 
 
-@pytest.mark.parametrize("owner", [(CopyDone, "wait"), (HostChunks, "settle")], ids=lambda owner: owner[1])
+@pytest.mark.parametrize("owner", [(CopyHandle, "wait"), (HostChunks, "settle")], ids=lambda owner: owner[1])
 def test_the_orderings_are_needed(monkeypatch: pytest.MonkeyPatch, owner: tuple[type, str]) -> None:
     monkeypatch.setattr(*owner, lambda *_: None)
     with pytest.raises(OrderError), simulated_device():

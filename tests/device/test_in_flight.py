@@ -15,14 +15,15 @@ import deepspeed
 from deepspeed.comm.job.mesh import DATA, Mesh
 from deepspeed.comm.transports import native
 from deepspeed.plan.decoder import Decoder
-from deepspeed.plan.network import PlayedJob
+from deepspeed.plan.network import SimulatedJob
 from deepspeed.zero.gather import schedule
 from deepspeed.zero.gradient import gradients
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import StorageKind
 from tests.device.support import batch, engine_at, step
-from tests.engine.support import WIDTH, engine_of, tower
+from tests.engine.support import WIDTH, engine_of
 from tests.harness.device import simulated_device
+from tests.harness.toy_models import tower
 from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
 
 LAYER = 512  # elements of a layer's bucket
@@ -139,7 +140,7 @@ def _lines_of_a_step(depth: int) -> int:
         count += 1  # a call, or one turn of a generator
         return local
 
-    with PlayedJob(0, Mesh(((DATA, 8),)), "nccl").as_current():
+    with SimulatedJob(0, Mesh(((DATA, 8),)), "nccl").as_current():
         zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1, **NOTHING_KEPT}
         engine = engine_of(tower(depth), 3, zero=zero)
         assert len(engine._runtime.buckets) == depth + 2

@@ -17,12 +17,12 @@ from deepspeed.checkpoint.format import Manifest
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
 from deepspeed.offload.pinned import page_buffer
-from deepspeed.offload.streams import CopyDone, CopyStream
+from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from tests.device.support import batch, engine_at, evaluate, step
-from tests.engine.support import tower
 from tests.harness.device import OrderError, simulated_device
 from tests.harness.device.accelerator import SimulatedAccelerator
+from tests.harness.toy_models import tower
 
 Undoing = Callable[[], AbstractContextManager[Any]]
 Program = Callable[[Path], None]
@@ -107,9 +107,9 @@ ORDERINGS: tuple[tuple[Program, int, Undoing], ...] = (
     (three_updates(3, "both on the host"), 2, no_context(HostMemory)),
     (three_updates(3, "both in files"), 2, no_context(FileMemory)),
     # the update reads gradients that have come down, and reuses staging buffers that have gone up
-    (three_updates(2, "optimizer on the host"), 2, nothing(CopyDone, "wait_on_host")),
+    (three_updates(2, "optimizer on the host"), 2, nothing(CopyHandle, "wait_on_host")),
     # forward reads parameters that have come up
-    (three_updates(2, "optimizer on the host"), 1, nothing(CopyDone, "wait")),
+    (three_updates(2, "optimizer on the host"), 1, nothing(CopyHandle, "wait")),
 )
 
 

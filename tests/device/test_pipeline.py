@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, TENSORS, Incoming, Outgoing, Route
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, TENSORS, ChannelReceiver, ChannelSender, Route
 from tests.harness import run_ranks
 from tests.harness.device import simulated_rank
 from tests.harness.device.peers import SimulatedGroup
@@ -18,7 +18,7 @@ from tests.parallel.pipe import support
 
 def _train(on_device: bool, schedule: str) -> tuple[Any, bool]:
     engine = support.engine_of(2, 1, 3, schedule=schedule)
-    groups = [] if not on_device else list(engine._interpreter.wires._native.values())
+    groups = [] if not on_device else list(engine._interpreter.transports._native.values())
     assert all(isinstance(group, SimulatedGroup) for group in groups)
     at_start = [sorted(group.pairs) for group in groups]
     told = support.train(engine, 3, steps=2)
@@ -73,14 +73,14 @@ def test_receives_of_tensors_are_started_when_they_have_been_sent(posts_ahead: b
     """Also where the form of messages changes, for which the sender fills what is posted."""
     watched = SimpleNamespace(issue=lambda _: ("", 0), guard=lambda wait, *_, **__: wait())
     route = Route(ACTIVATIONS, 0, 1, (0, 1), watched, 0)
-    wire = _Loop(posts_ahead)
-    going = Outgoing(route, wire, packs=False, taken=lambda: 0)
-    coming = Incoming(route, wire, torch.device("cpu"), packs=False, let_go=lambda _: None)
+    transport = _Loop(posts_ahead)
+    going = ChannelSender(route, transport, packs=False, taken=lambda: 0)
+    coming = ChannelReceiver(route, transport, torch.device("cpu"), packs=False, let_go=lambda _: None)
     values = [torch.arange(float(n)) for n in (3, 3, 3, 5, 5, 3)]
     coming.expect(len(values))
     for number, value in enumerate(values):
-        ahead = wire.started - number
+        ahead = transport.started - number
         assert ahead == 0 or posts_ahead
         going.send(number, value)
         assert torch.equal(coming.take(number), value)
-    assert not any(wire.sent) and (wire.started > len(values)) == posts_ahead
+    assert not any(transport.sent) and (transport.started > len(values)) == posts_ahead

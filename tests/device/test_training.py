@@ -14,8 +14,8 @@ from deepspeed.comm.host.nodes import NativeByNodes, Nodes
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from tests.device.support import HOMES, batch, engine_at, evaluate, step
-from tests.engine.support import tower
 from tests.harness.device import simulated_device
+from tests.harness.toy_models import tower
 
 PREFETCHING = {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 1000}
 

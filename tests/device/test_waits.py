@@ -9,8 +9,8 @@ import pytest
 
 from deepspeed.comm.transports import native
 from tests.device.support import batch, engine_at, step
-from tests.engine.support import tower
 from tests.harness.device import simulated_device
+from tests.harness.toy_models import tower
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

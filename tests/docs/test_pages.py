@@ -95,4 +95,6 @@ def test_quoted_messages_exist_in_the_code():
 
 def test_a_message_that_nothing_says_is_found():
     assert not occurs("engine.backward: this sentence is … of nobody", corpus())
-    assert not occurs("…", corpus()) and occurs("engine.no_sync: it is already open; do not nest it", corpus())
+    assert not occurs("…", corpus()) and occurs(
+        "a block of no_sync or coalesce_grad_reduction is already open", corpus()
+    )

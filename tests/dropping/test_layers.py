@@ -15,8 +15,9 @@ from deepspeed.dropping import ProgressiveLayerDrop
 from deepspeed.dropping.layers import LayerDrop, rows_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.gather.learned_order import LearnedOrder
-from tests.engine.support import SHARDED, Layer, Tower, adamw, engine_of, inputs, rank, tower
+from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import Layer, Tower, tower
 from tests.zero.reading import full_params
 
 FAST = {"enabled": True, "theta": 0.2, "gamma": 2.0}

@@ -20,6 +20,7 @@ from deepspeed.runtime.data_pipeline.data_routing.helper import (
 )
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 
 LTD = {
     "enabled": True,
@@ -169,12 +170,10 @@ def test_padding_masks_and_what_cannot_be_cut():
 
 
 def test_transformers_models_with_rotary_angles():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    pytest.importorskip("transformers")
+    model = causal_model(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, head_dim=8
     )
-    model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(32, (2, 8))
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, :3] = 0

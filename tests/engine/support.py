@@ -1,4 +1,4 @@
-"""A small model and the shortest way to an engine, for tests of one behaviour."""
+"""The shortest way to an engine, for tests of one behaviour."""
 
 from __future__ import annotations
 
@@ -10,49 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine, initialize
+from tests.harness.toy_models import TOWER_WIDTH as WIDTH
 
-WIDTH = 9
-
-# Everything sharded, at least four buckets on a `Tower`, nothing kept between forward and backward.
+# Everything sharded, at least four buckets on a tower, nothing kept between forward and backward.
 SHARDED: dict[str, Any] = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
 }
-
-
-class Layer(nn.Module):
-    """One unit: two odd-sized linears."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.rise = nn.Linear(width, 17)
-        self.fall = nn.Linear(17, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fall(torch.tanh(self.rise(x)))
-
-
-class Tower(nn.Module):
-    """A stack of units with an outer linear on each side; returns the loss."""
-
-    def __init__(self, depth: int = 4, width: int = WIDTH) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x.to(self.first.bias.dtype))
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x).float().square().mean()
-
-
-def tower(depth: int = 4, seed: int = 3) -> Tower:
-    """The tower with the same values wherever it is asked for."""
-    torch.manual_seed(seed)
-    return Tower(depth)
 
 
 def inputs(*position: int, samples: int = 2) -> torch.Tensor:

@@ -21,8 +21,9 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
+from tests.engine.support import SHARDED, engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 
 class _KeepsItsLoss(torch.nn.Module):

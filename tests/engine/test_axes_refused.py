@@ -9,7 +9,7 @@ import pytest
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
-from tests.tensor.support import adamw, llama
+from tests.parallel.tensor.support import adamw, llama
 
 SPARSE = {"sparse_attention": {"mode": "fixed", "block": 4, "apply_to": "model"}}
 SCHEDULE = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from deepspeed.errors import CallOrderError
-from tests.engine.support import adamw, engine_of, inputs, rank, tower
+from tests.engine.support import adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
 

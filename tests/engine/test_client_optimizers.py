@@ -10,9 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError
-from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, tower
+from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
-from tests.oracle.models import build, losses_of, make_batch, param_groups
+from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups, tower
 from tests.zero.reading import full_masters, full_params, full_states
 
 
@@ -96,7 +96,7 @@ def _earlier_state(stage, kind, ranks):
                 (out.loss / ranks).backward()
             optimizer.step()
 
-    expected, moved = build(), build()
+    expected, moved = awkward(), awkward()
     reference = optimizer_of(expected)
     plain_steps(expected, reference, range(6))
     optimizer = optimizer_of(moved)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import deepspeed
 from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
-from tests.sequence.llama import llama
+from tests.parallel.sequence.llama import llama
 
 pytestmark = needs_transformers
 

@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.errors import CallOrderError, DivergenceError
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.zero import GatheredParameters
-from tests.engine.support import Tower, engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import Tower, tower
 from tests.zero.reading import full_masters
 
 

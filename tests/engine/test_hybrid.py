@@ -7,13 +7,13 @@ import deepspeed
 from deepspeed.engine.adapters import merged
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
 
 
 def make():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    model = causal_model(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -23,7 +23,6 @@ def make():
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)

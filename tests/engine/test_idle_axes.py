@@ -19,9 +19,10 @@ from deepspeed.logging import logger
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from tests.engine.support import engine_of, tower
+from tests.engine.support import engine_of
 from tests.harness import run_ranks
 from tests.harness.device import simulated_device
+from tests.harness.toy_models import tower
 
 
 @pytest.mark.parametrize(

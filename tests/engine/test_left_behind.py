@@ -10,8 +10,9 @@ from torch import nn
 
 from deepspeed.errors import CallOrderError
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_grad
-from tests.engine.support import WIDTH, engine_of, inputs, tower
+from tests.engine.support import WIDTH, engine_of, inputs
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 
 class Returning(nn.Module):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from deepspeed.errors import CallOrderError, NonFiniteError
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.engine.test_overflow import Poisoned
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
 SCRIPT = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]

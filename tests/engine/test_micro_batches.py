@@ -12,8 +12,9 @@ from torch import nn
 
 from deepspeed.errors import CallOrderError
 from deepspeed.zero import MicroBatch
-from tests.engine.support import Layer, engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import Layer, tower
 from tests.zero.reading import full_masters
 
 PARTS, MICRO_BATCHES, UPDATES = 3, 4, 3

@@ -7,8 +7,9 @@ import torch
 
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import CallOrderError
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
 

@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from deepspeed.engine import initialize
 from deepspeed.errors import NonFiniteError
-from tests.engine.support import SHARDED, WIDTH, Tower, adamw, engine_of, inputs, rank
+from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import Tower
 from tests.zero.reading import full_masters, full_params, full_states
 
 PRECISIONS = {

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from deepspeed.engine import initialize
-from tests.engine.support import SHARDED, inputs, rank, tower
+from tests.engine.support import SHARDED, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 MODES = {
     "fp32": {},

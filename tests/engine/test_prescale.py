@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.comm.host.gloo import GlooTransport
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
 

@@ -13,8 +13,9 @@ from deepspeed import zero
 from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import logger
-from tests.engine.support import adamw, engine_of, inputs, tower
+from tests.engine.support import adamw, engine_of, inputs
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.zero.reading import full_masters
 
 
@@ -162,6 +163,8 @@ def _mistakes() -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     engine = engine_of(tower(), 3, dataloader_drop_last=True)
+    with pytest.raises(DeepSpeedConfigError, match="expected a folder's path, found NoneType"):
+        engine.save_checkpoint(None)
     loss = engine(inputs(0))
     with pytest.raises(CallOrderError, match="expected the loss as a tensor, found tuple"):
         engine.backward((loss, None))

@@ -10,8 +10,9 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
-from tests.engine.support import adamw, engine_of, inputs, rank, tower
+from tests.engine.support import adamw, engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 
 class Said:

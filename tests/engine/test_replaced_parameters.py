@@ -11,8 +11,9 @@ from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.zero import places
-from tests.engine.support import engine_of, inputs, tower
+from tests.engine.support import engine_of, inputs
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
 
 
 def train(engine: DeepSpeedEngine, *steps: int) -> dict[str, torch.Tensor]:

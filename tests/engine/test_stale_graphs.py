@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 LIMITS = ({}, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
 

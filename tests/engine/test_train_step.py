@@ -14,7 +14,7 @@ from deepspeed.engine.batches import Batches
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import CallOrderError
-from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.runtime import MicroBatch
 from deepspeed.zero.update.optimizer import StepReport
 
 
@@ -31,7 +31,7 @@ class FakeRuntime:
             end_micro_step=lambda: self.calls.append("end of micro-step"),
             clear=lambda: self.calls.append("clear"),
         )
-        self.announcement = SimpleNamespace(on_sight=None, watch=lambda outputs: self.calls.append("watch outputs"))
+        self.backward_tracker = SimpleNamespace(on_sight=None, watch=lambda outputs: self.calls.append("watch outputs"))
         self.hooks = SimpleNamespace(sees_forwards=False, pause=lambda: self.calls.append("pause hooks"))
         self.places = SimpleNamespace(take_back=lambda: None)
         self.optimizer: Any = None
@@ -66,6 +66,9 @@ class FakeProgress:
     def after(self, phase: str) -> None:
         self.phases.append(f"after {phase}")
 
+    def inputs(self, positional: Any, named: Any) -> None:
+        pass
+
     def loss(self, loss: torch.Tensor) -> None:
         self.losses.append(float(loss.detach()))
 
@@ -96,7 +99,7 @@ class FakeUpdater:
         self.overflows: list[bool] = []
         self.extras: list[list[float]] = []
 
-    def update(self, extra: Any = ()) -> StepReport:
+    def update(self, extra: Any = (), divisor_of: Any = None) -> StepReport:
         self.extras.append(list(extra))
         overflow = self.overflows.pop() if self.overflows else False
         return StepReport(1.0, overflow, torch.tensor([list(extra)], dtype=torch.float64))
@@ -166,7 +169,7 @@ def test_a_schedule_may_not_begin_an_update_twice():
 def test_a_backward_of_the_program_opens_and_closes_itself():
     made = Made()
     loss = made.step.scale(made.loss())
-    loss.register_hook(lambda _gradient: made.runtime.announcement.on_sight())
+    loss.register_hook(lambda _gradient: made.runtime.backward_tracker.on_sight())
     loss.backward()
     assert made.runtime.calls[-1] == "end of backward" and not made.runtime.in_backward
     assert made.progress.phases[-2:] == ["before backward", "after backward"]
@@ -237,7 +240,7 @@ def test_gradients_of_an_unscaled_loss_are_thrown_away():
     scaler = SimpleNamespace(loss_scale=8.0, scale_loss=lambda loss: loss * 8.0)
     made = Made(scaler=scaler)
     loss = made.loss()
-    loss.register_hook(lambda _gradient: made.runtime.announcement.on_sight())
+    loss.register_hook(lambda _gradient: made.runtime.backward_tracker.on_sight())
     loss.backward()
     with pytest.raises(CallOrderError, match="was not scaled"):
         made.step.before_update()

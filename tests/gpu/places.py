@@ -24,6 +24,6 @@ def run_at(place: str, check: Callable[..., T], *args: Any) -> T:
         *args: For it.
     """
     if place == "gpu":
-        return run_ranks(check, 1, *args, backend="nccl", timeout=120, fresh=True)[0]
+        return run_ranks(check, 1, *args, backend="nccl", timeout=120, fresh="interpreter")[0]
     with simulated_device():
         return check(*args)

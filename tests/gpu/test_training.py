@@ -10,8 +10,9 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from tests.device.support import batch, engine_at
-from tests.engine.support import inputs, tower
+from tests.engine.support import inputs
 from tests.gpu.places import on_both, run_at
+from tests.harness.toy_models import tower
 
 STEPS = 4
 CELLS = [

@@ -1,7 +1,8 @@
 """The pool of warm worker processes and the call that uses it.
 
-Workers are fresh interpreters (nothing is forked), so a run sees what a user's process sees. They import torch once and
-are reused; a run that hangs or kills a worker costs the whole pool, which the next run builds again.
+Workers are forked from servers that have imported torch and done nothing else (``tests.harness.fork_server``), and are
+reused; a run that hangs or kills a worker costs the whole pool, which the next run builds again in milliseconds. A run
+that must see an interpreter as a user's process has it, with its own memory, asks for ``fresh="interpreter"``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tests.harness import wire
 from tests.harness.errors import RankDied, RankReport, RanksFailed, RanksTimedOut
+from tests.harness.fork_server import ForkedProcess, ForkServer
 from tests.harness.worker import DUMP_STACKS, Call, Raised
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +44,7 @@ def run_ranks(
     timeout: float = 60,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
-    fresh: bool = False,
+    fresh: bool | Literal["interpreter"] = False,
     **kwargs: Any,
 ) -> list[T]:
     """Runs ``fn(*args, **kwargs)`` as ``world_size`` ranks and returns what each returned, in rank order.
@@ -57,7 +59,8 @@ def run_ranks(
         timeout: Seconds that the run may take, without the start of the workers.
         backend: Backend of the process group; None leaves it to ``fn`` to make one.
         env: Further environment variables, for this run only.
-        fresh: Use new processes and end them afterwards, for what cannot be undone (memory peaks, signal handlers).
+        fresh: Use new processes and end them afterwards, for what cannot be undone (signal handlers, threads).
+            ``"interpreter"``: they import everything themselves, so none of their memory is another process's.
         **kwargs: Keyword arguments of ``fn``.
 
     Raises:
@@ -66,7 +69,7 @@ def run_ranks(
         RanksTimedOut: The run took too long; the message has the stacks of all ranks.
     """
     payload = _pack(fn, args, kwargs)
-    pool = Pool() if fresh else _shared_pool()
+    pool = Pool(is_forked=fresh != "interpreter") if fresh else _shared_pool()
     try:
         outcome = pool.run(payload, world_size, timeout, backend, dict(env or {}))
     finally:
@@ -81,27 +84,34 @@ def shut_down() -> None:
     if _shared is not None:
         _shared.close()
         _shared = None
+    while _servers:
+        _servers.pop().close()
 
 
 class Worker:
     """One process: its connection, its captured output and its file of stacks."""
 
-    def __init__(self, number: int, directory: Path) -> None:
+    def __init__(self, number: int, directory: Path, server: ForkServer | None) -> None:
         ours, theirs = socket.socketpair()
         self.output = open(directory / f"output-{number}", "w+b")  # noqa: SIM115 - lives as long as the worker
         self.stacks = open(directory / f"stacks-{number}", "w+b")  # noqa: SIM115
         environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno()), str(self.stacks.fileno())],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), self.stacks.fileno()),
-            )
+            descriptors = (theirs.fileno(), self.stacks.fileno())
+            if server is not None:
+                self.process = server.fork(environ, self.output.fileno(), *descriptors)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.harness.worker", *map(str, descriptors)],
+                    cwd=ROOT,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                )
         self.connection = Connection(ours.detach())
 
     def start_run(self) -> None:
@@ -133,7 +143,8 @@ class Worker:
 class Pool:
     """Workers 0..n-1; grows to the largest world size asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_forked: bool = True) -> None:
+        self.servers = _fork_servers() if is_forked else None
         self.directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.workers: list[Worker] = []
         self.awaiting_hello: set[int] = set()
@@ -173,7 +184,9 @@ class Pool:
     def _ranks(self, world_size: int) -> list[Worker]:
         while len(self.workers) < world_size:
             self.awaiting_hello.add(len(self.workers))
-            self.workers.append(Worker(len(self.workers), self.directory))
+            number = len(self.workers)
+            server = self.servers[number % len(self.servers)] if self.servers else None
+            self.workers.append(Worker(number, self.directory, server))
         deadline = time.monotonic() + START_LIMIT
         for number in sorted(self.awaiting_hello):
             worker = self.workers[number]
@@ -381,11 +394,19 @@ def _free_port() -> int:
 
 
 _shared: Pool | None = None
+_servers: list[ForkServer] = []
+
+
+def _fork_servers() -> list[ForkServer]:
+    """The two servers, which start at the first need."""
+    if not _servers:
+        _servers.extend([ForkServer(), ForkServer()])
+        atexit.register(shut_down)
+    return _servers
 
 
 def _shared_pool() -> Pool:
     global _shared
     if _shared is None:
         _shared = Pool()
-        atexit.register(shut_down)
     return _shared

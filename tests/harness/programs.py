@@ -12,6 +12,7 @@ _PACKAGES = {
     "mpirun.mpich": "mpich",
     "mpiexec.hydra": "mpich",
     "pdsh": "pdsh",
+    "chromium": "chromium",
     "fio": "fio",
     "srun": "slurm-client",
 }

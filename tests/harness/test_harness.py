@@ -61,6 +61,18 @@ def test_workers_are_reused_also_after_an_exception():
     assert run_ranks(_describe_process, 2, fresh=True)[0]["pid"] not in before
 
 
+def _origin():
+    return hash("what the order of a set of strings depends on"), os.getppid()
+
+
+def test_neighbours_are_forked_from_different_interpreters_and_a_fresh_interpreter_from_none():
+    first, second, third = run_ranks(_origin, 3)
+    assert (
+        first == third and first[0] != second[0] and first[1] != second[1] and os.getpid() not in (first[1], second[1])
+    )
+    assert run_ranks(_origin, 1, fresh="interpreter")[0][1] == os.getpid()
+
+
 def _change_everything():
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)

@@ -1,7 +1,8 @@
 """A worker process: waits for calls, runs each as one rank of a fresh process group, reports, cleans up.
 
-Started as ``python -m tests.harness.worker CONNECTION_FD STACKS_FD`` by the pool, never by hand. Its stdout and
-stderr are a file that the pool reads.
+Forked by a server (``tests.harness.fork_server``), or started as ``python -m tests.harness.worker CONNECTION_FD
+STACKS_FD`` where a run needs an interpreter of its own; never by hand. Its stdout and stderr are a file that the pool
+reads.
 """
 
 from __future__ import annotations
@@ -49,17 +50,24 @@ class Raised:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    stacks = os.fdopen(int(sys.argv[2]), "w")
+    die_with_parent()
+    explain_assertions()
+    serve(int(sys.argv[1]), int(sys.argv[2]))
+
+
+def serve(connection_descriptor: int, stacks_descriptor: int) -> None:
+    """Answers calls until the pool ends this process."""
+    connection = Connection(connection_descriptor)
+    stacks = os.fdopen(stacks_descriptor, "w")
     faulthandler.enable(file=stacks)
-    _die_with_parent()
-    _explain_assertions()
 
     import torch
 
+    from tests.harness import event_loops
     from tests.harness.state import ProcessState
 
     torch.set_num_threads(1)
+    event_loops.lower_priority()
     state = ProcessState()
     state.restore()  # whatever it imports counts as starting up
     state.collect()
@@ -163,7 +171,7 @@ def _test_frames(error: BaseException) -> Any:
     return frame or error.__traceback__
 
 
-def _explain_assertions() -> None:
+def explain_assertions() -> None:
     """Makes a failed ``assert`` in a test module show its values, as it does in pytest's own process."""
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
@@ -171,12 +179,12 @@ def _explain_assertions() -> None:
     install_importhook(get_config())
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when the test process dies, even while it waits in a collective."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Asks Linux to kill this process when its parent (given by number) dies, even while it waits in a collective."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() == 1:
+        if os.getppid() == 1 or parent not in (None, os.getppid()):
             os._exit(1)
 
 

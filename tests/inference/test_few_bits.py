@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import deepspeed
+from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,8 +39,7 @@ def text(names):
 
 
 def make():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return causal_model(**SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 import deepspeed
 from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedConfigError
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,9 +27,7 @@ SIZES = {
 
 
 def make(family="Llama", **kwargs):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **kwargs})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = causal_model(family, **{**SIZES, **kwargs}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # so that tokens are decided clearly
@@ -143,7 +142,7 @@ def test_bad_models_policies_and_prompts_are_said():
 def test_a_model_on_meta_reads_files(tmp_path):
     make().save_pretrained(tmp_path)
     with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
-        empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+        empty = causal_model(**SIZES)
     with pytest.raises(DeepSpeedConfigError, match="on the meta device"):
         deepspeed.init_inference(empty, dtype="fp32")
     engine = deepspeed.init_inference(empty, dtype="fp32", checkpoint=str(tmp_path))

@@ -8,6 +8,7 @@ from deepspeed.comm.transports.counters import counted
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 from tests.inference.test_tensor_parallel import Counted, tokens
 from tests.inference.test_tensor_parallel import make as make_family
 
@@ -28,8 +29,7 @@ WIDTHS = {"bf16": {"dtype": "bf16"}, 8: {"dtype": "int8"}, 4: {"dtype": "int8", 
 
 
 def make():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    return causal_model(**SIZES).eval()
 
 
 def prompt():

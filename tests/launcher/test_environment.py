@@ -9,7 +9,7 @@ import pytest
 from deepspeed.launcher import devices, launch, ports
 from deepspeed.launcher.devices import find_devices, visible_ids
 from deepspeed.launcher.environment import LaunchWorld, read_environment_files, threads_per_rank
-from deepspeed.launcher.ports import Wish, agreed_port, claim_port
+from deepspeed.launcher.ports import RequestedPort, agreed_port, claim_port
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.ports import free_port
 
@@ -51,7 +51,7 @@ def test_a_taken_default_port_is_replaced(monkeypatch, taken_port):
     chosen = claim_port("127.0.0.1", None).port
     assert chosen != taken_port
     # the default, passed by a tool that always does
-    assert claim_port("127.0.0.1", Wish.of(taken_port)).port != taken_port
+    assert claim_port("127.0.0.1", RequestedPort.of(taken_port)).port != taken_port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", chosen))
 
@@ -59,7 +59,7 @@ def test_a_taken_default_port_is_replaced(monkeypatch, taken_port):
 def test_a_free_port_is_kept(monkeypatch):
     free, other = free_port(), free_port()
     monkeypatch.setattr(ports, "DEFAULT_PORT", free)
-    with claim_port("127.0.0.1", None) as claim, claim_port("localhost", Wish.of(other)) as wished:
+    with claim_port("127.0.0.1", None) as claim, claim_port("localhost", RequestedPort.of(other)) as wished:
         assert (claim.port, wished.port) == (free, other)
 
 
@@ -69,20 +69,20 @@ def test_two_launchers_do_not_choose_the_same_free_port(monkeypatch, is_default)
     free = free_port()
     if is_default:
         monkeypatch.setattr(ports, "DEFAULT_PORT", free)
-    wish = None if is_default else Wish.of(free)
-    with claim_port("127.0.0.1", wish) as first, claim_port("127.0.0.1", wish) as second:
+    requested = None if is_default else RequestedPort.of(free)
+    with claim_port("127.0.0.1", requested) as first, claim_port("127.0.0.1", requested) as second:
         assert first.port == free != second.port
         with pytest.raises(LauncherError, match="by a run that is about to start"):
-            agreed_port(Wish.of(free), holds_rank_0=True, is_claimed=False)
-        assert agreed_port(Wish.of(free), holds_rank_0=True, is_claimed=True).port == free
-    with claim_port("127.0.0.1", wish) as third:
+            agreed_port(RequestedPort.of(free), holds_rank_0=True, is_claimed=False)
+        assert agreed_port(RequestedPort.of(free), holds_rank_0=True, is_claimed=True).port == free
+    with claim_port("127.0.0.1", requested) as third:
         assert third.port == free
 
 
 def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, taken_port):
     said = []
     monkeypatch.setattr(ports.logger, "warning", said.append)
-    with claim_port("localhost", Wish.of(taken_port)) as claim:
+    with claim_port("localhost", RequestedPort.of(taken_port)) as claim:
         assert claim.port != taken_port
     assert f"--master_port {taken_port}: the port is taken by process {os.getpid()} on host" in said[0]
     assert f"this run meets at port {claim.port} instead" in said[0]
@@ -90,26 +90,26 @@ def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, t
 
 def test_a_taken_port_that_other_machines_know_is_an_error(monkeypatch, taken_port):
     for call in (
-        lambda: claim_port("127.0.0.1", Wish.of(taken_port), is_shared=True),
-        lambda: agreed_port(Wish.of(taken_port), holds_rank_0=True, is_claimed=True),
+        lambda: claim_port("127.0.0.1", RequestedPort.of(taken_port), is_shared=True),
+        lambda: agreed_port(RequestedPort.of(taken_port), holds_rank_0=True, is_claimed=True),
     ):
         with pytest.raises(LauncherError, match=f"--master_port {taken_port}: the port is taken on this machine"):
             call()
-    assert agreed_port(Wish.of(taken_port), holds_rank_0=False, is_claimed=True).port == taken_port
+    assert agreed_port(RequestedPort.of(taken_port), holds_rank_0=False, is_claimed=True).port == taken_port
 
 
 def test_the_port_may_come_from_the_variable_of_torch():
-    assert Wish.of(None, {"MASTER_PORT": "4000"}) == Wish(4000, "MASTER_PORT=4000")
-    assert Wish.of(5000, {"MASTER_PORT": "4000"}) == Wish(5000, "--master_port 5000")
-    assert Wish.of(None, {}) is None and Wish.of(0, {"MASTER_PORT": "4000"}) is None
+    assert RequestedPort.of(None, {"MASTER_PORT": "4000"}) == RequestedPort(4000, "MASTER_PORT=4000")
+    assert RequestedPort.of(5000, {"MASTER_PORT": "4000"}) == RequestedPort(5000, "--master_port 5000")
+    assert RequestedPort.of(None, {}) is None and RequestedPort.of(0, {"MASTER_PORT": "4000"}) is None
     for option, environ, said in ((70000, {}, "--master_port 70000"), (None, {"MASTER_PORT": "x"}, "MASTER_PORT=x")):
         with pytest.raises(LauncherError, match=f"{said}: expected a port from 1 to 65535"):
-            Wish.of(option, environ)
+            RequestedPort.of(option, environ)
 
 
 def test_a_port_elsewhere_is_not_probed(taken_port):
     for address in ("other-host.invalid", "203.0.113.9"):
-        assert claim_port(address, Wish.of(taken_port)).port == taken_port
+        assert claim_port(address, RequestedPort.of(taken_port)).port == taken_port
 
 
 def test_environment_files(tmp_path, monkeypatch, capfd):

@@ -11,19 +11,19 @@ import pytest
 
 from deepspeed.launcher import json_lines, link
 from deepspeed.launcher.failures import Failure
-from deepspeed.launcher.greeting import Introduction
+from deepspeed.launcher.handshake import LauncherInfo
 from deepspeed.launcher.json_lines import JsonConnection, listen
 from deepspeed.launcher.link import LauncherLink
 from deepspeed.ports import free_port
 
-ME = Introduction(0, "hub", (1, 1, 1), 29500, "1.0", "run x", "the secret")
+ME = LauncherInfo(0, "hub", (1, 1, 1), 29500, "1.0", "run x", "the secret")
 FAILURE = Failure("rank 1 failed", 3, rank=1)
 
 
 class Hub:
     """A hub on the loopback."""
 
-    def __init__(self, me: Introduction = ME) -> None:
+    def __init__(self, me: LauncherInfo = ME) -> None:
         self.me = me
         self.link = LauncherLink(me, "127.0.0.1")
         self.link._ports = [free_port()]
@@ -39,7 +39,7 @@ class Hub:
                 time.sleep(0.01)
         raise AssertionError("the hub does not listen")
 
-    def greet(self, who: Introduction, **changes: object) -> tuple[JsonConnection, dict | None]:
+    def greet(self, who: LauncherInfo, **changes: object) -> tuple[JsonConnection, dict | None]:
         """Answers the challenge as ``who``, with ``changes`` to the hello; returns the hub's answer."""
         connection = JsonConnection(self.dial())
         hello = who.hello(connection.receive_one(5)["nonce"], "mine")

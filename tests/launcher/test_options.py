@@ -62,6 +62,8 @@ def test_ranks_on_the_cpu(options, ranks):
         (["--no_ssh", "--node_rank=1"], r"--node_rank 1: 1 machine\(s\) are known"),
         (["--no_ssh", "--node_rank=0", "--force_multi"], "--no_ssh and --force_multi exclude each other"),
         (["--min_elastic_nodes=2"], "need --elastic_training"),
+        (["--num_nodes=1:2", "--no_ssh", "--node_rank=0", "--master_addr=h"], "need --elastic_training"),
+        (["--num_nodes=1:2", "--elastic_training", "--max_elastic_nodes=2"], "say the same; use one"),
         (["--include=localhost:0", "--num_gpus=1"], "--num_gpus and --include/--exclude exclude each other"),
         (["--exclude=localhost:0", "--num_nodes=1"], "--num_nodes and --include/--exclude exclude each other"),
         (["--include=a", "--exclude=b"], "--include and --exclude exclude each other"),

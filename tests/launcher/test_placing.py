@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.launcher import launch, launcher_helper
 from deepspeed.launcher.cores import first_threads, parse_core_list, share_cores
-from deepspeed.launcher.placing import PROGRAMS, Placed, find_placed
+from deepspeed.launcher.placing import PROGRAMS, LaunchedProcess, find_placed
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.launcher.slurm import expand_nodelist, hosts_of_step, slots_of_allocation
 from tests.launcher.processes import Launcher
@@ -23,7 +23,7 @@ VARIABLES = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_program_says_which_rank(program):
     environment = dict(zip(VARIABLES[program], ("5", "8", "1"), strict=True))
-    assert find_placed(program, environment) == Placed(5, 8, 1)
+    assert find_placed(program, environment) == LaunchedProcess(5, 8, 1)
     with pytest.raises(LauncherError, match=f"{program}: this process was not started by it"):
         find_placed(program, {})
     with pytest.raises(LauncherError, match="must be a whole number, but is 'x'"):

@@ -222,8 +222,9 @@ def test_every_option_of_the_public_interface_is_accepted(capsys):
     assert (args.enable_each_rank_log, args.bind_core_list, args.log_level) == ("logs", "0", "warning")
 
 
-def test_elastic_options_are_passed_on(capsys):
-    (words,) = dry_run(capsys, "--elastic_training", "--min_elastic_nodes=1", "--max_elastic_nodes=3")
+@pytest.mark.parametrize("options", [("--min_elastic_nodes=1", "--max_elastic_nodes=3"), ("--num_nodes=1:3",)])
+def test_elastic_options_are_passed_on(capsys, options):
+    (words,) = dry_run(capsys, "--elastic_training", *options)
     args = launched(shlex.split(words[-1].replace("%n", "0")))
     assert (args.enable_elastic_training, args.min_elastic_nodes, args.max_elastic_nodes) == (True, 1, 3)
 

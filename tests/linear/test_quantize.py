@@ -7,14 +7,14 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear import QuantizationConfig, QuantizedLinear, quantize_model
+from tests.harness.toy_models import causal_model
 
 transformers = pytest.importorskip("transformers")
 
 
 def llama(**kwargs):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=120, **sizes | kwargs)).eval()
+    return causal_model(vocab_size=120, **sizes | kwargs).eval()
 
 
 def gpt2():

@@ -39,13 +39,13 @@ def _recording(found):
 def _by_parts(model, mask):
     found = anatomy(model)
     calls = _recording(found).calls(inputs_embeds=found.embedding(TOKENS), attention_mask=mask)
-    hidden, heard = calls[0].hidden, None
+    hidden, router_outputs = calls[0].hidden, None
     for block, call in zip(found.blocks, calls, strict=True):
         made = block(hidden, *call.arguments, **call.named)
         hidden = made[0] if isinstance(made, tuple) else made
     for name in (*found.norms, *found.after_norm):
         hidden = getattr(found.decoder, name)(hidden)
-    return Shell(found).finish(hidden, heard, found.head.weight, getattr(found.head, "bias", None))
+    return Shell(found).finish(hidden, router_outputs, found.head.weight, getattr(found.head, "bias", None))
 
 
 @pytest.mark.parametrize("name", ROWS)

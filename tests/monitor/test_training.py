@@ -16,8 +16,9 @@ from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.counters import counted, waiting
 from deepspeed.engine import initialize
 from deepspeed.logging import logger
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4}}
 
@@ -164,11 +165,13 @@ def test_lines_of_rank_0(backward):
     ):
         assert expected in state
     steps = [line for line in lines if "samples/s" in line]
-    assert [line.split(":")[0] for line in steps] == ["step 2", "step 4"]
+    assert [line.split(" |")[0] for line in steps] == ["step      2", "step      4"]
+    assert len({line.index("samples/s") for line in steps}) == 1, "lines are aligned"
     for line, of_update in zip(steps, losses[1::2], strict=True):
         assert "lr [0.01]" in line and "gradient norm" in line and "0 skipped" in line
         assert ("loss scale 256" in line) is fp16
-        shown = re.search(r": loss (\S+),", line)
+        assert re.search(r"\| data +\d+% \| +\d+\.\d\d GiB \|", line)
+        shown = re.search(r"\| loss (\S+) ", line)
         if backward == "own":
             assert shown is None
         else:

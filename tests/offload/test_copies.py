@@ -18,13 +18,13 @@ from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.host import HeldBuffer
 from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
-from deepspeed.offload.streams import CopyDone, CopyStream
+from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.storage import Home, Ledger, StorageKind
 from deepspeed.zero.update.masters import MasterBucket
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import make_batch
 from tests.offload.test_cells import offload
 from tests.offload.training import Trained, collect, config, make_engine, train, train_some
-from tests.oracle.models import make_batch
 
 
 class Elsewhere:
@@ -55,7 +55,7 @@ def both(settings: dict[str, Any], plain: dict[str, Any], overflow_at: int) -> t
         engine = make_engine(settings)
         norms = train_some(engine, range(4), overflow_at)
         held = engine._runtime.ledger.live(StorageKind.GRADIENT, Home.HOST)
-        landed = [gradients._landing._held for gradients in engine._runtime.reducer.buckets]
+        landed = [gradients._destination._held for gradients in engine._runtime.reducer.buckets]
         assert any(isinstance(buffer, HeldBuffer) for buffer in landed)
         got = collect(engine, norms)
         engine.destroy()
@@ -129,6 +129,9 @@ def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.Monkey
         def device_name(self) -> str:
             return "cuda"
 
+        def synchronize(self) -> None:
+            calls.append(("synchronize", 0, 0))
+
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(pinned, "get_accelerator", Accelerator)
@@ -141,7 +144,7 @@ def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.Monkey
     del buffer
     assert len(calls) == 1, "still in use"
     del view
-    assert calls[1:] == [("unlock", address, 0)]
+    assert calls[1:] == [("synchronize", 0, 0), ("unlock", address, 0)], "a copy may still be on its way"
     assert mapped == [True], "the driver must let go of pages that are still there"
 
 
@@ -167,7 +170,7 @@ def is_mapped(address: int) -> bool:
 def test_buffers_come_back_when_their_copies_are_over(tmp_path: Path) -> None:
     """Otherwise nothing is read ahead once every buffer has been used."""
 
-    class Copy(CopyDone):
+    class Copy(CopyHandle):
         is_over = False
         is_done = False
 

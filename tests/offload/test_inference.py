@@ -75,10 +75,10 @@ class Budget:
         self.nbytes, self.live = nbytes, 0
 
     def __enter__(self) -> None:
-        Ledger.auditor = self
+        Ledger.observer = self
 
     def __exit__(self, *_error: object) -> None:
-        Ledger.auditor = None
+        Ledger.observer = None
 
     def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         if home is Home.DEVICE:

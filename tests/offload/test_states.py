@@ -14,8 +14,8 @@ from deepspeed.offload import states
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.zero.storage import Home
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import make_batch
 from tests.offload.training import Trained, collect, config, make_engine, train_some
-from tests.oracle.models import make_batch
 
 
 def interrupted(settings: dict[str, Any], kinds: list[Any] | None) -> tuple[Trained, Trained]:

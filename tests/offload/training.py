@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from tests.oracle.models import build, losses_of, make_batch, param_groups
+from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-6}}
 
@@ -72,7 +72,7 @@ def train_some(engine: Any, steps: range, overflow_at: int = -1) -> list[float]:
 
 def make_engine(settings: dict[str, Any]) -> Any:
     """An engine over the awkward model."""
-    model = build()
+    model = awkward()
     return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)[0]
 
 

@@ -20,8 +20,9 @@ from deepspeed.logging import logger
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.onebit import OneBitAdam
 from deepspeed.zero.storage import StorageKind
-from tests.engine.support import inputs, rank, same_on_all_ranks, tower
+from tests.engine.support import inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.onebit import simulated
 
 FREEZE, STEPS, LR, EPS = 2, 6, 0.01, 1e-3

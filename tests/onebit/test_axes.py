@@ -19,12 +19,13 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.sequence import mean_loss
 from deepspeed.zero.tiling.describe import CUT
 from tests.ecosystem.support import needs_transformers
-from tests.engine.support import inputs, rank, same_on_all_ranks, tower
+from tests.engine.support import inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.parallel.expert.test_parity import Net, tokens, told_apart
-from tests.sequence import llama as sequences
-from tests.sequence.net import cut
-from tests.tensor.support import llama, loss_of
+from tests.parallel.sequence import llama as sequences
+from tests.parallel.sequence.net import cut
+from tests.parallel.tensor.support import llama, loss_of
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-3, "bias_correction": False, "adam_w_mode": True}}

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.ops.onebit.phases import largest_update
-from tests.engine.support import rank, tower
+from tests.engine.support import rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.onebit.test_adam import batch, engine_with
 

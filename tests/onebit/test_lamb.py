@@ -10,8 +10,9 @@ import torch
 
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.ops.lamb import FusedLamb
-from tests.engine.support import rank, same_on_all_ranks, tower
+from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.onebit.test_adam import engine_with, losses, train
 

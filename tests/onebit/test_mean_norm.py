@@ -6,7 +6,7 @@ import torch
 
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.onebit.mean_norm import BINS, Sketch, sketches
+from deepspeed.zero.onebit.momentum import BINS, Sketch, sketches
 
 
 def gradients(numel: int, ranks: int) -> list[torch.Tensor]:

@@ -13,8 +13,9 @@ from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.onebit.schedule import updates_of_variance
-from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks, tower
+from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.onebit import simulated
 from tests.onebit.test_adam import engine_with, losses, train
 

@@ -137,7 +137,9 @@ def fragment_steps(layout, weights, gradients, group, rank, **options):
     for grads in gradients:
         run.grad = layout.slice_of(grads, rank)
         optimizer.step()
-    return run.detach(), sorted({piece.tensor.index for tour in optimizer._exchange._tours for piece in tour.received})
+    return run.detach(), sorted(
+        {piece.tensor.index for exchange_round in optimizer._exchange._tours for piece in exchange_round.received}
+    )
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])

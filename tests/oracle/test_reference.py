@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.oracle.models import build, losses_of, make_batch, param_groups
+from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 from tests.oracle.optimizers import REFERENCES
 from tests.oracle.trainer import ReferenceTrainer, Scale
 
@@ -19,8 +19,8 @@ def _adamw(model):
 @pytest.mark.parametrize("reduce_each_backward", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_and_micro_batches_are_one_big_batch(ranks, reduce_each_backward):
-    trainer = ReferenceTrainer(build(), _adamw, ranks=ranks, reduce_each_backward=reduce_each_backward, clip=0.3)
-    plain = build()
+    trainer = ReferenceTrainer(awkward(), _adamw, ranks=ranks, reduce_each_backward=reduce_each_backward, clip=0.3)
+    plain = awkward()
     optimizer = _adamw(plain)
     for step in range(3):
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def test_ranks_and_micro_batches_are_one_big_batch(ranks, reduce_each_backward):
 
 def test_half_precision_with_a_scale_is_near_full_precision():
     scaled, full = (
-        ReferenceTrainer(build(), _adamw, ranks=2, compute_dtype=dtype, scale=scale, reduce_each_backward=True)
+        ReferenceTrainer(awkward(), _adamw, ranks=2, compute_dtype=dtype, scale=scale, reduce_each_backward=True)
         for dtype, scale in ((torch.float16, Scale(256, dynamic=False)), (torch.float32, None))
     )
     for trainer in (scaled, full):
@@ -66,7 +66,7 @@ def test_the_scale_follows_torchs():
 
 
 def test_an_overflow_changes_nothing():
-    trainer = ReferenceTrainer(build(), _adamw, ranks=1, reduce_each_backward=True)
+    trainer = ReferenceTrainer(awkward(), _adamw, ranks=1, reduce_each_backward=True)
     before, state = trainer.weights(), copy.deepcopy(trainer.optimizer.state_dict())
     trainer.backward([losses_of(trainer.forward(make_batch(0, boost=float("inf")))).loss], boundary=True)
     trainer.step()

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.plan import DecoderShape
-from deepspeed.plan.autocasting import PlayedAutocast
+from deepspeed.plan.autocasting import SimulatedAutocast
 
 
 def results(device):
@@ -43,7 +43,7 @@ def results(device):
 def test_casts_are_those_of_torch_on_the_cpu():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = results("cpu")
-    played = PlayedAutocast("cpu")
+    played = SimulatedAutocast("cpu")
     with played.active():
         without = results("meta")
         with played.region(torch.bfloat16):
@@ -52,7 +52,7 @@ def test_casts_are_those_of_torch_on_the_cpu():
 
 
 def test_casts_are_those_that_torch_documents_for_cuda():
-    played = PlayedAutocast("cuda")
+    played = SimulatedAutocast("cuda")
     with played.active(), played.region(torch.float16):
         made = results("meta")
     lower = {name for name, dtype in made.items() if dtype == torch.float16}

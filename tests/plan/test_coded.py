@@ -18,7 +18,7 @@ from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import StorageKind
 from tests.harness.device import simulated_device
 from tests.plan.cells import SHAPE
-from tests.zero.rounding import Rounding, travelling_rounded
+from tests.zero.update.rounding import Rounding, travelling_rounded
 
 PSI = 870400  # elements of the buckets of SHAPE over 8 ranks; see tests/plan/test_pure_data.py
 RANKS, MICRO_BATCHES = 8, 4

@@ -15,13 +15,13 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss
 from deepspeed.parallel.sequence.vocabulary import vocab_sequence_parallel_cross_entropy
-from deepspeed.plan.network import PlayedJob
+from deepspeed.plan.network import SimulatedJob
 
 SEQUENCE, TENSOR = FakeGroup((0, 2)), FakeGroup((0, 1))
 
 
-def world(backend: str) -> PlayedJob:
-    return PlayedJob(0, Mesh((("sequence", 2), ("tensor", 2))), backend)
+def world(backend: str) -> SimulatedJob:
+    return SimulatedJob(0, Mesh((("sequence", 2), ("tensor", 2))), backend)
 
 
 @pytest.mark.parametrize("own_share", [False, True])

@@ -1,4 +1,4 @@
-"""Numbers of purely data-parallel plans, as they were before the planner knew other axes."""
+"""Numbers of purely data-parallel plans, as they were before the planner knew other axes; RMSNorm is one kernel."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from tests.plan.cells import SHAPE
 # stage, further keys, bytes of a device, of a host, of activations, and by collective (calls, bytes, inside a node,
 # between nodes)
 NUMBERS = [
-    (0, {}, 19578452, 0, 3384912, {"all_reduce": (4, 6963200, 5222400, 870400)}),
+    (0, {}, 18986292, 0, 2696784, {"all_reduce": (4, 6963200, 5222400, 870400)}),
     (
         1,
         {"offload_optimizer": {"device": "cpu"}},
-        9133652,
+        8445524,
         7487488,
-        3384912,
+        2696784,
         {"all_gather": (4, 1740800, 1305600, 217600), "reduce_scatter": (4, 3481600, 2611200, 435200)},
     ),
     (
         1,
         {},
-        10439252,
+        9751124,
         0,
-        3384912,
+        2696784,
         {"all_gather": (4, 1740800, 1305600, 217600), "reduce_scatter": (4, 3481600, 2611200, 435200)},
     ),
     (
         2,
         {"offload_optimizer": {"device": "cpu"}},
-        5652052,
+        4963924,
         8526384,
-        3384912,
+        2696784,
         {"all_gather": (4, 1740800, 1305600, 217600), "reduce_scatter": (16, 6963200, 5222400, 870400)},
     ),
     (
         2,
         {},
-        7392852,
+        6704724,
         0,
-        3384912,
+        2696784,
         {"all_gather": (4, 1740800, 1305600, 217600), "reduce_scatter": (16, 6963200, 5222400, 870400)},
     ),
     (
         3,
         {"zero_hpz_partition_size": 4},
-        7762314,
+        7074186,
         0,
-        3384912,
+        2696784,
         {
             "all_gather (replicate)": (4, 435200, 0, 217600),
             "all_gather (shard)": (13, 6173696, 4630272, 0),
@@ -59,9 +59,9 @@ NUMBERS = [
     (
         3,
         {},
-        7577610,
+        6889482,
         0,
-        3384912,
+        2696784,
         {"all_gather": (13, 6173696, 4630272, 771712), "reduce_scatter": (16, 6963200, 5222400, 870400)},
     ),
 ]

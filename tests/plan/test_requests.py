@@ -521,3 +521,14 @@ def test_what_the_hybrid_engine_holds_while_it_generates():
     config["zero_optimization"] = {"stage": 2}
     made = plan(config=config, devices_per_node=4)
     assert not any(notice.startswith("hybrid_engine") for notice in made.notices)
+
+
+def test_sections_that_write_files_and_wait_for_signals_do_nothing_in_a_plan(tmp_path):
+    writes = {
+        "run_report": {"path": str(tmp_path / "report")},
+        "trace": {"path": str(tmp_path / "trace"), "first_step": 1},
+        "preemption": {"enabled": True, "save_dir": str(tmp_path / "saved")},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv")},
+    }
+    plain, found = (deepspeed.plan(SHAPE, {**CONFIG, **more}, sequence_length=32) for more in ({}, writes))
+    assert found.device_bytes == plain.device_bytes and list(tmp_path.iterdir()) == []

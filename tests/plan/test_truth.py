@@ -43,7 +43,9 @@ def _compare(cells, ranks, folder):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_stages(ranks, tmp_path):
     _compare([*STAGES, *(Cell(stage, more=MUON) for stage in range(4))], ranks, tmp_path)
 

@@ -133,6 +133,10 @@ def test_throughput_lines_only_when_wanted(clock):
 
 
 def test_throughput_switched_off(clock):
+    meter = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=False), 1)
+    assert not meter.initialized
+    meter.start()
+    assert meter.initialized
     meter = ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 1)
     meter.start()
     meter.stop(global_step=True)

@@ -27,6 +27,8 @@ COMMANDS = [
     "ds",
     "ds_report",
     "dsr",
+    "ds_trace",
+    "ds_report_run",
     "ds_inspect",
     "ds_plan",
     "ds_ssh",

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.features import FEATURES, is_missing, unavailable
-from deepspeed.features.__main__ import page
+from deepspeed.missing_features import FEATURES, is_missing, unavailable
+from deepspeed.missing_features.__main__ import page
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [name for feature in FEATURES for name in feature.full_names()]
@@ -88,7 +88,7 @@ def test_moe_questions_have_answers():
 
 def test_page_is_in_step():
     path = ROOT / "docs" / "reference" / "missing-features.md"
-    assert path.read_text(encoding="utf-8") == page(), "run: python -m deepspeed.features " + str(
+    assert path.read_text(encoding="utf-8") == page(), "run: python -m deepspeed.missing_features " + str(
         path.relative_to(ROOT)
     )
 
@@ -102,7 +102,7 @@ def test_page_names_everything():
 
 def test_command_writes_the_page(tmp_path):
     target = tmp_path / "page.md"
-    command = [sys.executable, "-W", "error", "-m", "deepspeed.features"]
+    command = [sys.executable, "-W", "error", "-m", "deepspeed.missing_features"]
     subprocess.run([*command, str(target)], check=True, timeout=60)
     shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     assert target.read_text(encoding="utf-8") == shown.stdout == page()

@@ -41,14 +41,50 @@ def test_version_of_torch():
 
 
 def test_operators_that_a_program_may_count_on():
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import compatible_ops, installed_ops
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    assert deepspeed.ops.__compatible_ops__["cpu_adam"] and installed_ops.get("fused_adam")
-    assert not compatible_ops["async_io"]
-    assert deepspeed.ops.adam.DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))])
-    with pytest.raises(NotYetSupportedError, match="Nothing is compiled here"):
-        CPUAdamBuilder().load()
+    assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] and installed_ops.get("fused_adam")
+    assert not compatible_ops["async_io"] and not AsyncIOBuilder().is_compatible()
+    for name, builder in ALL_OPS.items():
+        assert name == builder.NAME and builder.is_compatible() == deepspeed.ops.__compatible_ops__[name]
+    assert CPUAdamBuilder().load().DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))])
+    assert isinstance(get_accelerator().create_op_builder("CPUAdamBuilder"), CPUAdamBuilder)
+    assert get_accelerator().get_op_builder("NoSuchBuilder") is None
+    with pytest.raises(NotYetSupportedError, match="nothing is compiled here.*nvme"):
+        AsyncIOBuilder().load()
+
+
+def test_operations_are_logged_one_by_one():
+    from deepspeed.comm import comms_logger as log
+
+    before = dict(vars(log))
+    try:
+        log.enabled, log.prof_all, log.prof_ops = True, False, []
+        log.start_profiling_op(["all_reduce"])
+        assert log.wants("all_reduce", False) and not log.wants("broadcast", False)
+        log.start_profiling_comms()
+        log.stop_profiling_op(["all_reduce"])
+        assert not log.wants("all_reduce", False) and log.wants("broadcast", False)
+        log.start_profiling_op(["all_reduce"])
+        log.stop_profiling_comms()
+        assert log.wants("all_reduce", False) and not log.wants("broadcast", False)
+    finally:
+        vars(log).update(before)
+
+
+def test_batch_keys_of_a_configuration_object():
+    from deepspeed.errors import DeepSpeedConfigError
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1})
+    config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, config.train_batch_size = 4, 2, 8
+    assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (4, 2)
+    assert config.train_batch_size == 8
+    with pytest.raises(DeepSpeedConfigError, match="train_batch_size = 0"):
+        config.train_batch_size = 0
 
 
 def test_environment_report(capfd):

@@ -12,14 +12,12 @@ from torch import nn
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine.optimizers import group_indices, move_to_runs
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.build import build_runtime
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.destination import Landing
-from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.runtime import MicroBatch, ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.tiling.layout import Limits, bucket_layout
@@ -212,7 +210,7 @@ def rank_of(
         device=CPU,
         param_memories=memory,
         master_memories=memory,
-        landing=lambda home, _ledger: Landing(home),
+        destination=lambda home, _ledger: GradientDestination(home),
     )
     runtime = build_runtime(model, options, groups, group_indices(torch_optimizer))
     move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))

@@ -20,7 +20,7 @@ from deepspeed.engine import initialize
 from tests.engine.matrix.cells import LIMITS
 from tests.engine.matrix.run import distance
 from tests.harness import run_ranks
-from tests.oracle.models import build, losses_of, make_batch, param_groups
+from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 from tests.zero.reading import full_masters
 
 CLIP = 0.3
@@ -31,8 +31,8 @@ class Ddp:
     """The other side: DDP where there are ranks, the plain model where there is one; fp32 masters under bf16."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.masters = build()
-        self.model = build().to(dtype)
+        self.masters = awkward()
+        self.model = awkward().to(dtype)
         wrap = dist.get_world_size() > 1
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True) if wrap else self.model
         self.optimizer = torch.optim.AdamW(param_groups(self.masters), lr=0.01, eps=1e-6)
@@ -72,7 +72,7 @@ class Ddp:
 def _compare(stage, limits, accumulation, dtype, resynchronise, steps, tolerances):
     weight_tolerance, step_tolerance = tolerances
     other = Ddp(dtype)
-    model = build(OUTPUTS[(stage + accumulation) % 3])
+    model = awkward(OUTPUTS[(stage + accumulation) % 3])
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -134,7 +134,9 @@ def test_fp32_over_six_steps():
     run_ranks(_every, 2, _with("small"), torch.float32, False, 6, (1e-5, 1e-2), timeout=120)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_bf16_step_by_step(ranks):
     cells = _with("small") if ranks == 2 else _with("small", HALF)
     run_ranks(_every, ranks, cells, torch.bfloat16, True, 4, (1e-3, 2e-2), timeout=120)

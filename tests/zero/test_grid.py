@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.job.axes import grid_mesh
-from deepspeed.comm.watch.watchdog import circle_through
+from deepspeed.comm.job.grid import grid_mesh
+from deepspeed.comm.watch.wait_records import circle_through
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -29,8 +29,9 @@ from deepspeed.zero.storage import StorageKind
 from tests.engine.matrix.cells import AXES, Cell
 from tests.engine.matrix.pairwise import pairwise
 from tests.engine.matrix.run import run_cells
-from tests.engine.support import SHARDED, Layer, adamw, engine_of, inputs, rank, same_on_all_ranks, tower
+from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.harness.toy_models import Layer, RoutedTower, tower
 from tests.zero.reading import full_masters, full_params
 
 KINDS = {"hpZ": {"zero_hpz_partition_size": 2}, "MiCS": {"mics_shard_size": 2}}
@@ -310,17 +311,6 @@ def test_masters_on_the_host():
 # -- control flow ----------------------------------------------------------------------------------------------------
 
 
-class Forked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x, route):
-        for index in route:
-            x = self.layers[index](x)
-        return x.square().mean()
-
-
 def _no_sync(kind):
     """Two micro-batches without reduction, then the boundary; equal to plain torch over all of them."""
     engine = engine_of(tower(), 3, zero=_zero(kind))
@@ -344,9 +334,9 @@ def _no_sync(kind):
 def _groups_part(kind):
     """Each group takes a route of its own, which no gather minds: gradients meet at the end."""
     torch.manual_seed(3)
-    engine = engine_of(Forked(), 3, zero=_zero(kind))
+    engine = engine_of(RoutedTower(), 3, zero=_zero(kind))
     torch.manual_seed(3)
-    plain = Forked()
+    plain = RoutedTower()
     optimizer = adamw(plain)
     routes = [[0, 1, 3], [0, 1, 3], [0, 2, 3], [0, 2, 3]]
     for step in range(3):
@@ -368,7 +358,7 @@ def test_no_sync_and_groups_that_take_routes_of_their_own(kind):
 
 def _diverge(kind):
     torch.manual_seed(3)
-    engine = engine_of(Forked(), 3, zero=_zero(kind))
+    engine = engine_of(RoutedTower(), 3, zero=_zero(kind))
     for step in range(2):
         engine.backward(engine(inputs(step, rank()), [0, 1, 2]))
         engine.step()

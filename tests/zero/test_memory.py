@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula
-from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
+from tests.engine.support import SHARDED, engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 MODES = {"fp32": ({}, 4), "bf16": ({"bf16": {"enabled": True}}, 2)}
 

@@ -9,7 +9,7 @@ from deepspeed.engine import initialize
 from tests.engine.matrix.cells import LIMITS
 from tests.engine.support import same_on_all_ranks
 from tests.harness import assert_states_equal, run_ranks
-from tests.oracle.models import build, losses_of, make_batch, param_groups
+from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 from tests.oracle.optimizers import REFERENCES
 from tests.zero.reading import full_masters
 
@@ -23,7 +23,7 @@ STEPS = 4
 
 def _train(stage, precision, limits, accumulation, optimizer="AdamW"):
     """Norms and weights of every step of the awkward model, with clipping and an overflow in step 1."""
-    model = build()
+    model = awkward()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,

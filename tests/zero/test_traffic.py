@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.comm.transports.counters import counted
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 
 SMALL = {"reduce_bucket_size": 200, "overlap_comm": True}
 SHARDED = {

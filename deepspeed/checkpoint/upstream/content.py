@@ -13,7 +13,7 @@ from deepspeed.checkpoint.source import TrainingState
 from deepspeed.checkpoint.upstream.walks import Extent
 
 
-class Readable(Protocol):
+class ValueSource(Protocol):
     """One kind of values of one parameter."""
 
     @property
@@ -21,7 +21,13 @@ class Readable(Protocol):
         """Of the elements."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
-        """Copies elements of the flattened parameter; returns whether all were there."""
+        """Copies elements of the flattened parameter; returns whether all were there.
+
+        Args:
+            start: First element.
+            stop: One behind the last element.
+            out: 1-D, as long.
+        """
 
 
 @dataclass
@@ -38,7 +44,7 @@ class Values:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Values:
-        """A tensor that is there in one piece."""
+        """Returns the values of a tensor of any shape that is there in one piece."""
         return cls([tensor.detach().reshape(-1)], [Extent(0, tensor.numel(), 0, 0)] if tensor.numel() else [])
 
     @property
@@ -47,7 +53,7 @@ class Values:
         return self.tensors[0].dtype
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
-        """Copies elements; returns whether all were there."""
+        """Copies elements ``start`` to ``stop`` to ``out`` (1-D, as long); returns whether all were there."""
         copied = 0
         for extent in self.extents:
             first, last = max(start, extent.start), min(stop, extent.start + extent.numel)
@@ -59,7 +65,7 @@ class Values:
 
 
 @dataclass
-class Content:
+class CheckpointValues:
     """What the readers of the several layouts find.
 
     Attributes:
@@ -73,15 +79,15 @@ class Content:
 
     state: TrainingState
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    values: dict[str, dict[str, Readable]] = field(default_factory=dict)
+    values: dict[str, dict[str, ValueSource]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def put(self, kind: str, name: str, values: Readable) -> None:
+    def put(self, kind: str, name: str, values: ValueSource) -> None:
         """Notes values of a parameter."""
         self.values.setdefault(kind, {})[name] = values
 
-    def put_state(self, state: str, name: str, values: Readable) -> None:
+    def put_state(self, state: str, name: str, values: ValueSource) -> None:
         """Notes a per-element optimizer state of a parameter."""
         self.put(optimizer_kind(state), name, values)

@@ -22,11 +22,11 @@ _NUMBER = re.compile(r"(?<=deepspeed_experts\.)\d+(?=\.)")
 
 
 def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Tensor]:
-    """The weights of all experts, by name.
+    """Returns the weights of all experts, by name.
 
     Args:
         paths: One file per expert.
-        trust: As of ``files.load``.
+        trust: Unpickle objects of the caller, which may run code.
     """
     found: dict[str, torch.Tensor] = {}
     for path in paths:
@@ -35,7 +35,7 @@ def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Ten
 
 
 def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
-    """How many ranks share the experts of an optimizer group; 1 for a group without experts.
+    """Returns how many ranks share the experts of an optimizer group; 1 for a group without experts.
 
     Args:
         group: Its hyperparameters.

@@ -26,22 +26,22 @@ _NAMED = 8  # missing ranks that a message lists
 _LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
 
-class StandIn:
+class UnpickledObject:
     """Has whatever attributes a pickled object of the original package had."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
-class LossScalerStandIn(StandIn):
+class UnpickledLossScaler(UnpickledObject):
     """Of ``runtime.fp16.loss_scaler``."""
 
 
-class DynamicLossScalerStandIn(StandIn):
+class UnpickledDynamicLossScaler(UnpickledObject):
     """Of ``runtime.fp16.loss_scaler``."""
 
 
-class ZeroStage(StandIn):
+class ZeroStage(UnpickledObject):
     """Of ``runtime.zero.config``: an enumeration, restored from its number."""
 
     @property
@@ -50,18 +50,18 @@ class ZeroStage(StandIn):
         return int(self.values[0])
 
 
-class FragmentAddress(StandIn):
+class FragmentAddress(UnpickledObject):
     """Of ``utils.tensor_fragment``."""
 
 
-class SubparamShape(StandIn):
+class SubparamShape(UnpickledObject):
     """Of the universal layout."""
 
 
 _STAND_INS: list[tuple[Any, str]] = [
-    (LossScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (LossScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.LossScalerBase"),
-    (DynamicLossScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (UnpickledLossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (UnpickledLossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScalerBase"),
+    (UnpickledDynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
     (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
@@ -188,7 +188,7 @@ def find_files(folder: Path) -> tuple[Files, ...]:
 
 
 def find_layers(folder: Path) -> tuple[dict[int, Path], ...]:
-    """The files of a pipeline's layers, by their numbers, of each tensor-parallel rank; empty in other folders.
+    """Returns the files of a pipeline's layers, by their numbers, of each tensor-parallel rank; empty in other folders.
 
     Raises:
         CheckpointError: Files are missing.
@@ -206,7 +206,7 @@ def find_layers(folder: Path) -> tuple[dict[int, Path], ...]:
 
 
 def find_stages(folder: Path) -> list[Files]:
-    """The files of a pipeline's stages, in their order; each stage is a world of its own.
+    """Returns the files of a pipeline's stages, in their order; each stage is a world of its own.
 
     Where layers are cut, the tensor-parallel ranks of a stage follow each other.
 

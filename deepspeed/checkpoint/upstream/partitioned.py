@@ -10,9 +10,9 @@ import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import TrainingState
-from deepspeed.checkpoint.upstream.content import Content, Values
+from deepspeed.checkpoint.upstream.content import CheckpointValues, Values
 from deepspeed.checkpoint.upstream.experts import expert_weights, numbered_among_all, sharing_ranks
-from deepspeed.checkpoint.upstream.files import DynamicLossScalerStandIn, Files, ZeroStage, find_files, load
+from deepspeed.checkpoint.upstream.files import Files, UnpickledDynamicLossScaler, ZeroStage, find_files, load
 from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.checkpoint.upstream.stacks import by_place, put_together
 from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
@@ -21,7 +21,7 @@ from deepspeed.errors import CheckpointError
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[str]] = ()) -> Content:
+def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[str]] = ()) -> CheckpointValues:
     """Reads a tag folder of any stage.
 
     Args:
@@ -35,13 +35,13 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
 
 def _read_rank(
     folder: Path, files: Files, trust: bool, trained: Sequence[Sequence[str]]
-) -> tuple[Content, Mapping[str, Any] | None]:
-    """What one model-parallel rank saved, and what it says of slices."""
+) -> tuple[CheckpointValues, Mapping[str, Any] | None]:
+    """Returns what one model-parallel rank saved, and what it says of slices."""
     model = [load(path, trust=trust) for path in files.model]
     optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
     if files.experts:
         model[0] = {**model[0], "module": {**model[0]["module"], **expert_weights(files.experts, trust=trust)}}
-    content = Content(training_state(model[0]))
+    content = CheckpointValues(training_state(model[0]))
     content.aliases.update(model[0].get("shared_params") or {})
     check_ranks(folder, files, optim)
     if files.shards_params:
@@ -56,7 +56,7 @@ def _read_rank(
 
 
 def _has_stacks(model: Mapping[str, Any]) -> bool:
-    """Whether the experts of a Transformers model were taken apart."""
+    """Returns whether the experts of a Transformers model were taken apart."""
     return bool(model.get("ds_autoep_layers"))
 
 
@@ -92,20 +92,20 @@ def check_ranks(folder: Path, files: Files, optim: list[dict[str, Any]]) -> None
 
 
 def scaler_state(optim: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The position of a dynamic loss scaler, or None for a fixed scale."""
+    """Returns the position of a dynamic loss scaler, or None for a fixed scale."""
     scaler = optim.get("loss_scaler")
-    if not isinstance(scaler, DynamicLossScalerStandIn):
+    if not isinstance(scaler, UnpickledDynamicLossScaler):
         return None
     return {key: getattr(scaler, key) for key in _SCALER_KEYS}
 
 
 def hyperparameters(group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """A param group with parameter names; ``step`` in a group is a leftover of fused optimizers."""
+    """Returns a param group with parameter names; ``step`` in a group is a leftover of fused optimizers."""
     return {**{key: value for key, value in group.items() if key not in ("params", "step")}, "params": names}
 
 
-def take_module(content: Content, module: Mapping[str, torch.Tensor], buffer_names: list[str]) -> None:
-    """Parameters in compute precision, and buffers."""
+def take_module(content: CheckpointValues, module: Mapping[str, torch.Tensor], buffer_names: list[str]) -> None:
+    """Adds parameters in compute precision, and buffers, in their full shapes to ``content``."""
     for name, tensor in module.items():
         if name in buffer_names:
             content.buffers[name] = tensor
@@ -129,7 +129,9 @@ def _split_state(state: Mapping[str, Any], numel: int) -> tuple[dict[str, torch.
 # -- stages 1 and 2 --------------------------------------------------------------------------------------------------
 
 
-def take_partitions(folder: Path, content: Content, model: Mapping[str, Any], optim: list[dict[str, Any]]) -> None:
+def take_partitions(
+    folder: Path, content: CheckpointValues, model: Mapping[str, Any], optim: list[dict[str, Any]]
+) -> None:
     """Masters and optimizer states of stages 1 and 2, and the weights of the model-states file.
 
     Raises:
@@ -162,7 +164,12 @@ def take_partitions(folder: Path, content: Content, model: Mapping[str, Any], op
 
 
 def _take_group(
-    content: Content, shapes: Shapes, optim: list[dict[str, Any]], number: int, gaps: Sequence[int] | None, where: str
+    content: CheckpointValues,
+    shapes: Shapes,
+    optim: list[dict[str, Any]],
+    number: int,
+    gaps: Sequence[int] | None,
+    where: str,
 ) -> None:
     """Masters and states of a group that the ranks of ``optim`` share."""
     tensors = [rank["single_partition_of_fp32_groups"][number] for rank in optim]
@@ -205,7 +212,7 @@ def _group_state(
 # -- stage 3 ---------------------------------------------------------------------------------------------------------
 
 
-def _stage_3(folder: Path, content: Content, model: list[dict[str, Any]], optim: list[dict[str, Any]]) -> None:
+def _stage_3(folder: Path, content: CheckpointValues, model: list[dict[str, Any]], optim: list[dict[str, Any]]) -> None:
     first = model[0]
     buffer_names = list(first.get("buffer_names") or [])
     content.buffers = {name: first["module"][name] for name in buffer_names if name in first["module"]}
@@ -233,15 +240,15 @@ def _stage_3(folder: Path, content: Content, model: list[dict[str, Any]], optim:
 
 
 def _sharing(optim: list[dict[str, Any]], number: int) -> list[tuple[int, ...]]:
-    """The ranks that share a sub-group, for every place among those that share experts."""
-    told = [rank["ds_zero_partition_groups"][number] for rank in optim if "ds_zero_partition_groups" in rank]
-    if len(told) < len(optim):
+    """Returns the ranks that share a sub-group, for every place among those that share experts."""
+    with_groups = [rank["ds_zero_partition_groups"][number] for rank in optim if "ds_zero_partition_groups" in rank]
+    if len(with_groups) < len(optim):
         return [tuple(range(len(optim)))]
-    return sorted({tuple(rank["partition_ranks"]) for rank in told})
+    return sorted({tuple(rank["partition_ranks"]) for rank in with_groups})
 
 
 def _take_sub_group(
-    content: Content, shapes: Shapes, tensors: list[torch.Tensor], states: list[dict[str, Any]], where: str
+    content: CheckpointValues, shapes: Shapes, tensors: list[torch.Tensor], states: list[dict[str, Any]], where: str
 ) -> None:
     """Masters and states of a sub-group that the ranks with these tensors share."""
     extents = stage_3(shapes, [t.numel() for t in tensors], where)
@@ -255,7 +262,7 @@ def _take_sub_group(
             content.state.scalars[name] = dict(split[0][1])
 
 
-def take_frozen(content: Content, model: list[dict[str, Any]], where: str) -> None:
+def take_frozen(content: CheckpointValues, model: list[dict[str, Any]], where: str) -> None:
     """Frozen parameters of stage 3, of which every rank has an equal piece."""
     shapes = model[0].get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
@@ -269,7 +276,7 @@ def take_frozen(content: Content, model: list[dict[str, Any]], where: str) -> No
 # -- stage 0 ---------------------------------------------------------------------------------------------------------
 
 
-def _stage_0(content: Content, model: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
+def _stage_0(content: CheckpointValues, model: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
     """Weights in training precision; the optimizer's state if ``trained`` says which parameter is which."""
     module = model["module"]
     _tie(content, module)
@@ -278,7 +285,7 @@ def _stage_0(content: Content, model: Mapping[str, Any], trained: Sequence[Seque
         take_unsharded(content, state, trained)
 
 
-def take_unsharded(content: Content, state: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
+def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
     """Optimizer states, and masters beside 16-bit weights, of a whole optimizer; nothing where the names do not fit.
 
     Args:
@@ -307,7 +314,7 @@ def take_unsharded(content: Content, state: Mapping[str, Any], trained: Sequence
         content.state.param_groups.append(hyperparameters(group, list(names)))
 
 
-def _stage_0_state(content: Content, name: str, state: Mapping[str, Any], *, counts_one_more: bool) -> None:
+def _stage_0_state(content: CheckpointValues, name: str, state: Mapping[str, Any], *, counts_one_more: bool) -> None:
     """State of one parameter. Beside unfused 16-bit masters, ``step`` is one higher than the updates made."""
     scalars: dict[str, Any] = {}
     for key, value in state.items():
@@ -319,7 +326,7 @@ def _stage_0_state(content: Content, name: str, state: Mapping[str, Any], *, cou
         content.state.scalars[name] = scalars
 
 
-def _tie(content: Content, module: Mapping[str, torch.Tensor]) -> None:
+def _tie(content: CheckpointValues, module: Mapping[str, torch.Tensor]) -> None:
     """Tied parameters share their storage in the file."""
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in module.items():
@@ -330,6 +337,6 @@ def _tie(content: Content, module: Mapping[str, torch.Tensor]) -> None:
 
 
 def stage_of(optim: Mapping[str, Any]) -> int:
-    """The ZeRO stage that an optimizer-states file names; the form without it is stage 1."""
+    """Returns the ZeRO stage that an optimizer-states file names; the form without it is stage 1."""
     stage = optim.get("zero_stage", 1)
     return stage.number if isinstance(stage, ZeroStage) else int(stage)

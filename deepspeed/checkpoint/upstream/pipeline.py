@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.param_groups import join_groups
-from deepspeed.checkpoint.upstream.content import Content
+from deepspeed.checkpoint.upstream.content import CheckpointValues
 from deepspeed.checkpoint.upstream.files import Files, find_layers, find_stages, load
 from deepspeed.checkpoint.upstream.partitioned import (
     check_ranks,
@@ -34,7 +34,7 @@ _TIED = "tied_modules."
 
 def read_pipeline(
     folder: Path, *, trust: bool, layer_names: Mapping[int, str], trained: Sequence[Sequence[str]] = ()
-) -> Content:
+) -> CheckpointValues:
     """Reads a tag folder of ZeRO stage 0 or 1.
 
     Args:
@@ -68,9 +68,9 @@ def _read_tensor_rank(
     trust: bool,
     layer_names: Mapping[int, str],
     trained: Sequence[Sequence[str]],
-) -> tuple[Content, Mapping[str, Any] | None]:
-    """What one tensor-parallel rank of all stages saved, and what it says of slices."""
-    content: Content | None = None
+) -> tuple[CheckpointValues, Mapping[str, Any] | None]:
+    """Returns what one tensor-parallel rank of all stages saved, and what it says of slices."""
+    content: CheckpointValues | None = None
     buffers: set[str] = set()
     info: Mapping[str, Any] | None = None
     unsharded: list[Mapping[str, Any]] = []
@@ -78,7 +78,7 @@ def _read_tensor_rank(
         model = load(files.model[0], trust=trust)
         info = info or model.get(INFO)
         optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
-        stage = Content(training_state(model))
+        stage = CheckpointValues(training_state(model))
         buffers.update(model.get("buffer_names") or ())
         if optim:
             check_ranks(folder, files, optim)
@@ -98,7 +98,7 @@ def _read_tensor_rank(
         take_module(content, {begins + name: value for name, value in values.items()}, list(buffers))
     in_order = [begins for _, begins in sorted(beginnings.items())]  # tied layers have one file
     for state, names in zip(unsharded, _names_by_stage(unsharded, in_order, trained), strict=False):
-        part = Content(training_state({}), dict(content.shapes))
+        part = CheckpointValues(training_state({}), dict(content.shapes))
         take_unsharded(part, state, names)
         _join(content, part)
         updated.update(*names)
@@ -141,11 +141,11 @@ def _of_layers(beginnings: Sequence[str], trained: Sequence[Sequence[str]]) -> l
 
 
 def joined_states(folder: Path, *, trust: bool) -> list[dict[str, Any]]:
-    """The model states of all stages as if they were one model's, of each tensor-parallel rank.
+    """Returns the model states of all stages as if they were one model's, of each tensor-parallel rank.
 
     Args:
         folder: The tag folder.
-        trust: As of :func:`read_pipeline`.
+        trust: Unpickle objects of the caller, which may run code.
 
     Returns:
         Empty where the folder is not a pipeline's.
@@ -175,7 +175,7 @@ def _joined(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**stages[0], "module": {}, "param_shapes": groups, "buffer_names": buffers}
 
 
-def _join(content: Content, stage: Content) -> None:
+def _join(content: CheckpointValues, stage: CheckpointValues) -> None:
     """What the next stage has."""
     content.shapes.update(stage.shapes)
     for kind, values in stage.values.items():
@@ -186,7 +186,7 @@ def _join(content: Content, stage: Content) -> None:
     join_groups(state.param_groups, further.param_groups)
 
 
-def _beginning(content: Content, number: int, values: Mapping[str, Any]) -> str:
+def _beginning(content: CheckpointValues, number: int, values: Mapping[str, Any]) -> str:
     """With what the names of a layer begin: its number, unless only a tied layer has these names and shapes."""
     own = f"{number}."
     if not values or any(own + name in content.shapes for name in values):
@@ -196,8 +196,8 @@ def _beginning(content: Content, number: int, values: Mapping[str, Any]) -> str:
     return fitting[0] if len(fitting) == 1 else own
 
 
-def _fits(content: Content, begins: str, values: Mapping[str, Any]) -> bool:
-    """The layer has every trained parameter that is named so, in its shape."""
+def _fits(content: CheckpointValues, begins: str, values: Mapping[str, Any]) -> bool:
+    """Returns whether a layer has every trained parameter whose name begins so, in its shape."""
     wanted = {name: shape for name, shape in content.shapes.items() if name.startswith(begins)}
     there = {begins + name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)}
     return all(there.get(name) == tuple(shape) for name, shape in wanted.items())

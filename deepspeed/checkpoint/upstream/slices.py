@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.upstream.content import Content, Readable
+from deepspeed.checkpoint.upstream.content import CheckpointValues, ValueSource
 from deepspeed.errors import CheckpointError
 
 INFO = "universal_checkpoint_info"
@@ -43,14 +43,14 @@ class StridedRun:
     slice_strides: tuple[int, ...]
 
     def fits(self, numel: int, slice_numel: int) -> bool:
-        """Whether it lies inside a whole and a slice of so many elements."""
+        """Returns whether it lies inside a whole and a slice of so many elements."""
         return _inside(self.shape, self.start, self.strides, numel) and _inside(
             self.shape, self.slice_start, self.slice_strides, slice_numel
         )
 
 
 @dataclass(frozen=True)
-class Whole:
+class SlicedParam:
     """How a parameter is made of slices.
 
     Attributes:
@@ -65,7 +65,7 @@ class Whole:
 
 
 @dataclass
-class _Latest:
+class _LatestCache:
     """The parameter that was put together last: neighbouring reads ask for the same one."""
 
     held: tuple[object, torch.Tensor] = (None, torch.empty(0))
@@ -74,7 +74,9 @@ class _Latest:
 class JoinedValues:
     """One kind of values of one parameter, in slices."""
 
-    def __init__(self, slices: Sequence[Readable], shapes: Sequence[Sequence[int]], whole: Whole, latest: _Latest):
+    def __init__(
+        self, slices: Sequence[ValueSource], shapes: Sequence[Sequence[int]], whole: SlicedParam, latest: _LatestCache
+    ):
         self._slices = slices
         self._numels = [prod(shape) for shape in shapes]
         self._whole = whole
@@ -86,7 +88,7 @@ class JoinedValues:
         return self._slices[0].dtype
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
-        """Copies elements of the flattened whole; returns whether all were there."""
+        """Copies elements ``start`` to ``stop`` of the flattened whole to ``out`` (1-D); returns whether all exist."""
         whose, values = self._latest.held
         if whose is not self:
             made = self._join()
@@ -98,7 +100,7 @@ class JoinedValues:
         return True
 
     def slices_are_equal(self) -> bool:
-        """Whether all ranks have the same."""
+        """Returns whether all ranks have the same."""
         first = self._slice(0)
         return all(_same(first, self._slice(rank)) for rank in range(1, len(self._slices)))
 
@@ -124,8 +126,8 @@ class JoinedValues:
         return out
 
 
-def join_slices(contents: Sequence[Content], info: Mapping[str, Any] | None, where: str) -> Content:
-    """What all model-parallel ranks saved, as if one had.
+def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | None, where: str) -> CheckpointValues:
+    """Returns what all model-parallel ranks saved, as if one had.
 
     Args:
         contents: Of every rank.
@@ -148,8 +150,8 @@ def join_slices(contents: Sequence[Content], info: Mapping[str, Any] | None, whe
         if content.shapes.keys() != first.shapes.keys():
             other = next(iter(content.shapes.keys() ^ first.shapes.keys()))
             raise CheckpointError(f"{where}: only some of the model-parallel ranks have the parameter {other!r}")
-    joined = Content(first.state, {}, {}, first.frozen, first.buffers, first.aliases)
-    latest = _Latest()
+    joined = CheckpointValues(first.state, {}, {}, first.frozen, first.buffers, first.aliases)
+    latest = _LatestCache()
     for name in first.shapes:
         shapes = [content.shapes[name] for content in contents]
         whole = whole_of(name, shapes, info, where)
@@ -165,8 +167,8 @@ def join_slices(contents: Sequence[Content], info: Mapping[str, Any] | None, whe
     return joined
 
 
-def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> Whole:
-    """How the slices of a parameter fit together.
+def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> SlicedParam:
+    """Returns how the slices of a parameter fit together.
 
     Args:
         name: Of the parameter.
@@ -187,7 +189,7 @@ def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any]
     return whole
 
 
-def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, Any] | None) -> Whole | None:
+def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, Any] | None) -> SlicedParam | None:
     """By the places of all elements, which newer versions store."""
     params = (described or {}).get("params") or {}
     entry = next((value for key, value in params.items() if _compiled(key).match(name)), None)
@@ -205,11 +207,11 @@ def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, 
                 pieces.append(StridedRun(rank, extents, start, tuple(strides), slice_start, tuple(slice_strides)))
     shape = tuple(int(extent) for extent in entry["logical_shape"])
     if {piece.rank for piece in pieces} == {0} and all(tuple(each) == shape for each in shapes):
-        return Whole(shape)
-    return Whole(shape, tuple(pieces))
+        return SlicedParam(shape)
+    return SlicedParam(shape, tuple(pieces))
 
 
-def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> Whole:
+def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> SlicedParam:
     """By the kind of the parameter, which patterns of its name say."""
     first = tuple(int(extent) for extent in shapes[0])
     if _named(name, info.get("autotp_unsupported_parameter_patterns") or ()):
@@ -218,9 +220,9 @@ def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, 
             "the model there"
         )
     if _named(name, info.get("tp_replicated_parameter_patterns") or ()):
-        return Whole(first)
+        return SlicedParam(first)
     if _named(name, info.get("parameter_to_average_patterns") or ()):
-        return Whole(first, is_mean=True)
+        return SlicedParam(first, is_mean=True)
     if _named(name, info.get("parameter_with_2_sub_params_cat_dim_0") or ()):
         halves = [[int(shape[0]) // 2] * 2 for shape in shapes]
         return _packed(shapes, 0, halves)
@@ -236,7 +238,7 @@ def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, 
     return whole
 
 
-def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence[int]]) -> Whole:
+def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence[int]]) -> SlicedParam:
     """Slices of one or several tensors that are packed along ``dim``; ``widths`` by rank and tensor."""
     total = sum(sum(of_rank) for of_rank in widths)
     shape = tuple(total if axis == dim else int(extent) for axis, extent in enumerate(shapes[0]))
@@ -249,10 +251,10 @@ def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence
             before = sum(of_rank[:tensor])
             pieces.append(StridedRun(rank, extents, low * strides[dim], strides, before * own[dim], own))
             low += of_rank[tensor]
-    return Whole(shape, tuple(pieces))
+    return SlicedParam(shape, tuple(pieces))
 
 
-def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim: int) -> Whole:
+def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim: int) -> SlicedParam:
     """Slices of a tensor that, looked at as ``view``, packs several along ``dim``, each cut evenly."""
     packed = [int(each) for each in view[dim]] if isinstance(view[dim], (tuple, list)) else [int(view[dim])]
     whole = [sum(each) if isinstance(each, (tuple, list)) else int(each) for each in view]
@@ -262,10 +264,10 @@ def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim:
     made = _packed([own] * size, dim, [[each // size for each in packed]] * size)
     outer = prod(whole[:dim])
     axis = max(axis for axis in range(len(first)) if prod(first[:axis]) <= outer)
-    return Whole(tuple(n * size if at == axis else n for at, n in enumerate(first)), made.pieces)
+    return SlicedParam(tuple(n * size if at == axis else n for at, n in enumerate(first)), made.pieces)
 
 
-def _first_rows(whole: Whole, rows: int) -> Whole:
+def _first_rows(whole: SlicedParam, rows: int) -> SlicedParam:
     """Without the rows by which a vocabulary was rounded up."""
     pieces = []
     for piece in whole.pieces:
@@ -276,7 +278,7 @@ def _first_rows(whole: Whole, rows: int) -> Whole:
             pieces.append(
                 StridedRun(piece.rank, shape, piece.start, piece.strides, piece.slice_start, piece.slice_strides)
             )
-    return Whole((min(rows, whole.shape[0]), *whole.shape[1:]), tuple(pieces))
+    return SlicedParam((min(rows, whole.shape[0]), *whole.shape[1:]), tuple(pieces))
 
 
 def _named(name: str, patterns: Iterable[str]) -> bool:

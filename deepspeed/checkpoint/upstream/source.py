@@ -10,7 +10,7 @@ import torch
 from deepspeed.checkpoint.directory import Format
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted, read_whole
-from deepspeed.checkpoint.upstream.content import Content
+from deepspeed.checkpoint.upstream.content import CheckpointValues
 from deepspeed.checkpoint.upstream.files import find_layers
 from deepspeed.checkpoint.upstream.partitioned import read_partitioned
 from deepspeed.checkpoint.upstream.pipeline import read_pipeline
@@ -25,7 +25,7 @@ class UpstreamSource:
         state: Everything that is no large tensor.
     """
 
-    def __init__(self, folder: Path, content: Content) -> None:
+    def __init__(self, folder: Path, content: CheckpointValues) -> None:
         self.label = str(folder)
         self._content = content
         self.state = content.state

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed.checkpoint.format import MASTER
-from deepspeed.checkpoint.upstream.content import Content, Readable, Values
+from deepspeed.checkpoint.upstream.content import CheckpointValues, Values, ValueSource
 from deepspeed.checkpoint.upstream.walks import Extent, Shapes
 from deepspeed.errors import CheckpointError
 
@@ -30,7 +30,7 @@ def by_place(shapes: Shapes, place: int) -> Shapes:
     return {f"{name}@{place}" if _LOCAL.fullmatch(name) else name: shape for name, shape in shapes.items()}
 
 
-def put_together(content: Content, module: Mapping[str, Any], where: str) -> None:
+def put_together(content: CheckpointValues, module: Mapping[str, Any], where: str) -> None:
     """Gives a content the stacks and routers that the model has, in the place of what the files have.
 
     Args:
@@ -65,7 +65,9 @@ def put_together(content: Content, module: Mapping[str, Any], where: str) -> Non
         _rename_shared(content)
 
 
-def _fuse(content: Content, experts: str, pieces: dict[int, dict[int, str]], made: dict[str, str], where: str) -> None:
+def _fuse(
+    content: CheckpointValues, experts: str, pieces: dict[int, dict[int, str]], made: dict[str, str], where: str
+) -> None:
     """One block, from its stacks by place or from its experts one by one."""
     for target, parts in (("gate_up_proj", (1, 3)), ("down_proj", (2,))):
         name = f"{experts}.{target}"
@@ -87,8 +89,8 @@ def _fuse(content: Content, experts: str, pieces: dict[int, dict[int, str]], mad
         made.update(dict.fromkeys(members, name))
 
 
-def _values(readable: Readable) -> Values:
-    """What the files of one rank have of a parameter."""
+def _values(readable: ValueSource) -> Values:
+    """Returns what the files of one rank have of a parameter."""
     assert isinstance(readable, Values)
     return readable
 
@@ -116,7 +118,7 @@ def _moved(extents: list[Extent], first: int, numel: int, start: int, tensors: i
             yield Extent(start + begin - first, end - begin, extent.rank + tensors, offset)
 
 
-def _rename_routers(content: Content, module: Mapping[str, Any]) -> None:
+def _rename_routers(content: CheckpointValues, module: Mapping[str, Any]) -> None:
     """Routers under the name in the model, which the model-states file may have as an alias of theirs."""
     for old in [name for name in content.shapes if (m := _ROUTER.fullmatch(name)) and m["name"] == "router"]:
         found = _ROUTER.fullmatch(old)
@@ -130,7 +132,7 @@ def _rename_routers(content: Content, module: Mapping[str, Any]) -> None:
             content.buffers[name.replace(f"{block}.router.", f"{block}.{own}.")] = content.buffers.pop(name)
 
 
-def _rename_shared(content: Content) -> None:
+def _rename_shared(content: CheckpointValues) -> None:
     """Shared experts with a gate, which the models that have one write in the singular."""
     gates = [m["block"] for name in content.shapes if (m := _SHARED_GATE.fullmatch(name))]
     for block in dict.fromkeys(gates):
@@ -138,7 +140,7 @@ def _rename_shared(content: Content) -> None:
             _rename(content, old, old.replace(f"{block}.shared_experts", f"{block}.shared_expert"))
 
 
-def _rename(content: Content, old: str, new: str | None) -> None:
+def _rename(content: CheckpointValues, old: str, new: str | None) -> None:
     """Gives a parameter another name, or takes it out."""
 
     def moved(held: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.upstream.content import Content, Values
+from deepspeed.checkpoint.upstream.content import CheckpointValues, Values
 from deepspeed.checkpoint.upstream.files import find_files, load
 from deepspeed.checkpoint.upstream.partitioned import hyperparameters, scaler_state, take_frozen, training_state
 from deepspeed.checkpoint.upstream.pipeline import joined_states
@@ -17,7 +17,7 @@ from deepspeed.checkpoint.upstream.slices import INFO, join_slices, whole_of
 from deepspeed.errors import CheckpointError
 
 
-def read_universal(folder: Path, *, trust: bool) -> Content:
+def read_universal(folder: Path, *, trust: bool) -> CheckpointValues:
     """Reads a converted tag folder.
 
     Args:
@@ -29,7 +29,7 @@ def read_universal(folder: Path, *, trust: bool) -> Content:
     models = [[load(path, trust=trust) for path in files.model] for files in ranks]
     models = models or [[states] for states in pipeline] or [[{}]]
     first = models[0][0]
-    content = Content(training_state(first))
+    content = CheckpointValues(training_state(first))
     content.aliases.update(first.get("shared_params") or {})
     module = first["module"] or {}
     buffer_names = set(first.get("buffer_names") or [])
@@ -43,7 +43,7 @@ def read_universal(folder: Path, *, trust: bool) -> Content:
         _take_parameter(folder, content, name, shape, common, trust)
     others = []
     for model in models:
-        held = Content(content.state)
+        held = CheckpointValues(content.state)
         if ranks and ranks[0].shards_params:
             take_frozen(held, model, f"{folder}, frozen parameters")
         else:
@@ -92,7 +92,7 @@ def _common_scalars(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_parameter(
-    folder: Path, content: Content, name: str, shape: tuple[int, ...], common: dict[str, Any], trust: bool
+    folder: Path, content: CheckpointValues, name: str, shape: tuple[int, ...], common: dict[str, Any], trust: bool
 ) -> None:
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or name.startswith("/") or "\0" in name:
@@ -122,7 +122,7 @@ def _take_parameter(
         content.state.scalars[name] = scalars
 
 
-def _take_groups(content: Content, rest: Mapping[str, Any], shapes: list[Mapping[str, Any]]) -> None:
+def _take_groups(content: CheckpointValues, rest: Mapping[str, Any], shapes: list[Mapping[str, Any]]) -> None:
     inner = rest.get("optimizer_state_dict")
     groups = (inner or rest).get("param_groups") or []
     for number, group in enumerate(groups):

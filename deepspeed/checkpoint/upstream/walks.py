@@ -31,7 +31,7 @@ class Extent:
 def stage_1_and_2(
     shapes: Shapes, lengths: Sequence[int], gaps: Sequence[int] | None, where: str
 ) -> dict[str, list[Extent]]:
-    """A group whose parameters lie end to end over all ranks; a rank's end may cut a parameter anywhere.
+    """Locates the parameters of a group that lie end to end over all ranks; a rank may end anywhere in a parameter.
 
     Args:
         shapes: Parameters in flat order.
@@ -67,7 +67,7 @@ def stage_1_and_2(
 
 
 def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, list[Extent]]:
-    """A sub-group in which every rank holds an equal piece of every parameter.
+    """Locates the parameters of a sub-group of which every rank holds equal pieces.
 
     Args:
         shapes: Parameters in order.

@@ -72,9 +72,9 @@ class Codec:
         """``out += factor * (what codes stand for)``.
 
         Args:
-            codes: As of :meth:`encode`.
+            codes: 1-D bytes that :meth:`encode` wrote.
             out: 1-D fp32 or fp64.
-            factor: See above.
+            factor: Multiplied with the decoded values.
         """
         raise NotImplementedError
 
@@ -156,7 +156,7 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
     Args:
         codec: Of the codes.
         values: 1-D, floating, of any length; or 2-D, one row for each slice. Unchanged.
-        error: As of :meth:`Codec.encode`, in the shape of ``values``.
+        error: fp32 in the shape of ``values``, replaced by what the codes do not say; None: nothing is added or kept.
         codes: 1-D bytes, :func:`coded_nbytes` of them; or 2-D, as many in each row. A row may have more.
     """
     if values.dim() == 1:
@@ -180,16 +180,16 @@ def decode_add(
         codes: 1-D bytes, :func:`coded_nbytes` of them. Or 2-D, the codes of several summands as rows, which are added
             in their order. There may be more bytes.
         out: 1-D fp32 or fp64.
-        factor: See above.
+        factor: Multiplied with the decoded values.
         mask: 2-D bool, in each row of ``codes`` the elements that are not 0; None: all of them.
     """
     rows = codes.unsqueeze(0) if codes.dim() == 1 else codes
     if out.device.type != "cpu":
         for elements, place in _batches(codec, rows.shape[0], out.numel()):
-            said = codec.decode_slices(rows[:, place], elements.stop - elements.start)
+            decoded = codec.decode_slices(rows[:, place], elements.stop - elements.start)
             if mask is not None:
-                said.masked_fill_(~mask[:, elements], 0.0)
-            for summand in said:
+                decoded.masked_fill_(~mask[:, elements], 0.0)
+            for summand in decoded:
                 out[elements].add_(summand, alpha=factor)
         return
     for number, row in enumerate(rows):
@@ -197,9 +197,9 @@ def decode_add(
             if mask is None:
                 codec.decode_add(row[place], out[elements], factor)
                 continue
-            said = torch.zeros(elements.stop - elements.start, dtype=torch.float32)
-            codec.decode_add(row[place], said, 1.0)
-            out[elements].add_(said.masked_fill_(~mask[number, elements], 0.0), alpha=factor)
+            decoded = torch.zeros(elements.stop - elements.start, dtype=torch.float32)
+            codec.decode_add(row[place], decoded, 1.0)
+            out[elements].add_(decoded.masked_fill_(~mask[number, elements], 0.0), alpha=factor)
 
 
 def decode(codec: Codec, codes: torch.Tensor, out: torch.Tensor) -> None:

@@ -41,17 +41,20 @@ class CodedTransport(Transport):
         self.codec = codec
 
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from; this rank's own slice is overwritten too."""
+        """Gathers the codes of every rank's slice and fills ``flat`` (1-D) with their decoded values.
+
+        This rank's own slice must be in place; it is overwritten with its decoded values too.
+        """
         return self.gather_from(self.my_slice(flat), flat, key=key, label=label)
 
     def gather_from(self, mine: torch.Tensor, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """As :meth:`all_gather`, where this rank's slice is not in its place.
+        """Gathers the codes of every rank's slice where this rank's slice is not in ``flat``.
 
         Args:
-            mine: Its values; unchanged.
-            flat: See :meth:`all_gather`.
-            key: See :meth:`all_gather`.
-            label: See :meth:`all_gather`.
+            mine: Values of this rank's slice, 1-D; unchanged.
+            flat: 1-D buffer of ``size`` equal slices; receives the decoded values of all of them.
+            key: Number that is equal on all ranks for this gather and for no other one in flight.
+            label: What travels, for error messages.
         """
         codes = self._codes(flat.numel() // self.size, flat.device)
         encode(self.codec, mine, None, codes[self.rank])
@@ -67,11 +70,27 @@ class CodedTransport(Transport):
         return out
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from; ``how.error`` is added and replaced."""
+        """Sums what the codes of everybody's ``flat`` decode to; leaves the scaled slice of this rank in ``out``.
+
+        ``how.error`` (the residuals of earlier reductions) is added before encoding and replaced by the new residuals.
+
+        Args:
+            flat: 1-D buffer of ``size`` equal slices; unchanged.
+            out: 1-D fp32 buffer of one slice.
+            how: Scale, key, residuals and the like.
+        """
         return _CodedReduce(self, flat, out, how)
 
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from; ``how.error`` is added and replaced."""
+        """Sums what the codes of everybody's ``flat`` decode to; leaves the scaled sum, decoded from codes, in ``out``.
+
+        ``how.error`` (the residuals of earlier reductions) is added before encoding and replaced by the new residuals.
+
+        Args:
+            flat: 1-D buffer of ``size`` equal slices; unchanged.
+            out: 1-D fp32 buffer, as long as ``flat``.
+            how: Scale, key, residuals and the like.
+        """
         return _CodedAllReduce(self, flat, out, how)
 
     def _codes(self, numel: int, device: torch.device, rows: ZeroRows | None = None) -> torch.Tensor:
@@ -183,7 +202,7 @@ def _encode(
     Args:
         codec: Of the codes, fitted.
         values: ``[slices, elements]``; unchanged.
-        error: As of ``comm.codecs.codec.encode``, in the shape of ``values``.
+        error: fp32 in the shape of ``values``, replaced by what the codes do not say; None: nothing is added or kept.
         codes: Bytes ``[slices, those of the codes and of rows]``.
         rows: Of the buffer; None: no zeros are marked.
         first: Number of the first slice.

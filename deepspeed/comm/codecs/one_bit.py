@@ -47,9 +47,9 @@ class OneBitExchange:
     Args:
         transport: Carries the bytes.
         values: 1-D fp32, :func:`padded_numel` elements, of which the first ``numel`` count; overwritten by the result.
-        numel: See above.
+        numel: Elements of ``values`` that count.
         error: ``sent`` is as long as ``values``, ``owned`` one slice of it; both are replaced.
-        key: As of :class:`~deepspeed.comm.transports.transport.Reduction`.
+        key: Number that is equal on all ranks for this reduction and for no other one in flight.
         label: What travels, for error messages.
         limit: The largest magnitude of what is coded, errors included, at both halves; with one rank of the result.
     """

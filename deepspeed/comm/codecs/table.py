@@ -40,7 +40,14 @@ def pack_signs(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(body: torch.Tensor) -> torch.Tensor:
-    """Returns True where :func:`pack_signs` found a value that is not negative; eight times as many, bool."""
+    """Returns True where :func:`pack_signs` found a value that is not negative.
+
+    Args:
+        body: Bytes, of any shape.
+
+    Returns:
+        Bools, in the shape of ``body`` with eight times the last dimension.
+    """
     # All eight bytes of a word at once: 0 or 1 for each bit.
     bits = body.to(torch.int64).mul_(_SPREAD).bitwise_and_(_BITS)
     bits.add_(_ALMOST).bitwise_right_shift_(7).bitwise_and_(_SPREAD)
@@ -62,7 +69,7 @@ class BlockCodec(Codec):
 
     Args:
         block: Elements with one scale, a multiple of 8 that divides ``CHUNK``.
-        feeds_back: As of :class:`~deepspeed.comm.codecs.codec.Codec`.
+        feeds_back: Whether reductions keep what is lost for the next one (error feedback).
     """
 
     def __init__(self, block: int = BLOCK, *, feeds_back: bool = True) -> None:
@@ -87,9 +94,9 @@ class BlockCodec(Codec):
     @override
     def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         for elements, scales, body in self._parts(out.numel(), codes):
-            said = self._said(scales, body).view(-1)
+            decoded = self._decode_block(scales, body).view(-1)
             place = out[elements]
-            place.add_(said[: place.numel()], alpha=factor)
+            place.add_(decoded[: place.numel()], alpha=factor)
 
     def _parts(self, numel: int, codes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The whole blocks, then the rest: which elements, their scales as a column, their codes as rows."""
@@ -117,7 +124,7 @@ class BlockCodec(Codec):
         self._scale(rows, -(-numel // body.shape[0]), scales)
         body.copy_(self._pack(rows, scales))
         if error is not None:
-            due.sub_(self._said(scales, body).view(-1)[:numel])
+            due.sub_(self._decode_block(scales, body).view(-1)[:numel])
             if not bool(scales.isfinite().all()):
                 due.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             self._keep(error, due)
@@ -144,7 +151,7 @@ class BlockCodec(Codec):
         for there, here in self._places(codes, scales.view(slices, -1), bodies.view(slices, -1), numel):
             there.copy_(here)
         if error is not None:
-            due.sub_(self._said(scales, bodies).view(slices, -1)[:, :numel])
+            due.sub_(self._decode_block(scales, bodies).view(slices, -1)[:, :numel])
             self._keep(error, due.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
     @override
@@ -156,8 +163,8 @@ class BlockCodec(Codec):
             bodies[:, -(-numel // 8) * self.bits :].zero_()
         for there, here in self._places(codes, scales, bodies, numel):
             here.copy_(there)
-        said = self._said(scales.view(-1, 1), bodies.view(slices * blocks, -1))
-        return said.view(slices, -1)[:, :numel]
+        decoded = self._decode_block(scales.view(-1, 1), bodies.view(slices * blocks, -1))
+        return decoded.view(slices, -1)[:, :numel]
 
     def _places(
         self, codes: torch.Tensor, scales: torch.Tensor, bodies: torch.Tensor, numel: int
@@ -195,7 +202,7 @@ class BlockCodec(Codec):
         """Returns the codes of the rows as rows of bytes; ``rows`` are left as they are."""
         raise NotImplementedError
 
-    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+    def _decode_block(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
         """What codes stand for, as rows."""
         raise NotImplementedError
 
@@ -214,7 +221,7 @@ class SignCodec(BlockCodec):
     def _pack(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return pack_signs(rows)
 
-    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+    def _decode_block(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
         return decode_signs(body, scales)
 
 
@@ -285,7 +292,7 @@ class Int8Codec(IntegerCodec):
     def _pack(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return self._rounded(rows, scales).view(torch.uint8)
 
-    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+    def _decode_block(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
         return torch.mul(body.view(torch.int8), scales)
 
 
@@ -300,7 +307,7 @@ class Int4Codec(IntegerCodec):
         pairs = self._rounded(rows, scales).view(rows.shape[0], -1, 2)
         return (pairs[..., 1] << 4).bitwise_or_(pairs[..., 0] & 15).view(torch.uint8)
 
-    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+    def _decode_block(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
         pairs = body.view(torch.int8)
         both = torch.stack(((pairs << 4).bitwise_right_shift_(4), pairs >> 4), dim=-1)
         return torch.mul(both.view(body.shape[0], -1), scales)
@@ -312,7 +319,7 @@ class LocoCodec(Int4Codec):
 
     Args:
         beta: Between 0, where all that was lost is added to the next values, and 1, where the error stays as it is.
-        block: As of :class:`BlockCodec`.
+        block: Values that share one scale.
     """  # noqa: D205 - the title holds its reference
 
     def __init__(self, beta: float, block: int = BLOCK) -> None:

@@ -72,7 +72,15 @@ class ZeroRows:
         return self.mask(first, flags)
 
     def mask(self, first: int, flags: torch.Tensor) -> torch.Tensor | None:
-        """Returns what :meth:`write` returns, from the flags that it wrote."""
+        """Returns what :meth:`write` returns, from the flags that it wrote.
+
+        Args:
+            first: Number of the first slice.
+            flags: Bytes ``[slices, nbytes]``.
+
+        Returns:
+            Bools ``[slices, elements of a slice]``, or None if no row is marked.
+        """
         if flags.device.type == "cpu" and bool((flags == 255).all()):
             return None
         lengths, places = self._rows_of(first, flags.shape[0])
@@ -89,7 +97,7 @@ class ZeroRows:
             flags: ``[ranks, nbytes]``.
 
         Returns:
-            As :meth:`write`, with a row for each rank.
+            Bools ``[ranks, elements of the slice]``: False in rows of zeros. None if no rank marked a row.
         """
         if flags.device.type == "cpu" and bool((flags == 255).all()):
             return None

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from deepspeed.comm.host.message_queue import LONGEST, Mail
+from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.transports.start_p2p import begun
+from deepspeed.comm.transports.start_p2p import start_p2p
 from deepspeed.comm.transports.transport import (
     CHUNK,
     OWNERS,
@@ -277,21 +277,35 @@ class GlooTransport(Transport):
         return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
 
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """Starts sending ``tensor`` to a peer of the group and returns torch's work."""
+        """Starts to send ``tensor`` (contiguous, any shape) to group rank ``peer`` and returns torch's work."""
         traffic.record_ran("send", tensor.numel() * tensor.element_size(), self.axis)
         return self.start(self.group.send, tensor, peer, key)
 
     def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """Starts receiving into ``tensor`` from a peer of the group and returns torch's work."""
+        """Starts to receive into ``tensor`` (contiguous, any shape) from group rank ``peer``; returns torch's work."""
         return self.start(self.group.recv, tensor, peer, key)
 
     def start(self, transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """Starts a send or recv of the group; arguments as of :func:`begun`."""
+        """Starts a send or recv of the process group and returns its work.
+
+        Args:
+            transfer: The group's method ``send`` or ``recv``.
+            tensor: Contiguous, of any shape.
+            peer: The other rank in the group.
+            key: Tag of the transfer.
+        """
         self.started += 1
-        return begun(transfer, tensor, peer, key)
+        return start_p2p(transfer, tensor, peer, key)
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
-        """The gather itself, not counted as asked for."""
+        """Gathers all slices by sends and receives; does not count the gather as asked for.
+
+        Args:
+            flat: 1-D buffer of ``size`` equal slices; this rank's own slice must be in place.
+            key: Number that is equal on all ranks for this gather.
+            channel: The transport's channel on which it is counted.
+            label: What travels, for error messages.
+        """
         ticket = self.issue(channel, key)
         length = flat.numel() // self.size
         mine = self.my_slice(flat)
@@ -320,7 +334,7 @@ class GlooTransport(Transport):
         return confirmations, works
 
     def note_confirmations(self, confirmations: list[tuple[int, torch.Tensor]]) -> None:
-        """Takes in what :meth:`exchange_confirmations` has brought."""
+        """Takes in what :meth:`exchange_confirmations` has brought: pairs of a peer and its count, ``[1]`` int64."""
         for peer, count in confirmations:
             self.note_sent(peer, int(count))
 
@@ -384,39 +398,39 @@ class GlooTransport(Transport):
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         rows[self.rank].copy_(tensor)
         tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
-        mail = None if self.watched is None or channel == "objects" else self.watched.mail
-        if isinstance(mail, Mail) and rows[0].nbytes <= LONGEST:
-            return self._start_by_mail(mail, rows, tag, self.issue(channel, tag), label)
+        queue = None if self.watched is None or channel == "objects" else self.watched.queue
+        if isinstance(queue, MessageQueue) and rows[0].nbytes <= LONGEST:
+            return self._start_by_queue(queue, rows, tag, self.issue(channel, tag), label)
         work = self.gather_slices(rows.view(-1), tag, channel, label)
 
-        def landed() -> torch.Tensor:
+        def arrived() -> torch.Tensor:
             work.wait()
             return rows
 
-        return landed
+        return arrived
 
-    def _start_by_mail(
-        self, mail: Mail, rows: torch.Tensor, tag: int, ticket: tuple[str, int], label: str
+    def _start_by_queue(
+        self, queue: MessageQueue, rows: torch.Tensor, tag: int, ticket: tuple[str, int], label: str
     ) -> Callable[[], torch.Tensor]:
         """The same among ranks of one host, whose rows are short."""
         flat = memoryview(rows.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
         nbytes = rows[0].nbytes
-        if mail.is_over:
+        if queue.is_over:
             raise job_is_over(label)
         places = {peer: flat[peer * nbytes : (peer + 1) * nbytes] for peer in range(self.size)}
         mine = places.pop(self.rank)
         for peer in places:
-            mail.post(peer, tag, mine)
+            queue.post(peer, tag, mine)
         traffic.record_ran("send", nbytes * len(places), self.axis, len(places))
-        take = mail.ask(tag, places)
+        take = queue.ask(tag, places)
 
-        def landed() -> torch.Tensor:
-            if mail.is_over:
+        def arrived() -> torch.Tensor:
+            if queue.is_over:
                 raise job_is_over(label)
             self.guard(take, ticket, label)
             return rows
 
-        return landed
+        return arrived
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:

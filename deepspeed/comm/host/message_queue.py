@@ -24,7 +24,7 @@ from typing import Any
 
 LONGEST = 1 << 16  # bytes of a message: what a socket holds of them is limited
 _ROOM = 1 << 20  # bytes that a socket should hold unread; the system may allow less
-_BOX = struct.Struct("=q")
+_TAG = struct.Struct("=q")
 _LOOK = 0.005  # seconds between looks at what comes while a rank waits until all it sent has left
 # As numbers, which costs less; not every system has them, nor then connections (same_host_meeting).
 _QUIETLY, _AT_ONCE = (int(getattr(socket, name, 0)) for name in ("MSG_NOSIGNAL", "MSG_DONTWAIT"))
@@ -32,7 +32,7 @@ _QUIETLY_AT_ONCE = _QUIETLY | _AT_ONCE
 _Buffer = Any  # what has the buffer protocol
 
 
-class Mail:
+class MessageQueue:
     """Messages to and from the other ranks of a group, for one thread at a time.
 
     Args:
@@ -48,42 +48,42 @@ class Mail:
         self._seconds = seconds
         self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # came before anybody asked
         self._asked: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by box, see ask
-        self._carriers: dict[int, _Carrier] = {}  # by rank
+        self._carriers: dict[int, _SenderThread] = {}  # by rank
         self._is_closed = False
-        self._head = bytearray(_BOX.size)
+        self._head = bytearray(_TAG.size)
         self._spill = bytearray(LONGEST)
         for connection in self._connections.values():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LONGEST:
                 raise OSError("no room for messages")
 
-    def post(self, peer: int, box: int, message: _Buffer) -> None:
+    def post(self, peer: int, tag: int, message: _Buffer) -> None:
         """Sends up to :data:`LONGEST` bytes; does not block. To a rank that has gone nothing is sent: a wait will show.
 
         Args:
             peer: The rank it is for.
-            box: Where it will lie there.
+            tag: Where it will lie there.
             message: Contiguous memory, which may be written to afterwards.
         """
         if peer in self._carriers:
-            if self._carriers[peer].add(_BOX.pack(box) + bytes(message)):
+            if self._carriers[peer].add(_TAG.pack(tag) + bytes(message)):
                 return
             del self._carriers[peer]
         connection = self._connections[peer]
         try:
-            connection.sendmsg((_BOX.pack(box), message), (), _QUIETLY_AT_ONCE)
+            connection.sendmsg((_TAG.pack(tag), message), (), _QUIETLY_AT_ONCE)
         except BlockingIOError:
-            self._carriers[peer] = _Carrier(connection, _BOX.pack(box) + bytes(message))
+            self._carriers[peer] = _SenderThread(connection, _TAG.pack(tag) + bytes(message))
         except ConnectionError:
             return
 
-    def take(self, peer: int, box: int, room: memoryview) -> None:
+    def take(self, peer: int, tag: int, buffer: memoryview) -> None:
         """Waits for the next message of a box.
 
         Args:
             peer: The rank that it is from.
-            box: Where it lies.
-            room: Memory of bytes, as long as the message must be; receives it.
+            tag: Where it lies.
+            buffer: Memory of bytes, as long as the message must be; receives it.
 
         Raises:
             RuntimeError: It can never come, did not come in time, or has another length; and ever after, as what there
@@ -91,66 +91,74 @@ class Mail:
         """
         if self._is_closed:
             raise RuntimeError("the connections were closed after an earlier failure")
-        if kept := self._kept.get((peer, box)):
+        if kept := self._kept.get((peer, tag)):
             message = kept.popleft()
-            self._check_length(len(message), len(room), peer)
-            room[:] = message
+            self._check_length(len(message), len(buffer), peer)
+            buffer[:] = message
             return
         while True:
-            if self._is_of(box, peer, self._hear(peer, room), room):
+            if self._is_of(tag, peer, self._hear(peer, buffer), buffer):
                 return
 
-    def take_if_there(self, peer: int, box: int, room: memoryview) -> bool:
-        """As :meth:`take`, where the message has come; otherwise False, also where nothing can come any more.
+    def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
+        """Reads the next message of a box if it has arrived; never blocks.
+
+        Args:
+            peer: The rank that it is from.
+            tag: Where it lies.
+            buffer: Memory of bytes, as long as the message must be; receives it.
+
+        Returns:
+            Whether ``buffer`` has the message; False also if the connection is closed.
 
         Raises:
             RuntimeError: It has another length.
         """
         if self._is_closed:
             return False
-        if self._kept.get((peer, box)):
-            self.take(peer, box, room)
+        if self._kept.get((peer, tag)):
+            self.take(peer, tag, buffer)
             return True
-        rooms = (self._head, room, self._spill)
+        buffers = (self._head, buffer, self._spill)
         while True:
             try:
-                length = self._connections[peer].recvmsg_into(rooms, 0, _AT_ONCE)[0]
+                length = self._connections[peer].recvmsg_into(buffers, 0, _AT_ONCE)[0]
             except OSError:  # nothing is there, or nothing will be: a wait tells which
                 return False
             if not length:
                 return False
-            if self._is_of(box, peer, length - _BOX.size, room):
+            if self._is_of(tag, peer, length - _TAG.size, buffer):
                 return True
 
-    def _is_of(self, box: int, peer: int, length: int, room: memoryview) -> bool:
-        """Whether what was read last, into ``room``, is of a box; otherwise it is kept for whoever asks."""
-        found = self._box()
-        if found == box:
-            self._check_length(length, len(room), peer)
+    def _is_of(self, tag: int, peer: int, length: int, buffer: memoryview) -> bool:
+        """Whether what was read last, into ``buffer``, is of a box; otherwise it is kept for whoever asks."""
+        found = self._tag()
+        if found == tag:
+            self._check_length(length, len(buffer), peer)
             return True
-        message = bytes(room[:length]) + bytes(self._spill[: max(length - len(room), 0)])
+        message = bytes(buffer[:length]) + bytes(self._spill[: max(length - len(buffer), 0)])
         self._kept[peer, found].append(message)
         return False
 
-    def ask(self, box: int, rooms: dict[int, memoryview]) -> Callable[[], None]:
+    def ask(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
         """Asks ranks for the next message of a box each, which nobody else has asked for.
 
         Args:
-            box: Where they lie.
-            rooms: By rank, as of :meth:`take`.
+            tag: Where they lie.
+            buffers: By rank, as of :meth:`take`.
 
         Returns:
             Waits for them, and raises as :meth:`take` does.
         """
-        asked = self._asked[box]
-        asked.append(rooms)
+        asked = self._asked[tag]
+        asked.append(buffers)
 
         def wait() -> None:
-            while rooms:
+            while buffers:
                 oldest = asked[0]
                 while oldest:
-                    peer, room = oldest.popitem()
-                    self.take(peer, box, room)
+                    peer, buffer = oldest.popitem()
+                    self.take(peer, tag, buffer)
                 asked.popleft()
 
         return wait
@@ -180,20 +188,20 @@ class Mail:
             heard -= {peer for peer in heard if not self._keep_all(peer)}
             next(iter(self._carriers.values())).join(_LOOK)
 
-    def _hear(self, peer: int, room: memoryview) -> int:
-        """Waits for a rank's next message, of any box, into ``room`` and then the spill; its length."""
+    def _hear(self, peer: int, buffer: memoryview) -> int:
+        """Waits for a rank's next message, of any box, into ``buffer`` and then the spill; its length."""
         try:
             try:
-                length = self._connections[peer].recvmsg_into((self._head, room, self._spill))[0]
+                length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
             except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
-                length = self._connections[peer].recvmsg_into((self._head, room, self._spill))[0]
+                length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
         except BlockingIOError:
             raise self._failed(f"rank {peer} of the group said nothing within the group's time limit") from None
         except OSError as error:
             raise self._failed(f"nothing came from rank {peer} of the group ({error})") from error
         if not length:
             raise self._failed(f"rank {peer} of the group has closed its connection")
-        return length - _BOX.size
+        return length - _TAG.size
 
     def _check_length(self, found: int, expected: int, peer: int) -> None:
         if found != expected:
@@ -207,9 +215,9 @@ class Mail:
         self.close()
         return RuntimeError(words)
 
-    def _box(self) -> int:
+    def _tag(self) -> int:
         """Of the message that was read last."""
-        number: int = _BOX.unpack(self._head)[0]
+        number: int = _TAG.unpack(self._head)[0]
         return number
 
     def _keep_all(self, peer: int) -> bool:
@@ -224,7 +232,7 @@ class Mail:
                 return False
             if not length:
                 return False
-            self._kept[peer, self._box()].append(bytes(self._spill[: length - _BOX.size]))
+            self._kept[peer, self._tag()].append(bytes(self._spill[: length - _TAG.size]))
 
     def close(self) -> None:
         """Makes whoever waits for this rank, or in it, raise."""
@@ -244,7 +252,7 @@ class Mail:
             held.clear()
 
 
-class _Carrier(threading.Thread):
+class _SenderThread(threading.Thread):
     """Sends what a socket had no room for, as soon as it has, and ends.
 
     Args:

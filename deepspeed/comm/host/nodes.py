@@ -122,7 +122,7 @@ class _GlooGatherByNodes(GlooGather):
         works += [transport.send(self._slices[rank], peer, key) for peer in (*far, *near)]
         confirmations, more = transport.exchange_confirmations(sorted((*far, *near)), key)
         super().__init__(transport, works + more, flat, ticket, label, confirmations)
-        transport.promise(self)
+        transport.enqueue_forward(self)
 
     def hand_on(self) -> None:
         """Waits for what comes from other nodes and sends it to the neighbours."""
@@ -155,7 +155,16 @@ class GlooByNodes(GlooTransport):
         self.nodes = nodes
 
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """See the class this one derives from; the books say whether it crossed nodes."""
+        """Starts to send ``tensor`` (contiguous, any shape) and counts it as traffic inside or between nodes.
+
+        Args:
+            tensor: Values to send.
+            peer: Group rank that receives them.
+            key: Tag that the receiver waits for.
+
+        Returns:
+            The torch ``Work`` of the send.
+        """
         is_near = peer // self.nodes.width == self.rank // self.nodes.width
         where = "send inside nodes" if is_near else "send between nodes"
         traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)
@@ -170,7 +179,7 @@ class GlooByNodes(GlooTransport):
         return _GlooGatherByNodes(self, flat, key, label)
 
 
-class _Together:
+class _JoinedWork:
     """Several of torch's works as one."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -222,7 +231,7 @@ class NativeByNodes(NativeTransport):
             for node in flat.view(count, width * length):
                 works.append(self._near.group._allgather_base(node, node.narrow(0, place * length, length)))
                 traffic.record_ran("all_gather_into_tensor inside nodes", nbytes, self.axis)
-        return NativeWork(_Together(works), self, self.issue("gather", key), label, None, (flat, crossed))
+        return NativeWork(_JoinedWork(works), self, self.issue("gather", key), label, None, (flat, crossed))
 
     @contextmanager
     def _behind(self, device: torch.device) -> Iterator[None]:

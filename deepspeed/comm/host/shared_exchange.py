@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, Letter, Peer, SameHost, meet_on_host
+from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, HostPeer, RoundMessage, SameHost, meet_on_host
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import traffic
@@ -100,15 +100,15 @@ class SameHostTransport(GlooTransport):
                 if place.numel():
                     packing.write(part, place)
         words, start = _words(label, dtype), 0
-        letters = {}
+        messages = {}
         for rank, numel in enumerate(numels):
-            letters[rank] = Letter(start, numel * size, words)
+            messages[rank] = RoundMessage(start, numel * size, words)
             start += numel * size
             if numel:
                 traffic.record_ran("send", numel * size, self.axis)
         senders = [peer for peer in host.peers if expected[peer.rank]]
         made = _Exchange(host, senders, arriving, expected, words, dtype, label, ticket, by_gloo)
-        host.begin(made, [letters[peer.rank] for peer in host.peers])
+        host.begin(made, [messages[peer.rank] for peer in host.peers])
         packing.copy(leaving[self.rank], arriving[self.rank])
         return made
 
@@ -123,7 +123,7 @@ class _Exchange:
     def __init__(
         self,
         host: SameHost,
-        senders: list[Peer],
+        senders: list[HostPeer],
         arriving: Sequence[Pieces],
         expected: list[int],
         words: bytes,
@@ -149,8 +149,8 @@ class _Exchange:
             return
         host.wait_for(self._senders, self.number, self._label, self._ticket)
         for peer in self._senders:
-            letter = peer.letter(self.number)
-            if letter.words != self._words or letter.nbytes != self._expected[peer.rank]:
+            round_message = peer.round_message(self.number)
+            if round_message.words != self._words or round_message.nbytes != self._expected[peer.rank]:
                 raise self._parted(host, peer)
         with torch.no_grad():
             for peer in self._senders:
@@ -161,12 +161,11 @@ class _Exchange:
         self._host = None
         self._arriving, self._by_gloo = (), []
 
-    def _parted(self, host: SameHost, peer: Peer) -> Exception:
+    def _parted(self, host: SameHost, peer: HostPeer) -> Exception:
         mine = self._words.decode()
-        if peer.letter(self.number).words == self._words:
-            mine += (
-                f", and expects {self._expected[peer.rank]} bytes of it where {peer.letter(self.number).nbytes} come"
-            )
+        theirs = peer.round_message(self.number)
+        if theirs.words == self._words:
+            mine += f", and expects {self._expected[peer.rank]} bytes of it where {theirs.nbytes} come"
         return host.parted(self.number, peer, mine, "exchanges")
 
 

@@ -77,7 +77,7 @@ class SharedRegion:
             ) from error
 
 
-class Letter(NamedTuple):
+class RoundMessage(NamedTuple):
     """What a rank tells another one about a round.
 
     Attributes:
@@ -91,13 +91,13 @@ class Letter(NamedTuple):
     words: bytes
 
 
-class Peer:
+class HostPeer:
     """Another rank, as this one knows it.
 
     Attributes:
         rank: Its place in the group.
         places: Where it writes.
-        begun: Rounds that it has begun.
+        started: Rounds that it has begun.
         read: Rounds of which it has read all.
     """
 
@@ -105,25 +105,31 @@ class Peer:
         self.rank = rank
         self.connection = connection
         self.places = [SharedRegion(file) for file in files]
-        self.begun = self.read = 0
-        self._letters = [Letter(0, 0, b"")] * PLACES
+        self.started = self.read = 0
+        self._messages = [RoundMessage(0, 0, b"")] * PLACES
 
-    def letter(self, number: int) -> Letter:
+    def round_message(self, number: int) -> RoundMessage:
         """What it has said of one of its latest rounds."""
-        return self._letters[number % PLACES]
+        return self._messages[number % PLACES]
 
     def wrote(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """What it wrote for this rank in one of its latest rounds, 1-D."""
-        place, letter = self.places[number % PLACES], self._letters[number % PLACES]
-        return place.of(letter.nbytes // dtype.itemsize, dtype, start=letter.start, is_mine=False)
+        place, round_message = self.places[number % PLACES], self._messages[number % PLACES]
+        return place.of(round_message.nbytes // dtype.itemsize, dtype, start=round_message.start, is_mine=False)
 
-    def tell(self, begun: int, read: int, letter: Letter) -> None:
+    def send_progress(self, started: int, read: int, round_message: RoundMessage) -> None:
         """Says how far this rank is. One that has gone may have begun all that was wanted of it: the wait will show."""
         with contextlib.suppress(ConnectionError):
-            self.connection.send(_MESSAGE.pack(begun, read, letter.start, letter.nbytes) + letter.words)
+            self.connection.send(
+                _MESSAGE.pack(started, read, round_message.start, round_message.nbytes) + round_message.words
+            )
 
-    def hear(self) -> None:
-        """Waits for its next message."""
+    def receive(self) -> None:
+        """Waits for its next message.
+
+        Raises:
+            RuntimeError: None came in time, or the connection is closed.
+        """
         try:
             try:
                 message = self.connection.recv(_LONGEST)
@@ -137,15 +143,15 @@ class Peer:
             raise RuntimeError(f"rank {self.rank} of the group has closed its connection")
         self._take(message)
 
-    def hear_what_came(self) -> None:
+    def receive_pending(self) -> None:
         """Takes in what it has said already, without waiting."""
         with contextlib.suppress(OSError):
             while message := self.connection.recv(_LONGEST, socket.MSG_DONTWAIT):
                 self._take(message)
 
     def _take(self, message: bytes) -> None:
-        self.begun, self.read, start, nbytes = _MESSAGE.unpack_from(message)
-        self._letters[self.begun % PLACES] = Letter(start, nbytes, message[_MESSAGE.size :])
+        self.started, self.read, start, nbytes = _MESSAGE.unpack_from(message)
+        self._messages[self.started % PLACES] = RoundMessage(start, nbytes, message[_MESSAGE.size :])
 
 
 class Round(Protocol):
@@ -174,14 +180,14 @@ class SameHost:
         peers: As given.
     """
 
-    def __init__(self, transport: Transport, files: list[int], peers: list[Peer]) -> None:
+    def __init__(self, transport: Transport, files: list[int], peers: list[HostPeer]) -> None:
         self.transport = transport
         self.peers = peers
         self._places = [SharedRegion(file) for file in files]
-        self._begun = 0
+        self._started = 0
         self._unread: list[Round | None] = [None] * PLACES
-        self._readers: list[list[Peer]] = [[] for _ in range(PLACES)]
-        self._letters = [Letter(0, 0, b"")] * len(peers)
+        self._readers: list[list[HostPeer]] = [[] for _ in range(PLACES)]
+        self._messages = [RoundMessage(0, 0, b"")] * len(peers)
         self._is_closed = False
         if transport.watch is not None:
             transport.watch.supervise(self)
@@ -190,50 +196,54 @@ class SameHost:
         """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
         if not self._places:
             raise job_is_over(label)
-        number = self._begun + 1
+        number = self._started + 1
         earlier = self._unread[number % PLACES]
         if earlier is not None:
             earlier.wait()
         wanted = number - PLACES
         for peer in self.peers:
-            if peer.begun != self._begun:  # nobody waits for one that has nothing for this rank, but its words pile up
-                peer.hear_what_came()
+            if (
+                peer.started != self._started
+            ):  # nobody waits for one that has nothing for this rank, but its words pile up
+                peer.receive_pending()
         if any(peer.read < wanted for peer in self._readers[number % PLACES]):
             self._guard(lambda: self._wait_for_readers(number), label, None)
         return self._places[number % PLACES].of(numel, dtype, is_mine=True)
 
     def next_number(self) -> int:
         """Of the next round."""
-        return self._begun + 1
+        return self._started + 1
 
-    def begin(self, begun: Round, letters: list[Letter]) -> None:
+    def begin(self, started: Round, messages: list[RoundMessage]) -> None:
         """Tells the others of a round for which all has been written.
 
         Args:
-            begun: The round; its number is the next one.
-            letters: For each of :attr:`peers`.
+            started: The round; its number is the next one.
+            messages: For each of :attr:`peers`.
         """
         if not self._places:
-            raise job_is_over(letters[0].words.decode(errors="replace"))
+            raise job_is_over(messages[0].words.decode(errors="replace"))
         if self.transport.watch is not None and self.transport.watch.is_in_vain():
             self.close()  # or this would answer a wait of a rank that has parted from this one
-        place = begun.number % PLACES
-        self._begun, self._unread[place], self._letters = begun.number, begun, letters
-        self._readers[place] = [peer for peer, letter in zip(self.peers, letters, strict=True) if letter.nbytes]
-        self._tell()
+        place = started.number % PLACES
+        self._started, self._unread[place], self._messages = started.number, started, messages
+        self._readers[place] = [
+            peer for peer, round_message in zip(self.peers, messages, strict=True) if round_message.nbytes
+        ]
+        self._send_progress()
 
-    def wait_for(self, peers: Sequence[Peer], number: int, label: str, ticket: tuple[str, int]) -> None:
+    def wait_for(self, peers: Sequence[HostPeer], number: int, label: str, ticket: tuple[str, int]) -> None:
         """Waits until ``peers`` have begun round ``number``."""
         if not self._places:  # not a wait that failed: nobody is there to say why
             raise job_is_over(label)
-        if self._is_closed or any(peer.begun < number for peer in peers):
+        if self._is_closed or any(peer.started < number for peer in peers):
             self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
 
     def has_read(self, number: int) -> None:
         """This rank needs nothing of round ``number`` any more."""
         self._unread[number % PLACES] = None
 
-    def parted(self, number: int, peer: Peer, mine: str, doing: str) -> DivergenceError:
+    def parted(self, number: int, peer: HostPeer, mine: str, doing: str) -> DivergenceError:
         """What to raise where ``peer`` has begun something else; the connections are closed.
 
         Args:
@@ -243,32 +253,35 @@ class SameHost:
             doing: A verb for it.
         """
         self.close()
-        said = {self.transport.rank: mine, peer.rank: peer.letter(number).words.decode(errors="replace")}
+        words_by_rank = {
+            self.transport.rank: mine,
+            peer.rank: peer.round_message(number).words.decode(errors="replace"),
+        }
         names = self.transport.ranks
-        parts = "; ".join(f"rank {names[rank]} {doing} {words}" for rank, words in sorted(said.items()))
+        parts = "; ".join(f"rank {names[rank]} {doing} {words}" for rank, words in sorted(words_by_rank.items()))
         return DivergenceError(
             f"ranks took different branches: {parts}. Ranks that share layers must run the same ones, in one order. "
             "Make the branch depend on data that is equal on all of them"
         )
 
-    def _tell(self) -> None:
+    def _send_progress(self) -> None:
         unread = [work.number for work in self._unread if work is not None]
-        read = min(unread, default=self._begun + 1) - 1
-        for peer, letter in zip(self.peers, self._letters, strict=True):
-            peer.tell(self._begun, read, letter)
+        read = min(unread, default=self._started + 1) - 1
+        for peer, round_message in zip(self.peers, self._messages, strict=True):
+            peer.send_progress(self._started, read, round_message)
 
-    def _wait_for_writers(self, peers: Sequence[Peer], number: int) -> None:
+    def _wait_for_writers(self, peers: Sequence[HostPeer], number: int) -> None:
         if self._is_closed:  # what is there may be of another round than this one
             raise RuntimeError("the connections were closed after an earlier failure")
         for peer in peers:
-            while peer.begun < number:
-                peer.hear()
+            while peer.started < number:
+                peer.receive()
 
     def _wait_for_readers(self, number: int) -> None:
-        self._tell()  # they may wait for this rank likewise, and their next round would be the next to say so
+        self._send_progress()  # they may wait for this rank likewise, and their next round would be the next to say so
         for peer in self._readers[number % PLACES]:
             while peer.read < number - PLACES:
-                peer.hear()
+                peer.receive()
 
     def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
         self.transport.catch_up()
@@ -325,7 +338,7 @@ def _introduced(transport: Transport, connections: dict[int, socket.socket]) -> 
                     os.close(file)
                 raise OSError(f"rank {rank} of the group handed over {len(theirs)} files instead of {PLACES}")
             limit_waits(made, transport)
-            peers.append(Peer(rank, made, list(theirs)))
+            peers.append(HostPeer(rank, made, list(theirs)))
     except OSError:
         for file in files:
             os.close(file)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, Letter, SameHost, meet_on_host
+from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, RoundMessage, SameHost, meet_on_host
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import Transport
 
 
-class SameHostSums:
+class SharedMemorySumBackend:
     """Sums over ranks of one host. All of them must begin the same sums, in one order.
 
     Args:
@@ -38,11 +38,11 @@ class SameHostSums:
         return self._offered
 
     def start(self, values: torch.Tensor, label: str) -> _SharedSum:
-        """Begins a sum.
+        """Starts a sum over the ranks of this host.
 
         Args:
-            values: Contiguous: what :meth:`place` gave, or any other tensor, which the result will be written to.
-            label: What travels, for whoever waits in vain.
+            values: Contiguous, any shape: what :meth:`place` returned, or any other tensor, which receives the result.
+            label: What travels, for messages about ranks that do not come.
         """
         mine, out, self._offered = self._offered, None, None
         if mine is None or mine.data_ptr() != values.data_ptr():
@@ -54,7 +54,7 @@ class SameHostSums:
         traffic.record_ran("all_reduce", 2 * nbytes, transport.axis)  # as the backend, which a plan counts
         words = _words(label, mine.numel(), mine.dtype)
         made = _SharedSum(self._host, mine, out, label, words)
-        self._host.begin(made, [Letter(0, nbytes, words)] * len(self._host.peers))
+        self._host.begin(made, [RoundMessage(0, nbytes, words)] * len(self._host.peers))
         return made
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class _SharedSum:
         """Waits for the other summands and adds them, in the order of the ranks."""
         host.wait_for(host.peers, self.number, self._label, self._ticket)
         for peer in host.peers:
-            if peer.letter(self.number).words != self._words:
+            if peer.round_message(self.number).words != self._words:
                 raise host.parted(self.number, peer, self._words.decode(), "sums")
         host.has_read(self.number)
         summands = {host.transport.rank: self._mine}
@@ -111,10 +111,10 @@ def _added(parts: list[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
     return total.to(parts[0].dtype) if out is None else out.copy_(total)
 
 
-def same_host_sums(transport: Transport) -> SameHostSums | None:
+def same_host_sums(transport: Transport) -> SharedMemorySumBackend | None:
     """Sums over the ranks of ``transport``; None where they are not all on one host, or have another backend.
 
     Every rank of ``transport`` must call it, at the same time.
     """
     host = meet_on_host(transport, "finding the ranks of one host")
-    return None if host is None else SameHostSums(host)
+    return None if host is None else SharedMemorySumBackend(host)

@@ -58,12 +58,12 @@ def connect_on_host(
             listener.listen(transport.size)
             listener.settimeout(_MEETING)
     mine = (_host(), address if listener is not None else "", token.hex())
-    told = gather_json(transport, mine, label=label)
+    gathered = gather_json(transport, mine, label=label)
     found: _Made | None = None
     connections: dict[int, socket.socket] = {}
-    if listener is not None and len({host for host, _, _ in told}) == 1 and all(where for _, where, _ in told):
+    if listener is not None and len({host for host, _, _ in gathered}) == 1 and all(where for _, where, _ in gathered):
         with contextlib.suppress(OSError):  # of different network namespaces: the others cannot be reached
-            for rank, (_, where, theirs) in enumerate(told[: transport.rank]):
+            for rank, (_, where, theirs) in enumerate(gathered[: transport.rank]):
                 connections[rank] = _call(where, transport.rank, bytes.fromhex(theirs))
             later = range(transport.rank + 1, transport.size)
             connections.update(_answer(listener, set(later), token))
@@ -170,8 +170,8 @@ def _rank_of(connection: socket.socket, token: bytes) -> int:
         return -1
     if len(greeting) != _GREETING.size:
         return -1
-    rank, said = _GREETING.unpack(greeting)
-    return int(rank) if secrets.compare_digest(said, token) else -1
+    rank, received = _GREETING.unpack(greeting)
+    return int(rank) if secrets.compare_digest(received, token) else -1
 
 
 def _is_mine(connection: socket.socket) -> bool:

@@ -70,9 +70,10 @@ class Axis:
         """Returns what carries buffers between the ranks.
 
         Args:
-            use: "engine": a new transport for the caller alone. "outside engines": the same one for all callers. Every
-                rank of the job must ask for these two, in the same order. "layers": the same one for all callers, which
-                must exchange in one order on all ranks of the axis; no ranks meet to make it.
+            use: "engine": a new transport for the caller alone; where order matters (not gloo) it needs an open lease
+                (``ProcessGroups.leased``). "outside engines": the same one for all callers. Every rank of the job must
+                ask for these two, in the same order. "layers": the same one for all callers, which must exchange in one
+                order on all ranks of the axis; no ranks meet to make it.
             device: Where the buffers live; None: the device of the job.
             timeout: Time limit of a communicator that is made; None: torch's.
         """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.job.mesh import PIPE
-from deepspeed.comm.job.new_groups import ProcessGroups
+from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import Transport
@@ -182,7 +182,14 @@ class DeclaredGroups:
         return Claim(self._entries, entries)
 
     def connect(
-        self, defined: Defined, peers: Transport, use: str, *, device: torch.device | None, timeout: timedelta | None
+        self,
+        defined: Defined,
+        peers: Transport,
+        use: str,
+        *,
+        device: torch.device | None,
+        timeout: timedelta | None,
+        owner: Owner = "engine",
     ) -> Transport:
         """Returns a transport over this rank's group. Every rank of the job must call it, in the same order.
 
@@ -191,7 +198,8 @@ class DeclaredGroups:
             peers: The ranks that make the same calls.
             use: What travels, in words.
             device: Where the buffers live.
-            timeout: As of ``Connector.create``.
+            timeout: Time limit of a communicator that is made.
+            owner: Of that communicator.
 
         Raises:
             DeepSpeedConfigError: Ranks of the group make other calls.
@@ -207,7 +215,7 @@ class DeclaredGroups:
         backend = self._ranks.backend_for(self._ranks.world, device)
         # Gloo matches transfers by tag, so that all uses can share a group.
         why = f"the group {defined.name!r}" + ("" if backend == "gloo" else f" ({use})")
-        group = self._process_groups.mine(defined.ranks, backend=backend, timeout=timeout, why=why)
+        group = self._process_groups.mine(defined.ranks, backend=backend, timeout=timeout, why=why, owner=owner)
         made = self._connector.part_of(peers, group)
         made.axis = defined.name
         return made
@@ -222,7 +230,7 @@ class DeclaredGroups:
         Args:
             defined: As :meth:`define_copies` declared it.
             device: Where the buffers live.
-            timeout: As of ``Connector.create``.
+            timeout: Time limit of a communicator that is made.
         """
         made = self._connector.create(self.group_of(defined, device=device, timeout=timeout), device, timeout)
         made.axis = PIPE
@@ -234,4 +242,4 @@ class DeclaredGroups:
         """Returns this rank's process group of a declared group of copies. Every rank of the job must call it."""
         backend = self._ranks.backend_for(self._ranks.world, device)
         why = f"the copies {defined.name!r}"
-        return self._process_groups.mine(defined.ranks, backend=backend, timeout=timeout, why=why)
+        return self._process_groups.mine(defined.ranks, backend=backend, timeout=timeout, why=why, owner="job")

@@ -13,7 +13,7 @@ from typing_extensions import override
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.new_groups import ProcessGroups
+from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
@@ -150,7 +150,7 @@ class _FakeProcessGroups(ProcessGroups):
         backend: str,
         timeout: timedelta | None,
         why: str,
-        is_for_programs: bool = False,
+        owner: Owner = "engine",
     ) -> Any:
         me = self._ranks.rank_in()
         return FakeGroup(tuple(next(sorted(ranks) for ranks in groups if me in ranks)))
@@ -170,7 +170,9 @@ class _FakeConnector(Connector):
         self._job = job
 
     @override
-    def create(self, group: Any, device: torch.device | None, timeout: timedelta | None) -> Transport:
+    def create(
+        self, group: Any, device: torch.device | None, timeout: timedelta | None, *, owner: Owner = "engine"
+    ) -> Transport:
         return self._job.transport(device, None if group is None else self._ranks.ranks_of(group))
 
     @override

@@ -17,8 +17,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.comm.job.expert_groups import along_mesh
 from deepspeed.comm.job.expert_groups import group_name as group_name_of
-from deepspeed.comm.job.expert_ranks import along_mesh
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAMPLES, SEQUENCE, TENSOR, Mesh
 from deepspeed.comm.job.world import is_initialized, rank_in, ranks_of, size_of

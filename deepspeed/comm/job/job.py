@@ -46,6 +46,7 @@ class Job:
         mpu: The program's model-parallel unit; None: there is none.
         mesh: The mesh that is registered; None: all ranks are data-parallel.
         purpose: What the program does, in words, where it has said so; for messages of waits in vain.
+        members: What outlives the job, where ranks may come and go (``comm.members.run_members``); else None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -58,6 +59,7 @@ class Job:
         self.mpu: Any = None
         self.mesh: Mesh | None = None
         self.purpose = ""
+        self.members: Any = None
         self._of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of more than one rank
 
     def _parts(self) -> tuple[Ranks, WatchedGroups, ProcessGroups, Connector]:
@@ -167,9 +169,11 @@ class Job:
         timeout: timedelta | None = None,
         backend: str | None = None,
     ) -> Axis:
-        """Returns an axis with a process group for its own use. Every rank must call it, in one order.
+        """Returns an axis with a process group that the job owns. Every rank must call it, in one order.
 
-        An axis of all ranks has the group of all ranks.
+        What travels must be a call of the program that all ranks of a group make in one order, or its mirror in a
+        backward pass (``new_groups.Owner``); all who give the same lists and words share the group. An axis of all
+        ranks has the group of all ranks where that is gloo's.
 
         Args:
             lists: The members of all groups of the axis; every rank of the job is in exactly one.
@@ -181,9 +185,10 @@ class Job:
         """
         usual = self.ranks.backend_for(self.ranks.world, device)
         backend = usual if backend is None else backend
-        if len(lists) == 1 and backend == usual:
+        if len(lists) == 1 and backend == usual == "gloo":
             return self.axis_of(self.ranks.world, name)
-        return self.axis_of(self.process_groups.mine(lists, backend=backend, timeout=timeout, why=why), name)
+        group = self.process_groups.mine(lists, backend=backend, timeout=timeout, why=why, owner="job")
+        return self.axis_of(group, name)
 
     def set_mesh(self, found: Mesh | None, timeout: timedelta | None = None) -> None:
         """Registers the mesh and makes process groups along its axes. None removes it. Every rank must call it.
@@ -237,7 +242,7 @@ class Job:
                 why = f"ranks along {' and '.join(key)}"
                 backend = self.ranks.backends_of(self.ranks.world)
                 self._of_axes[key] = self.process_groups.mine(
-                    self.mesh.groups(*key), backend=backend, timeout=timeout, why=why
+                    self.mesh.groups(*key), backend=backend, timeout=timeout, why=why, owner="job"
                 )
         return self._of_axes[key]
 

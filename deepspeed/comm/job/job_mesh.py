@@ -20,7 +20,7 @@ from deepspeed.comm.job.mesh_sources import (
     mesh_of_param,
     ranks_of_dtensors,
 )
-from deepspeed.comm.job.mpu import Standing, knows_its_place, standing
+from deepspeed.comm.job.mpu import RankCoordinates, coordinates, knows_its_place
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.config.degrees import KEYS, data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
@@ -32,7 +32,7 @@ class JobMesh:
 
     Args:
         mpu: The program's model-parallel unit, if any.
-        mesh_param: As of :func:`~deepspeed.comm.job.mesh_sources.mesh_of_param`, or None.
+        mesh_param: What ``initialize`` got, see :func:`~deepspeed.comm.job.mesh_sources.mesh_of_param`, or None.
         model: A model that is cut already has a :class:`~deepspeed.comm.job.mesh.Mesh` as its attribute ``mesh``; so
             may an mpu have. Of others, parameters that are ``DTensor`` objects say over which ranks they are cut.
         timeout: How long to wait for the other ranks.
@@ -46,27 +46,27 @@ class JobMesh:
     """
 
     def __init__(self, mpu: Any, mesh_param: Any, model: Any, timeout: timedelta) -> None:
-        said: dict[str, Mesh] = {}
+        sources: dict[str, Mesh] = {}
         if isinstance(found := getattr(model, "mesh", None), Mesh):
-            said["the model"] = found.check(size_of())
+            sources["the model"] = found.check(size_of())
         if mesh_param is not None:
-            said["mesh_param"] = mesh_of_param(mesh_param)
-        self._asked: Standing | None = None
+            sources["mesh_param"] = mesh_of_param(mesh_param)
+        self._asked: RankCoordinates | None = None
         self._mpu = mpu
         if isinstance(found := getattr(mpu, "mesh", None), Mesh):
-            said["the mpu"] = found.check(size_of())
+            sources["the mpu"] = found.check(size_of())
         elif mpu is not None:
-            self._asked = standing(mpu)
-            said["the mpu"] = _mesh_of_groups(mpu, self._asked, timeout)
+            self._asked = coordinates(mpu)
+            sources["the mpu"] = _mesh_of_groups(mpu, self._asked, timeout)
         cut_over = ranks_of_dtensors(model)
         self.has_dtensors = cut_over is not None
-        if cut_over is not None and not said:
-            said["the model"] = mesh_of_dtensors(cut_over)
-        if len(set(said.values())) > 1:
-            listed = "; ".join(f"{who}: {mesh}" for who, mesh in said.items())
+        if cut_over is not None and not sources:
+            sources["the model"] = mesh_of_dtensors(cut_over)
+        if len(set(sources.values())) > 1:
+            listed = "; ".join(f"{who}: {mesh}" for who, mesh in sources.items())
             raise DeepSpeedConfigError(f"initialize: the ranks are laid out in different ways ({listed}); give one")
-        self._source = next(iter(said), "")
-        self._given = said.get(self._source)
+        self._source = next(iter(sources), "")
+        self._given = sources.get(self._source)
         _check_names(self._source, self._given)
         asked = self._asked
         self.decides_together = asked.zero_group if asked is not None and asked.model_size == 1 else None
@@ -88,10 +88,13 @@ class JobMesh:
         return self.mesh(root).size(*SAMPLES)
 
     def mesh(self, root: Root) -> Mesh:
-        """The mesh of the job. Nothing is communicated.
+        """Returns the mesh of the job. Nothing is communicated.
+
+        Args:
+            root: The configuration.
 
         Raises:
-            DeepSpeedConfigError: As of :meth:`data_size`.
+            DeepSpeedConfigError: Sizes of axes in the configuration do not fit the mesh that the program gave.
         """
         if self._given is None:
             return mesh_of_config(root, size_of())
@@ -115,7 +118,7 @@ class JobMesh:
             found = Mesh(others, found.ranks).split(DATA, DATA, (axis, size))
         return found
 
-    def settle(self, root: Root) -> Standing:
+    def settle(self, root: Root) -> RankCoordinates:
         """Registers what was found for ``utils.groups`` and says where this rank stands. Every rank must call it.
 
         Where all ranks are data-parallel nothing is registered, so that a second model of a process (a teacher, a
@@ -125,7 +128,7 @@ class JobMesh:
             root: The configuration.
 
         Raises:
-            DeepSpeedConfigError: As of :meth:`data_size`.
+            DeepSpeedConfigError: Sizes of axes in the configuration do not fit the mesh that the program gave.
             DivergenceError: Some rank does something else.
             CommunicationError: Some rank has ended or did not come.
         """
@@ -135,9 +138,9 @@ class JobMesh:
         if self._asked is not None:
             return replace(self._asked, mesh=mesh)
         if mesh.size(DATA) == mesh.world_size:
-            return standing(None)
+            return coordinates(None)
         groups.set_mesh(mesh, self._timeout)
-        return _standing_on(mesh)
+        return _coordinates_on(mesh)
 
 
 def _check_names(source: str, given: Mesh | None) -> None:
@@ -149,7 +152,7 @@ def _check_names(source: str, given: Mesh | None) -> None:
         )
 
 
-def _mesh_of_groups(mpu: Any, asked: Standing, timeout: timedelta) -> Mesh:
+def _mesh_of_groups(mpu: Any, asked: RankCoordinates, timeout: timedelta) -> Mesh:
     if asked.zero_size == size_of() == asked.data_size:
         return data_mesh(asked.data_size)
     if asked.zero_size * asked.model_size == size_of() and knows_its_place(mpu):
@@ -158,12 +161,12 @@ def _mesh_of_groups(mpu: Any, asked: Standing, timeout: timedelta) -> Mesh:
     return Mesh(((DATA, asked.data_size), (SEQUENCE, asked.sequence_size)))
 
 
-def _standing_on(mesh: Mesh) -> Standing:
+def _coordinates_on(mesh: Mesh) -> RankCoordinates:
     """Where this rank stands on the mesh that is registered."""
     zero_size, data_size = mesh.size(*SAME_PART), mesh.size(*SAMPLES)
     zero_group = groups.group_along(*SAME_PART)
     rank = rank_in()
-    return Standing(
+    return RankCoordinates(
         # None is the group of all ranks
         zero_group=None if zero_size == mesh.world_size else zero_group,
         data_group=None if data_size == mesh.world_size else groups.group_along(*SAMPLES),

@@ -36,6 +36,7 @@ _USUAL_NAMES = {
     "tp": TENSOR,
     "tensor_parallel": TENSOR,
 }
+_SHORT_NAMES = ("dp", "tp", "sp", "ep", "pp")
 """What programs call the axes of a ``DeviceMesh``; any other name stays as it is."""
 
 
@@ -70,8 +71,8 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
         device_mesh: With names for its dimensions.
 
     Raises:
-        DeepSpeedConfigError: It has no names, two dimensions that are no neighbours mean the same, or it does not hold
-            every rank once.
+        DeepSpeedConfigError: It has no names or unknown ones, two dimensions that are no neighbours mean the same, or
+            it does not hold every rank once.
     """
     names = device_mesh.mesh_dim_names or ()
     axes: list[tuple[str, int]] = []
@@ -80,6 +81,12 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
         if axes and axes[-1][0] == axis:
             size *= axes.pop()[1]
         axes.append((axis, size))
+    unknown = [axis for axis, size in axes if size > 1 and axis not in AXES]
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"initialize(mesh_param=...): expected dimensions with the names {', '.join(AXES)} or usual short ones "
+            f"({', '.join(_SHORT_NAMES)}), found {', '.join(unknown)}; rename it"
+        )
     return Mesh(tuple(axes), tuple(device_mesh.mesh.flatten().tolist())).check(size_of())
 
 
@@ -120,7 +127,7 @@ def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
     """The mesh of a job in which ``ranks`` share layers: neighbours, or every n-th rank.
 
     Args:
-        ranks: As of :func:`ranks_of_dtensors`.
+        ranks: Result of :func:`ranks_of_dtensors`.
 
     Raises:
         DeepSpeedConfigError: They are neither.

@@ -18,7 +18,7 @@ _STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_sta
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankCoordinates:
     """Where this rank stands.
 
     Attributes:
@@ -52,7 +52,7 @@ class Standing:
     islands: int = 1
 
 
-def standing(mpu: Any) -> Standing:
+def coordinates(mpu: Any) -> RankCoordinates:
     """What ``mpu`` says; None: all ranks are data-parallel.
 
     Raises:
@@ -60,7 +60,7 @@ def standing(mpu: Any) -> Standing:
     """
     if mpu is None:
         size, rank = size_of(), rank_in()
-        return Standing(None, None, size, rank, size, rank, mesh=data_mesh(size))
+        return RankCoordinates(None, None, size, rank, size, rank, mesh=data_mesh(size))
     sequence_size = int(_ask(mpu, "get_sequence_parallel_world_size", default=1))
     data_group = _ask(mpu, "get_data_parallel_group")
     joint = _ask(mpu, "get_sequence_data_parallel_group")
@@ -75,7 +75,7 @@ def standing(mpu: Any) -> Standing:
             "torch process group of the ranks that hold the same part of the model, among which ZeRO shards"
         )
     zero_size, zero_rank = size_of(zero_group), rank_in(zero_group)
-    found = Standing(
+    found = RankCoordinates(
         zero_group=zero_group,
         data_group=data_group if data_group is not None else zero_group,
         zero_size=zero_size,
@@ -93,7 +93,7 @@ def standing(mpu: Any) -> Standing:
 
 def zero_group(mpu: Any) -> Any:
     """The torch process group among which ZeRO shards; None (all ranks) without an mpu."""
-    return standing(mpu).zero_group
+    return coordinates(mpu).zero_group
 
 
 def place_of(mpu: Any) -> dict[str, int]:
@@ -102,7 +102,7 @@ def place_of(mpu: Any) -> dict[str, int]:
     Raises:
         DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.
     """
-    found = standing(mpu)
+    found = coordinates(mpu)
     return {
         PIPE: int(_ask(mpu, *_STAGE, default=0)),
         DATA: found.data_rank,
@@ -125,7 +125,7 @@ def knows_its_place(mpu: Any) -> bool:
     )
 
 
-def _check(found: Standing) -> None:
+def _check(found: RankCoordinates) -> None:
     if found.data_size * found.sequence_size != found.zero_size:
         raise DeepSpeedConfigError(
             f"mpu: {found.data_size} data-parallel ranks x {found.sequence_size} that share a sequence are "

@@ -1,8 +1,8 @@
-"""The one place where this package makes process groups.
+"""The one place where this package makes process groups, each with one owner.
 
 Torch wants every rank of the job to make every group, in one order: it names a group by a count, and groups of the same
 name meet at the same keys. So nobody makes a group of its own ranks here: all make all groups of an axis, from one
-list, and each takes its own.
+list, and each takes its own. Who may use a group that exists, and when, follows from its :data:`Owner`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -20,35 +20,44 @@ from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.start.barrier import agree, meet
 from deepspeed.comm.start.device import unbound
 from deepspeed.comm.watch.watched_group import WatchedGroups
-from deepspeed.errors import CommunicationError
+from deepspeed.errors import CallOrderError, CommunicationError
 
 _TORCH_TIMEOUT = timedelta(minutes=30)  # torch's own for making a group
 
+Owner = Literal["engine", "job", "program"]
+"""Who owns a process group of a backend in which the order of transfers matters (not gloo).
+
+- "engine": the open :class:`Lease`. What travels may be held back until the end of a backward pass, so that two users
+  could not keep one order. One user at a time; the next one takes it when the lease has given it back.
+- "job": every transfer is a call of the program, or its mirror in a backward pass, and all ranks of the group make
+  these calls in one order. All users share it, also at the same time.
+- "program": nothing of this package travels in it, and programs order their own collectives. It is made once.
+"""
+
 
 @dataclass(eq=False)
-class _Made:
+class _CachedGroup:
     """A process group that exists and is used again.
 
-    Torch keeps groups, with their threads and buffers, until they are destroyed; so engines that come after each other
-    use the same ones. Of those for transfers only gloo's serve several users at once: elsewhere these would have to
-    agree on the order of their transfers. See "Communicators go from one engine to the next" in docs/design/zero.md.
+    Torch keeps groups, with their threads and buffers, until they are destroyed; so those who ask for equal ones use
+    the same ones. See "A communicator has one owner" in docs/design/zero.md.
 
     Attributes:
         axis: The members of all groups of the axis.
         use: What it is for, in words.
         options: Backend and time limit.
         group: This rank's group.
-        number: Counts the groups of a job that have one user at a time; equal on all ranks for one call.
-        is_shared: Whether it may have several users at once.
-        is_free: Whether it has one user at a time, and now none.
+        owner: See :data:`Owner`; gloo's are the program's, as several users may use them in any order.
+        number: Counts the groups of a job in which the order of transfers matters; equal on all ranks for one call.
+        is_free: Whether it is an engine's, and no engine has it now.
     """
 
     axis: list[list[int]]
     use: str
     options: tuple[str, timedelta | None]
     group: Any
+    owner: Owner
     number: int = 0
-    is_shared: bool = False
     is_free: bool = False
 
 
@@ -56,11 +65,12 @@ class Lease:
     """The process groups that an engine has for itself until it gives them back."""
 
     def __init__(self) -> None:
-        self._entries: list[_Made] = []
+        self._entries: list[_CachedGroup] = []
 
-    def take(self, entries: Sequence[_Made]) -> None:
-        """Adds groups."""
-        self._entries.extend(entries)
+    def take(self, entry: _CachedGroup) -> None:
+        """Adds a group, which is not free any more."""
+        entry.is_free = False
+        self._entries.append(entry)
 
     def give_back(self) -> None:
         """Lets the next engine have the groups. No rank waits for another one; later calls do nothing."""
@@ -81,27 +91,26 @@ class ProcessGroups:
         self._ranks = ranks
         self._watched = watched
         self._alone: Any = None
+        self._open: Lease | None = None
 
     @contextmanager
     def leased(self) -> Iterator[Lease]:
-        """Yields a lease which at the end of the block has the groups that :meth:`mine` returned in it for one user.
+        """Yields the lease that owns what :meth:`mine` returns in the block for an engine.
 
-        After an error in the block they are free.
+        After an error in the block these groups are free.
         """
-        lease, before = Lease(), {entry for entry in self._made() if not entry.is_free}
+        outer, self._open = self._open, Lease()
+        lease = self._open
         try:
             yield lease
         except BaseException:
-            lease.take(self._taken_since(before))
             lease.give_back()
             raise
-        lease.take(self._taken_since(before))
+        finally:
+            self._open = outer
 
-    def _made(self) -> list[_Made]:
+    def _made(self) -> list[_CachedGroup]:
         return [record.made for record in self._watched.records() if record.made is not None]
-
-    def _taken_since(self, before: set[_Made]) -> list[_Made]:
-        return [one for one in self._made() if not one.is_shared and not one.is_free and one not in before]
 
     def mine(
         self,
@@ -110,70 +119,84 @@ class ProcessGroups:
         backend: str,
         timeout: timedelta | None,
         why: str,
-        is_for_programs: bool = False,
+        owner: Owner = "engine",
     ) -> Any:
         """Returns this rank's group of an axis. Every rank of the job must call it, in one order, with the same list.
 
         Args:
             groups: The members of all groups of the axis; every rank of the job is in exactly one.
-            backend: Of the groups. Gloo's are made once; others have one user at a time, so that they are made unless
-                all ranks have equal ones that an earlier user gave back (:class:`Lease`); see also ``is_for_programs``.
+            backend: Of the groups. Gloo's are made once, whoever owns them.
             timeout: For their transfers; None: torch's.
             why: What they are for, in words, for whoever waits in vain; equal words are one purpose.
-            is_for_programs: Nothing of this package travels in them, and programs order their own collectives; so they
-                are made once whatever their backend.
+            owner: Of groups of other backends. Those of an engine or the job are made unless all ranks have equal ones
+                that may be used.
 
         Raises:
+            CallOrderError: They are an engine's, and no lease is open.
             DivergenceError: Some rank does something else.
             CommunicationError: Some rank has ended or did not come.
         """
         axis = [sorted(ranks) for ranks in groups]
-        is_shared = is_for_programs or backend == "gloo"
-        equal = [one for one in self._made() if one.is_shared == is_shared and one.axis == axis and one.use == why]
+        owner = "program" if backend == "gloo" else owner
+        equal = [one for one in self._made() if one.owner == owner and one.axis == axis and one.use == why]
         label = f"the making of process groups {_shown(axis)} for {why}"
-        options = (backend, timeout)
-        if is_shared:
+        if owner == "program":
             if equal:
                 return equal[0].group
             self.meet(label, timeout)
-        else:
-            free = [entry for entry in equal if entry.is_free and entry.options == options]
-            entry = self._free_everywhere(free, axis, label, timeout or _TORCH_TIMEOUT)
-            if entry is not None:
-                entry.is_free = False
-                return entry.group
-        with unbound():
-            made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in axis]
-        group = next(group for group, ranks in zip(made, axis, strict=True) if dist.get_rank() in ranks)
-        number = 0 if is_shared else self._watched.watch.issue("process groups for one user at a time")
-        self._watched.record_of(group).made = _Made(axis, why, options, group, number, is_shared)
-        return group
+            return self._make(_CachedGroup(axis, why, (backend, timeout), None, owner))
+        lease = self._open
+        if owner == "engine" and lease is None:
+            raise CallOrderError(f"{label}: expected an open lease, which owns them. Call it inside leased()")
+        usable = [one for one in equal if (one.is_free or owner == "job") and one.options == (backend, timeout)]
+        entry = self._usable_everywhere(usable, axis, label, timeout or _TORCH_TIMEOUT)
+        if entry is None:
+            number = self._watched.watch.issue("process groups of transfers in one order")
+            entry = _CachedGroup(axis, why, (backend, timeout), None, owner, number)
+            self._make(entry)
+        if owner == "engine":
+            assert lease is not None
+            lease.take(entry)
+        return entry.group
 
-    def _free_everywhere(
-        self, free: Sequence[_Made], axis: list[list[int]], label: str, timeout: timedelta
-    ) -> _Made | None:
-        """Returns the first of the groups that is free on all ranks of the job; None where none is: alike on all ranks.
+    def _make(self, entry: _CachedGroup) -> Any:
+        """Makes the groups of an axis, notes this rank's in ``entry`` and returns it."""
+        backend, timeout = entry.options
+        with unbound():
+            made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in entry.axis]
+        entry.group = next(group for group, ranks in zip(made, entry.axis, strict=True) if dist.get_rank() in ranks)
+        self._watched.record_of(entry.group).made = entry
+        return entry.group
+
+    def _usable_everywhere(
+        self, usable: Sequence[_CachedGroup], axis: list[list[int]], label: str, timeout: timedelta
+    ) -> _CachedGroup | None:
+        """Returns the first group that all ranks of the job may use; None where there is none: alike on all ranks.
 
         Ranks need not destroy engines at the same time, and after an error some may have issued a collective that
         others have not: the next one would be taken for it. So the members of a group must have issued equally many, on
-        each channel.
+        each channel, and no row of transfers between some of them may have failed (``WatchedGroup.row``).
 
         Args:
-            free: The groups that are free on this rank, oldest first.
+            usable: The groups that this rank may use, oldest first.
             axis: Their members.
             label: What the ranks are about to do, in words.
             timeout: How long to wait for the other ranks.
         """
         watched = self._watched.of()
         if watched is None:
-            return next(iter(free), None)
+            return next(iter(usable), None)
         members = next(ranks for ranks in axis if watched.watch.rank in ranks)
-        by_number = {str(entry.number): entry for entry in free}
+        by_number = {str(entry.number): entry for entry in usable if not self._has_open_rows(entry.group)}
         offers = [f"{number} {self._issued_over(entry.group)}" for number, entry in by_number.items()]
         numbers = [offer.split()[0] for offer in agree(watched.watch, label, members, timeout, offers)]
         if len(axis) > 1:
             numbers = agree(watched.watch, f"{label}, all of them", watched.ranks, timeout, numbers)
         return by_number[numbers[0]] if numbers else None
+
+    def _has_open_rows(self, group: Any) -> bool:
+        watched = self._watched.of(group)
+        return watched is not None and watched.open_rows > 0
 
     def _issued_over(self, group: Any) -> int:
         """Returns a checksum, equal on all members that have issued the same over ``group``."""

@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, get_type_hints
 
+from deepspeed.comm.start.batched_store import read_many, those_there, write_many
 from deepspeed.comm.start.environment import Place
-from deepspeed.comm.start.startup import Facts, compare_facts, wait_for_readers
+from deepspeed.comm.start.startup import RankInfo, compare_facts, wait_for_readers
 from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger
 from deepspeed.ports import shortened
@@ -36,6 +37,7 @@ _SCOPE = "deepspeed/reception"
 _HOST = f"{_SCOPE}/host"
 _HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 was started again
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+_PAUSE_PER_RANK = 1 / 20_000  # a store answers some tens of thousands of questions per second
 _Made = TypeVar("_Made")
 _RANK_ARGUMENT = re.compile(r"^(--?[\w-]*rank)(=\d+)?$")
 # How long who finds a meeting that is over without it waits: the host may be about to call the next one.
@@ -52,7 +54,7 @@ class StoreLostError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Guest:
+class JoiningProcess:
     """One process that comes to where the ranks meet.
 
     Attributes:
@@ -72,24 +74,24 @@ class Guest:
     command: str
     job: str
     parent: int
-    facts: Facts
+    facts: RankInfo
     has_agent: bool = False
 
     @classmethod
-    def here(cls, place: Place, facts: Facts) -> Guest:
+    def here(cls, place: Place, facts: RankInfo) -> JoiningProcess:
         """Returns the description of this process."""
         command, job = shortened(sys.argv), job_of(sys.argv)
         return cls(place.rank, place.world_size, place.run, command, job, os.getppid(), facts, place.has_agent)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Guest:
+    def from_json(cls, text: str | bytes) -> JoiningProcess:
         """Reads what :meth:`to_json` wrote.
 
         Raises:
             ValueError: The text is something else: whoever reaches the store may write to it.
         """
         values = _object(text)
-        return _checked(cls, {**values, "facts": _checked(Facts, values.get("facts"))})
+        return _checked(cls, {**values, "facts": _checked(RankInfo, values.get("facts"))})
 
     def to_json(self) -> str:
         """For the store."""
@@ -107,14 +109,14 @@ class Guest:
         """What tells it from all others."""
         return self.facts.host, self.facts.pid
 
-    def is_related_to(self, other: Guest) -> bool:
+    def is_related_to(self, other: JoiningProcess) -> bool:
         """Whether both were surely started together: by one parent, or one by the other."""
         if self.facts.host != other.facts.host:
             return False
         started_together = self.parent == other.parent and self.parent > 1
         return started_together or self.parent == other.facts.pid or other.parent == self.facts.pid
 
-    def replaces(self, other: Guest) -> bool:
+    def replaces(self, other: JoiningProcess) -> bool:
         """Whether an agent started this process in place of ``other``, which it had ended.
 
         The agents of one run count their restarts separately (torch counts no restart that another agent caused), so
@@ -127,7 +129,7 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousPoint:
     """One meeting at a store. A store may see several: an agent keeps it and starts the ranks again.
 
     Attributes:
@@ -136,17 +138,17 @@ class Meeting:
     """
 
     name: str
-    host: Guest
+    host: JoiningProcess
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Meeting:
+    def from_json(cls, text: str | bytes) -> RendezvousPoint:
         """Reads what :meth:`to_json` wrote.
 
         Raises:
             ValueError: The text is something else.
         """
         values = _object(text)
-        return cls(str(values.get("name")), Guest.from_json(json.dumps(values.get("host"))))
+        return cls(str(values.get("name")), JoiningProcess.from_json(json.dumps(values.get("host"))))
 
     def to_json(self) -> str:
         """Returns the text for the store."""
@@ -192,12 +194,12 @@ def job_of(words: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(kept).encode()).hexdigest()[:16]
 
 
-def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> tuple[str, list[Facts]]:
+def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: timedelta) -> tuple[str, list[RankInfo]]:
     """Brings the ranks of one run together. All of them must call it, with a store that nobody has used for more.
 
     Args:
         store: A torch ``Store``; processes of other runs may have it too.
-        guest: This process.
+        joining: This process.
         where: The store's place, for messages.
         timeout: How long to wait for the others.
 
@@ -211,19 +213,20 @@ def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> t
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        if guest.rank == 0:
-            return _Host(store, guest, where, timeout).receive(deadline)
-        return _attend(store, guest, where, timeout, deadline), []
+        if joining.rank == 0:
+            return _Host(store, joining, where, timeout).receive(deadline)
+        return _attend(store, joining, where, timeout, deadline), []
     except ValueError as error:
         raise CommunicationError(
-            f"{guest.name}: at {where}, where the ranks were to meet, is something that no rank of this version has "
-            f"written ({error}). {_OWN_PORT}. A file that an earlier run has left at init_method must be deleted"
+            f"{joining.name}: at {where}, where the ranks were to meet, is something that no rank of this version has "
+            f"written ({error}). {_OWN_PORT}. A file that an "
+            "earlier run has left at init_method must be deleted"
         ) from error
     except RuntimeError as error:
         if isinstance(error, (CommunicationError, StoreLostError)):
             raise
         raise CommunicationError(
-            f"{guest.name}: the store at {where} went away before all ranks had met, with the process that held it "
+            f"{joining.name}: the store at {where} went away before all ranks had met, with the process that held it "
             f"({error}). Look for the error of rank 0"
         ) from error
 
@@ -234,18 +237,18 @@ def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> t
 class _Host:
     """Rank 0's part: who is let in."""
 
-    def __init__(self, store: Any, me: Guest, where: str, timeout: timedelta) -> None:
+    def __init__(self, store: Any, me: JoiningProcess, where: str, timeout: timedelta) -> None:
         self._store = store
         self._me = me
-        self._meeting = Meeting(uuid.uuid4().hex, me)
+        self._rendezvous = RendezvousPoint(uuid.uuid4().hex, me)
         self._where = where
         self._timeout = timeout
         self._seen = 0
         self._late: set[int] = set()  # numbers of processes that have not posted who they are yet
-        self._members: dict[int, tuple[int, Guest]] = {}  # by rank: its number, and who it is
-        self._verdict: str | None = None
+        self._members: dict[int, tuple[int, JoiningProcess]] = {}  # by rank: its number, and who it is
+        self._decision: str | None = None
 
-    def receive(self, deadline: float) -> tuple[str, list[Facts]]:
+    def receive(self, deadline: float) -> tuple[str, list[RankInfo]]:
         """Lets the ranks in; see :func:`receive_ranks`."""
         self._open()
         pause = _pauses()
@@ -253,28 +256,28 @@ class _Host:
         while True:
             self._look_at_arrivals()
             now = time.monotonic()
-            if self._verdict is not None or not self._missing():
+            if self._decision is not None or not self._missing():
                 break
             if now > deadline:
-                self._verdict = self._absence()
+                self._decision = self._absence()
             elif now > impatient_at:
                 impatient_at += _IMPATIENT_SECONDS
                 logger.warning(f"still waiting at {self._where} for {self._named_missing()}")
             pause()
-        guests = [self._me, *(self._members[rank][1] for rank in sorted(self._members))]
-        self._verdict = self._verdict or compare_facts([guest.facts for guest in guests])
-        prefix = self._close(guests)
-        if self._verdict is not None:
-            raise CommunicationError(self._verdict)
-        return prefix, [guest.facts for guest in guests]
+        joiners = [self._me, *(self._members[rank][1] for rank in sorted(self._members))]
+        self._decision = self._decision or compare_facts([joining.facts for joining in joiners])
+        prefix = self._close(joiners)
+        if self._decision is not None:
+            raise CommunicationError(self._decision)
+        return prefix, [joining.facts for joining in joiners]
 
     def _open(self) -> None:
         """Opens the meeting. An earlier one is replaced if it was this rank's, in this process or before a restart."""
-        mine = self._meeting.to_json()
+        mine = self._rendezvous.to_json()
         found = _text(self._store.compare_set(_HOST, "", mine))
         if found == mine:
             return
-        there = Meeting.from_json(found)
+        there = RendezvousPoint.from_json(found)
         is_mine = there.host.process == self._me.process or self._me.replaces(there.host)
         if is_mine and _text(self._store.compare_set(_HOST, found, mine)) == mine:
             return
@@ -282,22 +285,21 @@ class _Host:
         raise CommunicationError(_refusal(self._me, there.host, self._where))
 
     def _key(self, name: str) -> str:
-        return self._meeting.key(name)
+        return self._rendezvous.key(name)
 
     def _look_at_arrivals(self) -> None:
         count = self._store.add(self._key("arrivals"), 0)
         unknown = [*sorted(self._late), *range(self._seen + 1, count + 1)]
         self._seen = count
-        for number in unknown:
-            if self._store.check([self._key(f"arrival/{number}")]):
-                self._late.discard(number)
-                self._read_arrival(number)
-            else:
-                self._late.add(number)
+        by_key = {self._key(f"arrival/{number}"): number for number in unknown}
+        there = those_there(self._store, list(by_key))
+        self._late = set(unknown) - {by_key[key] for key in there}
+        for key, text in zip(there, read_many(self._store, there), strict=True):
+            self._read_arrival(by_key[key], text)
 
-    def _read_arrival(self, number: int) -> None:
+    def _read_arrival(self, number: int, text: bytes) -> None:
         try:
-            guest = Guest.from_json(self._store.get(self._key(f"arrival/{number}")))
+            joining = JoiningProcess.from_json(text)
         except ValueError as error:
             logger.warning(
                 f"{self._where}: ignored a process that does not say who it is as this version does: {error}"
@@ -305,42 +307,42 @@ class _Host:
             version = f"{self._where} is where a run of version {self._me.facts.version} of deepspeed meets; "
             self._answer(number, error=f"{version}this process was not understood there. {_OWN_PORT}")
             return
-        self._judge(number, guest)
+        self._judge(number, joining)
 
-    def _judge(self, number: int, guest: Guest) -> None:
+    def _judge(self, number: int, joining: JoiningProcess) -> None:
         me = self._me
-        fits = guest.run == me.run and guest.world_size == me.world_size and 0 < guest.rank < me.world_size
-        if not fits or (not me.run and self._is_another_job(guest)):
-            self._refuse(number, guest)
+        fits = joining.run == me.run and joining.world_size == me.world_size and 0 < joining.rank < me.world_size
+        if not fits or (not me.run and self._is_another_job(joining)):
+            self._refuse(number, joining)
             return
-        there = self._members.get(guest.rank)
-        if there is None or there[1].process == guest.process or guest.replaces(there[1]):
-            self._members[guest.rank] = (number, guest)
+        there = self._members.get(joining.rank)
+        if there is None or there[1].process == joining.process or joining.replaces(there[1]):
+            self._members[joining.rank] = (number, joining)
             return
-        is_ours, was_ours = guest.is_related_to(me), there[1].is_related_to(me)
+        is_ours, was_ours = joining.is_related_to(me), there[1].is_related_to(me)
         if is_ours and not was_ours:
             self._refuse(*there)
-            self._members[guest.rank] = (number, guest)
+            self._members[joining.rank] = (number, joining)
         elif was_ours and not is_ours:
-            self._refuse(number, guest)
+            self._refuse(number, joining)
         else:
-            self._answer(number, error=self._dispute(there[1], guest))
-            self._verdict = self._dispute(there[1], guest)
+            self._answer(number, error=self._dispute(there[1], joining))
+            self._decision = self._dispute(there[1], joining)
 
-    def _refuse(self, number: int, guest: Guest) -> None:
-        logger.warning(f"{self._where}: refused {guest.name}: it is of another run than this one, {self._me.name}")
-        self._answer(number, error=_refusal(guest, self._me, self._where))
+    def _refuse(self, number: int, joining: JoiningProcess) -> None:
+        logger.warning(f"{self._where}: refused {joining.name}: it is of another run than this one, {self._me.name}")
+        self._answer(number, error=_refusal(joining, self._me, self._where))
 
-    def _dispute(self, first: Guest, second: Guest) -> str:
+    def _dispute(self, first: JoiningProcess, second: JoiningProcess) -> str:
         return (
             f"two processes came to {self._where} as one rank: {first.name}; and {second.name}. Either a rank was "
             "started twice, or two runs meet at one port and nothing tells which of them belongs to rank 0, "
             f"{self._me.name}. {_OWN_PORT}; DS_RUN_ID, the same for all processes of a run, names it"
         )
 
-    def _is_another_job(self, guest: Guest) -> bool:
+    def _is_another_job(self, joining: JoiningProcess) -> bool:
         me = self._me
-        return guest.facts.host == me.facts.host and guest.job != me.job and not guest.is_related_to(me)
+        return joining.facts.host == me.facts.host and joining.job != me.job and not joining.is_related_to(me)
 
     def _missing(self) -> list[int]:
         if len(self._members) == self._me.world_size - 1:
@@ -361,27 +363,27 @@ class _Host:
     def _answer(self, number: int, **answer: str) -> None:
         self._store.set(self._key(f"answer/{number}"), json.dumps(answer))
 
-    def _close(self, guests: list[Guest]) -> str:
+    def _close(self, joiners: list[JoiningProcess]) -> str:
         """Answers those who were let in; returns the prefix of the run's keys."""
         prefix = f"deepspeed/run/{uuid.uuid4().hex}"
         readers = self._store.add(self._key("read"), 0) + len(self._members)
-        for number, _ in self._members.values():
-            if self._verdict is None:
-                self._answer(number, prefix=prefix)
-            else:
-                self._answer(number, error=self._verdict)
-        names = {guest.rank: (guest.process, guest.name) for guest in guests}
+        answer = {"prefix": prefix} if self._decision is None else {"error": self._decision}
+        keys = [self._key(f"answer/{number}") for number, _ in self._members.values()]
+        write_many(self._store, dict.fromkeys(keys, json.dumps(answer)))
+        names = {joining.rank: (joining.process, joining.name) for joining in joiners}
         self._store.set(self._key("closed"), json.dumps(names))
-        if self._verdict is not None:
+        if self._decision is not None:
             wait_for_readers(self._store, self._key("read"), readers)
         return prefix
 
 
-def _refusal(guest: Guest, host: Guest, where: str) -> str:
+def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
     """What a process is told that is not let in."""
-    missing = ". If both are one run, give all its processes the same DS_RUN_ID" if not (guest.run and host.run) else ""
+    missing = (
+        ". If both are one run, give all its processes the same DS_RUN_ID" if not (joining.run and host.run) else ""
+    )
     return (
-        f"{where} is where another run meets: that of {host.name}. This is {guest.name}, which was refused there. "
+        f"{where} is where another run meets: that of {host.name}. This is {joining.name}, which was refused there. "
         f"{_OWN_PORT}{missing}"
     )
 
@@ -389,87 +391,94 @@ def _refusal(guest: Guest, host: Guest, where: str) -> str:
 # --- the other ranks --------------------------------------------------------------------------------------------------
 
 
-def _attend(store: Any, guest: Guest, where: str, timeout: timedelta, deadline: float) -> str:
+def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta, deadline: float) -> str:
     """Another rank's part; returns the prefix of the run's keys.
 
     Raises:
         StoreLostError: The store ended, and no meeting there was open to this rank: it was an earlier attempt's.
     """
-    meeting: Meeting | None = None
+    rendezvous: RendezvousPoint | None = None
     number, is_over = 0, False
-    pause = _pauses()
+    pause = _pauses(joining.world_size)
     late_at: float | None = None
     look_at = time.monotonic()
     impatient_at = look_at + _IMPATIENT_SECONDS
     try:
-        while meeting is None or not store.check([meeting.key(f"answer/{number}")]):
+        while rendezvous is None or not store.check([rendezvous.key(f"answer/{number}")]):
             now = time.monotonic()
-            if meeting is None or now > look_at:
+            if rendezvous is None or now > look_at:
                 look_at = now + _HOST_PERIOD
                 there = _meeting_at(store)
-                if there is not None and there != meeting:  # the first, or that of a rank 0 that was started again
-                    meeting, number = there, _arrive(store, there, guest)
-                reason = None if meeting is None else _is_over_without(store, meeting, guest, where)
+                if there is not None and there != rendezvous:  # the first, or that of a rank 0 that was started again
+                    rendezvous, number = there, _arrive(store, there, joining)
+                reason = None if rendezvous is None else _is_over_without(store, rendezvous, joining, where)
                 is_over = reason is not None
                 late_at = None if reason is None else late_at or now + _LATE_SECONDS
                 if (
                     reason is not None
                     and late_at is not None
                     and now > late_at
-                    and not _waits_for_restart(meeting, guest)
+                    and not _waits_for_restart(rendezvous, joining)
                 ):
                     raise CommunicationError(reason)
-            if now > impatient_at and (meeting is None or is_over):
+            if now > impatient_at and (rendezvous is None or is_over):
                 impatient_at = deadline
                 logger.warning(
-                    f"{guest.name}: no word from rank 0 at {where} yet; the store there may be another run's"
+                    f"{joining.name}: no word from rank 0 at {where} yet; the store there may be another run's"
                 )
             # If rank 0 is there, it knows better which ranks are missing.
-            if now > deadline + (_LATE_SECONDS if meeting is not None else 0.0):
+            if now > deadline + (_LATE_SECONDS if rendezvous is not None else 0.0):
                 raise CommunicationError(
-                    f"{guest.name}: no word from rank 0 at {where} within {timeout}. Check that all {guest.world_size} "
-                    "processes were started and can reach that address, and that no other program holds the port"
+                    f"{joining.name}: nothing came from rank 0 at {where} within {timeout}. Check that all "
+                    f"{joining.world_size} processes were started and can reach that address, "
+                    "and that no other program holds the port"
                 )
             pause()
-        answer = _object(store.get(meeting.key(f"answer/{number}")))
+        answer = _object(store.get(rendezvous.key(f"answer/{number}")))
     except RuntimeError as error:
         if is_over and not isinstance(error, CommunicationError):
             raise StoreLostError(str(error)) from error
         raise
-    store.add(meeting.key("read"), 1)
+    store.add(rendezvous.key("read"), 1)
     if "error" in answer:
         raise CommunicationError(printable(str(answer["error"])))
     return str(answer["prefix"])
 
 
-def _meeting_at(store: Any) -> Meeting | None:
-    return Meeting.from_json(store.get(_HOST)) if store.check([_HOST]) else None
+def _meeting_at(store: Any) -> RendezvousPoint | None:
+    return RendezvousPoint.from_json(store.get(_HOST)) if store.check([_HOST]) else None
 
 
-def _arrive(store: Any, meeting: Meeting, guest: Guest) -> int:
+def _arrive(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess) -> int:
     """Posts who this process is; returns the number under which the answer will be."""
-    number: int = store.add(meeting.key("arrivals"), 1)
-    store.set(meeting.key(f"arrival/{number}"), guest.to_json())
+    number: int = store.add(rendezvous.key("arrivals"), 1)
+    store.set(rendezvous.key(f"arrival/{number}"), joining.to_json())
     return number
 
 
-def _waits_for_restart(meeting: Meeting | None, guest: Guest) -> bool:
+def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProcess) -> bool:
     """Whether the meeting that is over may be that of the attempt before, so that rank 0 will open the next one."""
-    return meeting is not None and guest.has_agent and meeting.host.has_agent and meeting.host.run == guest.run
-
-
-def _is_over_without(store: Any, meeting: Meeting, guest: Guest, where: str) -> str | None:
-    """Why this process comes too late; None while the meeting is not over, or if it has been at it before."""
-    if not store.check([meeting.key("closed")]):
-        return None
-    members = _object(store.get(meeting.key("closed")))
-    if any(tuple(process) == guest.process for process, _ in members.values()):
-        return None
-    same = members.get(str(guest.rank))
-    place = f"; its rank {guest.rank} is {printable(str(same[1]))}" if same is not None else ""
     return (
-        f"{where} is where another run has met already: that of {meeting.host.name}{place}. This is {guest.name}, and "
-        f"was not at that meeting. {_OWN_PORT}. A file that an earlier run has left at init_method must be deleted"
+        rendezvous is not None
+        and joining.has_agent
+        and rendezvous.host.has_agent
+        and rendezvous.host.run == joining.run
+    )
+
+
+def _is_over_without(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess, where: str) -> str | None:
+    """Why this process comes too late; None while the meeting is not over, or if it has been at it before."""
+    if not store.check([rendezvous.key("closed")]):
+        return None
+    members = _object(store.get(rendezvous.key("closed")))
+    if any(tuple(process) == joining.process for process, _ in members.values()):
+        return None
+    same = members.get(str(joining.rank))
+    place = f"; its rank {joining.rank} is {printable(str(same[1]))}" if same is not None else ""
+    return (
+        f"{where}: another run has used this address already, that of {rendezvous.host.name}{place}. This is "
+        f"{joining.name}, which is no part of that run. {_OWN_PORT}. A file that an "
+        "earlier run has left at init_method must be deleted"
     )
 
 
@@ -477,13 +486,18 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _pauses() -> Callable[[], None]:
-    """Sleeps that get longer: short for who has just come, and cheap for the store later."""
+def _pauses(ranks: int = 1) -> Callable[[], None]:
+    """Sleeps that get longer: short for who has just come, and cheap for the store later.
+
+    Args:
+        ranks: Processes that ask the store at once; thousands of them ask less often.
+    """
+    longest = max(_LONGEST_PAUSE, ranks * _PAUSE_PER_RANK)
     seconds = _SHORTEST_PAUSE
 
     def pause() -> None:
         nonlocal seconds
         time.sleep(seconds)
-        seconds = min(2 * seconds, _LONGEST_PAUSE)
+        seconds = min(2 * seconds, longest)
 
     return pause

@@ -31,10 +31,10 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
         DivergenceError: Some of them wait for something else.
         CommunicationError: One has ended, or did not come in time.
     """
-    meeting = _Meeting(watch, label, tuple(members))
-    watch.store.set(f"{meeting.scope}/{watch.rank}", word)
-    meeting.wait(timeout)
-    return [watch.store.get(f"{meeting.scope}/{rank}").decode() for rank in members] if word else [""] * len(members)
+    rendezvous = _BarrierRound(watch, label, tuple(members))
+    watch.store.set(f"{rendezvous.scope}/{watch.rank}", word)
+    rendezvous.wait(timeout)
+    return [watch.store.get(f"{rendezvous.scope}/{rank}").decode() for rank in members] if word else [""] * len(members)
 
 
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
@@ -52,14 +52,14 @@ def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, 
     Returns:
         The offers that every member made, in the order of ``offers``.
     """
-    meeting = _Meeting(watch, label, tuple(members))
+    rendezvous = _BarrierRound(watch, label, tuple(members))
     for offer in offers:
-        watch.store.add(f"{meeting.scope}/offer/{offer}", 1)
-    meeting.wait(timeout)
-    return [offer for offer in offers if watch.store.add(f"{meeting.scope}/offer/{offer}", 0) == len(members)]
+        watch.store.add(f"{rendezvous.scope}/offer/{offer}", 1)
+    rendezvous.wait(timeout)
+    return [offer for offer in offers if watch.store.add(f"{rendezvous.scope}/offer/{offer}", 0) == len(members)]
 
 
-class _Meeting:
+class _BarrierRound:
     """One round through the store; each of ``ranks`` makes it once per call, and waits once.
 
     Attributes:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import CommunicationError
@@ -97,15 +98,44 @@ def _index_of_program(accelerator: DeepSpeedAccelerator) -> int | None:
     return current if current != 0 or accelerator.has_set_device else None
 
 
+def default_backend() -> str:
+    """The backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs.
+
+    Raises:
+        CommunicationError: The accelerator has no backend.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().communication_backend_name()
+    if name is None:
+        raise CommunicationError(
+            f"the accelerator {get_accelerator().device_name()!r} has no communication backend; give "
+            "init_distributed a dist_backend (gloo works on host memory)"
+        )
+    return name
+
+
 def serves_host_only(backend: str) -> bool:
     """Whether process groups of ``backend`` have no part in the accelerator's memory: ``gloo``, ``cpu:gloo``."""
     entries = [entry.strip() for entry in backend.lower().split(",")]
     return all(entry == "gloo" or entry.startswith("cpu:") for entry in entries)
 
 
-def binding_of(device: torch.device | None) -> dict[str, Any]:
-    """Returns the arguments with which ``init_process_group`` binds the default process group to ``device``."""
-    return {"device_id": device} if device is not None and device.type == _BINDS else {}
+def start_world_group(backend: str, device: torch.device | None, **arguments: Any) -> None:
+    """Starts torch's default process group, bound to ``device`` where its backend wants that.
+
+    Torch numbers process groups, also one whose start has failed, and ranks meet at keys with that number. So the count
+    begins anew: ranks of which some have failed to start a group would otherwise wait at different keys.
+
+    Args:
+        backend: Of the group.
+        device: Of this process; None: the group serves host memory only.
+        **arguments: Further ones of ``torch.distributed.init_process_group``.
+    """
+    bound_to = device if device is not None and device.type == _BINDS else None
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
+    dist.init_process_group(backend, **arguments, device_id=bound_to)
 
 
 def bound_device() -> torch.device | None:

@@ -7,7 +7,8 @@ which it believed:
 2. Open MPI's ``OMPI_COMM_WORLD_*``,
 3. Slurm's ``SLURM_PROCID`` and ``SLURM_NTASKS`` (a task started by ``srun``),
 4. ``PMI_RANK`` and ``PMI_SIZE`` (MPICH, Intel MPI, MVAPICH),
-5. nothing: one process, started by plain ``python``.
+5. one process on each of several machines (:mod:`deepspeed.cluster`): ``PET_*``, SkyPilot, SageMaker,
+6. nothing: one process, started by plain ``python``.
 
 Everything here is pure: an environment goes in, a :class:`Place` comes out, so that each way can be tested without a
 cluster.
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
+from deepspeed.cluster import ClusterNode, find_cluster_node
 from deepspeed.errors import CommunicationError
 from deepspeed.ports import DEFAULT_PORT, free_port
 
@@ -91,14 +93,15 @@ def find_place(
         world_size: The caller's number of ranks; -1 means "look it up".
         init_method: A torch rendezvous URL. With one, no address is looked for.
         default_port: Port when nothing names one.
-        discover: Whether Slurm's and MPI's variables count; if not, only torch's do.
+        discover: Whether variables of Slurm, MPI and clusters count; if not, only torch's do.
         device_count: Number of devices on this host, the last resort for the local rank.
         mpi_address: Asks MPI for the host name of rank 0; called only when nothing else knows it.
 
     Raises:
         CommunicationError: The variables contradict each other or an indispensable one is missing.
     """
-    rank, world_size, way, slurm = _identity(environ, rank, world_size, discover)
+    found = _identity(environ, rank, world_size, discover, device_count)
+    rank, world_size, way = found.rank, found.world_size, found.way
     if world_size < 1 or not 0 <= rank < world_size:
         raise CommunicationError(
             f"the place of this process makes no sense: rank {rank} of {world_size} (from {way}). "
@@ -108,16 +111,35 @@ def find_place(
     address: str | None = None
     port: int | None = None
     if init_method is None or init_method.startswith("env:"):
-        address, port = _meeting_point(environ, rank, world_size, way, slurm, default_port, mpi_address)
-    local_rank = _local_rank(environ, rank, world_size, address, device_count)
+        address, port = _meeting_point(environ, found, default_port, mpi_address)
+    is_alone_on_node = found.node is not None
+    local_rank = 0 if is_alone_on_node else _local_rank(environ, rank, world_size, address, device_count)
     has_agent = way.startswith("torchrun") and environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return Place(rank, world_size, local_rank, address, port, way, _run_of(environ, way), has_agent)
+    return Place(rank, world_size, local_rank, address, port, way, _run_of(environ, way, found.node), has_agent)
 
 
-def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: bool) -> tuple[int, int, str, bool]:
-    """Returns (rank, world size, the way in words, whether it is a Slurm task)."""
+@dataclass(frozen=True)
+class _FoundRank:
+    """A rank as far as it is known without the others.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of processes.
+        way: How it was found, in words.
+        is_slurm: Whether it is a task of Slurm.
+        node: Its machine, where a cluster's variables have told.
+    """
+
+    rank: int
+    world_size: int
+    way: str
+    is_slurm: bool = False
+    node: ClusterNode | None = None
+
+
+def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: bool, device_count: int) -> _FoundRank:
     if rank >= 0 and world_size >= 1:
-        return rank, world_size, "arguments of init_distributed", False
+        return _FoundRank(rank, world_size, "arguments of init_distributed")
     if rank >= 0 or world_size >= 1:
         given, missing = ("rank", "world_size") if rank >= 0 else ("world_size", "rank")
         missing_variable = missing.upper()
@@ -126,15 +148,14 @@ def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: 
                 f"init_distributed was given {given}= but not {missing}=, and {missing_variable} is not set either; "
                 "give both"
             )
-        return (
+        return _FoundRank(
             rank if rank >= 0 else _integer(environ, "RANK"),
             world_size if world_size >= 1 else _integer(environ, "WORLD_SIZE"),
             f"argument {given}= and variable {missing_variable}",
-            False,
         )
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         way = "torchrun variables" if environ.get("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
-        return _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE"), way, False
+        return _FoundRank(_integer(environ, "RANK"), _integer(environ, "WORLD_SIZE"), way)
     if discover:
         found = _scheduler_identity(environ)
         if found is not None:
@@ -149,22 +170,40 @@ def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: 
             f"WORLD_SIZE is set ({environ['WORLD_SIZE']}) but RANK is not. Start the script with `deepspeed` or "
             "`torchrun`, which set both, or set RANK to a different number from 0 on in each process"
         )
-    return 0, 1, "plain python: one process", False
+    node = find_cluster_node(environ) if discover else None
+    if node is not None:
+        return _FoundRank(_rank_of_node(node, device_count), node.count, node.way, node=node)
+    return _FoundRank(0, 1, "plain python: one process")
 
 
-def _scheduler_identity(environ: Mapping[str, str]) -> tuple[int, int, str, bool] | None:
+def _rank_of_node(node: ClusterNode, device_count: int) -> int:
+    """Returns the rank of the only process of a machine.
+
+    Raises:
+        CommunicationError: The machine is to have several.
+    """
+    devices = node.devices or max(device_count, 1)
+    if devices > 1:
+        raise CommunicationError(
+            f"this is machine {node.index} of {node.count} (from {node.way}), each with {devices} ranks, but plain "
+            "`python` starts one. Start the script with `deepspeed` or `torchrun`"
+        )
+    return node.index
+
+
+def _scheduler_identity(environ: Mapping[str, str]) -> _FoundRank | None:
     if environ.get("OMPI_COMM_WORLD_RANK") and environ.get("OMPI_COMM_WORLD_SIZE"):
         rank, size = _integer(environ, "OMPI_COMM_WORLD_RANK"), _integer(environ, "OMPI_COMM_WORLD_SIZE")
-        return rank, size, "Open MPI variables", False
+        return _FoundRank(rank, size, "Open MPI variables")
     slurm = is_slurm_task(environ)
     # mpiexec inside a Slurm allocation hands on the Slurm variables of the one task that started it: PMI_* are right.
     if environ.get("PMI_RANK") and environ.get("PMI_SIZE"):
         rank, size = _integer(environ, "PMI_RANK"), _integer(environ, "PMI_SIZE")
         if not (slurm and rank == _integer(environ, "SLURM_PROCID")):
-            return rank, size, "PMI variables (MPICH family)", slurm
+            return _FoundRank(rank, size, "PMI variables (MPICH family)", slurm)
     if slurm:
         size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-        return _integer(environ, "SLURM_PROCID"), _integer(environ, size_name), "Slurm variables", True
+        return _FoundRank(_integer(environ, "SLURM_PROCID"), _integer(environ, size_name), "Slurm variables", True)
     return None
 
 
@@ -180,14 +219,9 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _meeting_point(
-    environ: Mapping[str, str],
-    rank: int,
-    world_size: int,
-    way: str,
-    slurm: bool,
-    default_port: int,
-    mpi_address: Callable[[], str | None],
+    environ: Mapping[str, str], found: _FoundRank, default_port: int, mpi_address: Callable[[], str | None]
 ) -> tuple[str, int]:
+    rank, world_size, way, slurm = found.rank, found.world_size, found.way, found.is_slurm
     port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
     address = environ.get("MASTER_ADDR") or None
     if world_size == 1:
@@ -204,6 +238,8 @@ def _meeting_point(
         address = "127.0.0.1"
     if address is None and "MPI" in way:
         address = mpi_address()
+    if found.node is not None:
+        address, port = address or found.node.address, port or found.node.port
     if address is None:
         raise CommunicationError(
             f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it does not know where "
@@ -218,7 +254,7 @@ def _meeting_point(
     return address, port or default_port
 
 
-def _run_of(environ: Mapping[str, str], way: str) -> str:
+def _run_of(environ: Mapping[str, str], way: str, node: ClusterNode | None = None) -> str:
     """The run that a process belongs to: what its starter says, or ``DS_RUN_ID``."""
     if way.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # what torchrun says without --rdzv-id
         return f"torchrun run {environ['TORCHELASTIC_RUN_ID']}"
@@ -229,6 +265,8 @@ def _run_of(environ: Mapping[str, str], way: str) -> str:
         count = environ.get("SLURM_RESTART_COUNT", "0")
         restart = f", restart {count}" if count not in ("", "0") else ""
         return f"Slurm step {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}{restart}"
+    if node is not None and node.run:
+        return f"{node.way}, run {node.run}"
     return f"run {environ['DS_RUN_ID']}" if environ.get("DS_RUN_ID") else ""
 
 

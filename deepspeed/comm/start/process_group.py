@@ -18,12 +18,14 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.job import world
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.start.admission import Guest, StoreLostError, receive_ranks
+from deepspeed.comm.members.knock import JOIN, join_run
+from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, receive_ranks
 from deepspeed.comm.start.barrier import SupervisedStore
-from deepspeed.comm.start.device import binding_of, local_device, serves_host_only, unbound
+from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group, unbound
 from deepspeed.comm.start.environment import Place, find_place, local_rank_of
+from deepspeed.comm.start.mpi import find_first_host
 from deepspeed.comm.start.rendezvous import open_store, release_store
-from deepspeed.comm.start.startup import Facts, agree_on_config, agree_on_model, own_facts, rank_map
+from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
@@ -35,23 +37,6 @@ MPI_BACKEND = "mpi"
 CCL_BACKEND = "ccl"
 HCCL_BACKEND = "hccl"
 SCCL_BACKEND = "sccl"
-
-
-def default_backend() -> str:
-    """The backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs.
-
-    Raises:
-        CommunicationError: The accelerator has no backend.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    name = get_accelerator().communication_backend_name()
-    if name is None:
-        raise CommunicationError(
-            f"the accelerator {get_accelerator().device_name()!r} has no communication backend; give "
-            "init_distributed a dist_backend (gloo works on host memory)"
-        )
-    return name
 
 
 def init_distributed(
@@ -80,7 +65,7 @@ def init_distributed(
 
     Args:
         dist_backend: ``"nccl"``, ``"gloo"``, ...; None: the accelerator's.
-        auto_mpi_discovery: Whether variables of MPI and Slurm count.
+        auto_mpi_discovery: Whether variables of MPI, Slurm and clusters count.
         distributed_port: Port where rank 0 listens if ``MASTER_PORT`` is not set.
         verbose: Whether to log that line.
         timeout: Limit for each collective; None: :func:`default_timeout`.
@@ -103,6 +88,9 @@ def init_distributed(
     if torch_dist.is_initialized() and not _ends_failed_run():
         _adopt(verbose)
         return
+    if os.environ.get(JOIN):
+        join_run(os.environ[JOIN])
+        return
     if dist_init_required is False:
         raise CallOrderError(
             "dist_init_required=False says that the process group exists, but there is none. Call "
@@ -116,7 +104,7 @@ def init_distributed(
         default_port=distributed_port,
         discover=auto_mpi_discovery,
         device_count=torch.accelerator.device_count(),
-        mpi_address=_ask_mpi_for_address,
+        mpi_address=lambda: find_first_host(os.environ),
     )
     place.export(os.environ)
     backend = dist_backend or default_backend()
@@ -158,31 +146,30 @@ def _adopt(verbose: bool) -> None:
 
 def _start(
     backend: str, place: Place, init_method: str | None, timeout: timedelta, device: torch.device | None
-) -> list[Facts]:
+) -> list[RankInfo]:
     """Starts the group, after the ranks have met and found that they match; returns the facts of all (on rank 0)."""
     arguments: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
-    arguments |= binding_of(device)
     url = init_method if init_method is not None and not init_method.startswith("env:") else None
     where = url or (f"{place.address}:{place.port}" if place.world_size > 1 else "this process")
-    facts: list[Facts] = []
+    facts: list[RankInfo] = []
     started = time.monotonic()
     try:
         if url is None and place.world_size == 1:
             arguments["store"] = torch_dist.HashStore()
         else:
             store, prefix = None, "default_pg"
-            guest = Guest.here(place, own_facts(place.local_rank, backend))
+            process = JoiningProcess.here(place, own_facts(place.local_rank, backend))
             while store is None:
                 store = open_store(url, place, timeout)
                 try:
                     if place.world_size > 1:
-                        prefix, facts = receive_ranks(store, guest, where, timeout)
+                        prefix, facts = receive_ranks(store, process, where, timeout)
                 except StoreLostError:
                     if time.monotonic() - started > timeout.total_seconds():
                         raise
                     store = None
             arguments["store"] = torch_dist.PrefixStore(prefix, store)
-        torch_dist.init_process_group(backend, **arguments)
+        start_world_group(backend, device, **arguments)
     except CommunicationError:  # ours, and complete
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -237,29 +224,17 @@ def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
     return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), len(watched.ranks)
 
 
-def _ask_mpi_for_address() -> str | None:
-    """The host name of rank 0, told by mpi4py; None if it is not installed."""
-    import socket
-
-    try:
-        from mpi4py import MPI  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    name: str = MPI.COMM_WORLD.bcast(socket.gethostname(), root=0)
-    return name
-
-
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
     """Fills RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI or Slurm.
 
     Raises:
-        CommunicationError: The host of rank 0 cannot be found; install mpi4py or set MASTER_ADDR.
+        CommunicationError: The host of rank 0 cannot be found; set MASTER_ADDR.
     """
     place = find_place(
         os.environ,
         default_port=distributed_port,
         device_count=torch.accelerator.device_count(),
-        mpi_address=_ask_mpi_for_address,
+        mpi_address=lambda: find_first_host(os.environ),
     )
     place.export(os.environ)
     if verbose:

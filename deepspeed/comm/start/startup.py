@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.comm.start.batched_store import read_many
 from deepspeed.comm.start.environment import run_of_adopted
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from deepspeed.release import VERSION
@@ -30,7 +31,7 @@ _MIXED_RUNS = "the processes of one group belong to different runs"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankInfo:
     """What one rank says about itself.
 
     Attributes:
@@ -52,12 +53,12 @@ class Facts:
     backend: str
 
 
-def own_facts(local_rank: int, backend: str) -> Facts:
+def own_facts(local_rank: int, backend: str) -> RankInfo:
     """The facts of this process."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    return Facts(
+    return RankInfo(
         host=socket.gethostname(),
         pid=os.getpid(),
         local_rank=local_rank,
@@ -68,7 +69,7 @@ def own_facts(local_rank: int, backend: str) -> Facts:
     )
 
 
-def compare_facts(facts: Sequence[Facts]) -> str | None:
+def compare_facts(facts: Sequence[RankInfo]) -> str | None:
     """What does not match, with the ranks; None when everything does."""
     for name, what, remedy in (
         ("version", "version of deepspeed", "install the same version on all machines"),
@@ -81,7 +82,7 @@ def compare_facts(facts: Sequence[Facts]) -> str | None:
     return _compare_device_counts(facts)
 
 
-def _compare_device_counts(facts: Sequence[Facts]) -> str | None:
+def _compare_device_counts(facts: Sequence[RankInfo]) -> str | None:
     """Machines may differ in size, but then each must have one rank per device: a device that is missing shows."""
     if len({fact.device_count for fact in facts}) == 1:
         return None
@@ -99,7 +100,7 @@ def _compare_device_counts(facts: Sequence[Facts]) -> str | None:
     )
 
 
-def _sentence(what: str, values: Sequence[str], facts: Sequence[Facts], remedy: str) -> str:
+def _sentence(what: str, values: Sequence[str], facts: Sequence[RankInfo], remedy: str) -> str:
     """Names the ranks whose value is not that of the majority (of rank 0 where there is none)."""
     common = max(values, key=lambda value: (values.count(value), value == values[0]))
     others = [
@@ -116,7 +117,7 @@ def _listed(parts: Sequence[str]) -> str:
     return "; ".join(parts[:_MOST_NAMED]) + more
 
 
-def rank_map(facts: Sequence[Facts]) -> list[str]:
+def rank_map(facts: Sequence[RankInfo]) -> list[str]:
     """Which rank is where: one line per machine after a heading."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
@@ -150,13 +151,13 @@ def agree_on_config(
         mine["error"] = str(config)
     else:
         mine["values"] = {key: json.dumps(value, sort_keys=True, default=_type_name) for key, value in config.items()}
-    _, verdict = _exchange(store, f"config/{topic}", rank, world_size, json.dumps(mine), _compare_configs, timeout)
-    if verdict is not None and verdict.startswith(_MIXED_RUNS):
-        raise CommunicationError(verdict)
+    _, decision = _exchange(store, f"config/{topic}", rank, world_size, json.dumps(mine), _compare_configs, timeout)
+    if decision is not None and decision.startswith(_MIXED_RUNS):
+        raise CommunicationError(decision)
     if isinstance(config, Exception):
         raise config
-    if verdict is not None:
-        raise DeepSpeedConfigError(verdict)
+    if decision is not None:
+        raise DeepSpeedConfigError(decision)
 
 
 def _compare_configs(posts: list[str]) -> str | None:
@@ -211,10 +212,10 @@ def agree_on_model(
     """
     text = "\n".join(description)
     mine = {"place": _own_place(rank), "digest": hashlib.sha256(text.encode()).hexdigest()}
-    _, verdict = _exchange(store, f"model/{topic}", rank, world_size, json.dumps(mine), _compare_models, timeout)
-    if verdict is None:
+    _, decision = _exchange(store, f"model/{topic}", rank, world_size, json.dumps(mine), _compare_models, timeout)
+    if decision is None:
         return
-    common, odd = json.loads(verdict)
+    common, odd = json.loads(decision)
     scope = f"{_SCOPE}/model/{topic}/lines"
     if mine["digest"] in (common["digest"], odd["digest"]):
         store.set(f"{scope}/{mine['digest']}", text)  # the same from every rank that has it
@@ -268,20 +269,21 @@ def _exchange(
     scope = f"{_SCOPE}/{topic}/{round_number}"
     posts: list[str] = []
     store.set(f"{scope}/{rank}", mine)
+    if store.add(f"{scope}/count", 1) == world_size:
+        store.set(f"{scope}/all", "")
     if rank == 0:
-        keys = [f"{scope}/{other}" for other in range(world_size)]
-        store.wait(keys, timeout)
-        posts = [store.get(key).decode() for key in keys]
-        verdict = judge(posts)
-        store.set(f"{scope}/verdict", json.dumps(verdict))
-        if verdict is not None:
+        store.wait([f"{scope}/all"], timeout)
+        posts = [post.decode() for post in read_many(store, [f"{scope}/{other}" for other in range(world_size)])]
+        decision = judge(posts)
+        store.set(f"{scope}/verdict", json.dumps(decision))
+        if decision is not None:
             wait_for_readers(store, f"{scope}/read", world_size - 1)
-        return posts, verdict
+        return posts, decision
     store.wait([f"{scope}/verdict"], timeout)
-    verdict = json.loads(store.get(f"{scope}/verdict"))
-    if verdict is not None:
+    decision = json.loads(store.get(f"{scope}/verdict"))
+    if decision is not None:
         store.add(f"{scope}/read", 1)
-    return posts, verdict
+    return posts, decision
 
 
 def wait_for_readers(store: Any, key: str, count: int) -> None:

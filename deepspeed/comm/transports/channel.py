@@ -19,14 +19,14 @@ _SUM = 1  # kind of transfer, see transfer_key
 _GATHER = 0
 
 
-class Pending(Protocol):
+class PendingSum(Protocol):
     """A sum on its way."""
 
     def wait(self) -> torch.Tensor:
         """Returns the sum: shaped like the summand, no view of another tensor. May be called again."""
 
 
-class _Travelling:
+class _KnownSum:
     """A transfer whose result is known beforehand, and where it arrives if that is elsewhere."""
 
     def __init__(self, work: Any, result: torch.Tensor, arrives: torch.Tensor | None = None) -> None:
@@ -43,7 +43,7 @@ class _Travelling:
         return self._result
 
 
-class Sums(Protocol):
+class SumBackend(Protocol):
     """What sums faster than the transport where all ranks are on one host."""
 
     def serves(self, numel: int, dtype: torch.dtype) -> bool:
@@ -52,8 +52,8 @@ class Sums(Protocol):
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns where the summand of the next sum may be written."""
 
-    def start(self, values: torch.Tensor, label: str) -> Pending:
-        """Begins a sum."""
+    def start(self, values: torch.Tensor, label: str) -> PendingSum:
+        """Starts the sum of ``values`` (any shape, equal on all ranks) over the ranks."""
 
 
 class Channel:
@@ -68,7 +68,7 @@ class Channel:
         size: How many they are.
     """
 
-    def __init__(self, transport: Transport, sums: Sums | None = None) -> None:
+    def __init__(self, transport: Transport, sums: SumBackend | None = None) -> None:
         self._transport = transport
         self._sums = sums
         self.rank = transport.rank
@@ -97,7 +97,7 @@ class Channel:
             return self._sums.place(shape, like.dtype)
         return like.new_empty(shape)
 
-    def start_sum(self, values: torch.Tensor, label: str) -> Pending:
+    def start_sum(self, values: torch.Tensor, label: str) -> PendingSum:
         """Begins to sum ``values`` over the ranks.
 
         Args:
@@ -112,7 +112,7 @@ class Channel:
         flat = values.view(-1)
         in_place = self._transport.sum_in_place(flat, label)
         if in_place is not None:
-            return _Travelling(in_place, values)
+            return _KnownSum(in_place, values)
         numel = flat.numel()
         # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
         if self.size > 2 and numel % self.size:
@@ -123,7 +123,7 @@ class Channel:
         out = flat if overwrites or self.size == 1 else torch.empty_like(flat)
         how = Reduction(1.0, self._key(_SUM), label, max(flat.numel() * self.size, 1))
         work = self._transport.all_reduce(flat, out, how)
-        return _Travelling(work, values, None if out.data_ptr() == values.data_ptr() else out[:numel])
+        return _KnownSum(work, values, None if out.data_ptr() == values.data_ptr() else out[:numel])
 
     def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.host.message_queue import Mail
+from deepspeed.comm.host.message_queue import MessageQueue
 from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
 from deepspeed.comm.host.shared_exchange import SameHostTransport
 from deepspeed.comm.host.shared_sums import same_host_sums
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
-from deepspeed.comm.job.new_groups import ProcessGroups
+from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.native import NativeTransport
@@ -48,7 +48,9 @@ class Connector:
         self._watched = watched
         self._process_groups = process_groups
 
-    def create(self, group: Any, device: torch.device | None, timeout: timedelta | None) -> Transport:
+    def create(
+        self, group: Any, device: torch.device | None, timeout: timedelta | None, *, owner: Owner = "engine"
+    ) -> Transport:
         """Returns a new transport over ``group``. Every rank of the job must call it, in the same order.
 
         Args:
@@ -58,6 +60,7 @@ class Connector:
                 the host, or the accelerator's current device where the backend is none of the host's.
             timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers
                 of two transports do not wait for each other.
+            owner: Of that communicator.
         """
         if not self._ranks.is_initialized():
             return LocalTransport()
@@ -66,7 +69,8 @@ class Connector:
         if backend != "gloo":
             beside = self._process_groups.beside(group, timeout)
             if len(beside) < self._ranks.size_of():
-                group = self._process_groups.mine(beside, backend=backend, timeout=timeout, why="an engine's transfers")
+                why = "an engine's transfers" if owner == "engine" else "transfers outside engines"
+                group = self._process_groups.mine(beside, backend=backend, timeout=timeout, why=why, owner=owner)
         return self._over(group, backend, device)
 
     def over(self, group: Any, device: torch.device | None) -> Transport:
@@ -94,7 +98,7 @@ class Connector:
     def outside_engines(self, record: GroupRecord, device: torch.device | None, timeout: timedelta | None) -> Transport:
         """Returns the one transport of a group for what happens outside engines; arguments as of :meth:`create`."""
         if "outside" not in record.transports:
-            made = self.create(record.group, device, timeout)
+            made = self.create(record.group, device, timeout, owner="job")
             made.owner = _OUTSIDE_ENGINES
             record.transports["outside"] = made
         found: Transport = record.transports["outside"]
@@ -158,7 +162,7 @@ class Connector:
             everyone: All ranks of the job.
             groups: The ranks that share slices, of all groups of the job.
             device: Where the buffers live.
-            timeout: As of :meth:`create`.
+            timeout: Time limit of a communicator that is made.
 
         Returns:
             The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which
@@ -228,10 +232,10 @@ def _refuse_device_memory(device: torch.device | None) -> None:
 def warm_up(transport: Transport) -> None:
     """Connects every pair of ranks once, so that the first step does not pay for it."""
     transport.gather_small(torch.zeros(1, dtype=torch.int64), channel="call", label="the engine's start")
-    open_mail(transport)
+    open_message_queue(transport)
 
 
-def open_mail(transport: Transport) -> ShortMessages | None:
+def open_message_queue(transport: Transport) -> ShortMessages | None:
     """Connects the ranks of ``transport`` for short messages; None where they are not all on one host, or not on gloo.
 
     Every rank of ``transport`` must call it, at the same time. What there is of the process group is used again.
@@ -240,16 +244,16 @@ def open_mail(transport: Transport) -> ShortMessages | None:
     if watched is None:
         return None
     if not watched.has_met:
-        watched.mail = connect_on_host(transport, _made_mail, "finding the ranks of one host")
+        watched.queue = connect_on_host(transport, _made_queue, "finding the ranks of one host")
         watched.has_met = True
-        if watched.mail is not None:
-            watched.watch.supervise(watched.mail)
-    return watched.mail
+        if watched.queue is not None:
+            watched.watch.supervise(watched.queue)
+    return watched.queue
 
 
-def _made_mail(transport: Transport, connections: dict[int, socket.socket]) -> Mail:
+def _made_queue(transport: Transport, connections: dict[int, socket.socket]) -> MessageQueue:
     seconds = [limit_waits(connection, transport) for connection in connections.values()]
-    return Mail(connections, seconds[0])
+    return MessageQueue(connections, seconds[0])
 
 
 def channel_over(transport: Transport) -> Channel:

@@ -6,10 +6,15 @@ an all-gather is a set of sends and receives).
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+PROGRAM = "program"
+"""The axis of what a program asks for itself, by ``deepspeed.comm``."""
 
 
 @dataclass
@@ -80,26 +85,54 @@ def _over_axes(along: dict[tuple[str, str], Tally]) -> dict[str, Tally]:
     return total
 
 
+class WaitTracker(Protocol):
+    """Takes note of waits for other ranks, one by one."""
+
+    def wait_begins(self, axis: str, label: str) -> Any:
+        """Returns a mark for the moment before a wait along ``axis``; ``label``: what for, in words."""
+
+    def wait_ends(self, axis: str, mark: Any) -> None:
+        """Takes the wait along ``axis`` that began at ``mark``."""
+
+
 class WaitClock:
     """Seconds that this process's thread was blocked in waits for other ranks, while ``is_running``.
 
     It runs while somebody reads it: two readings of the clock per wait are cheap, but not free.
+
+    Attributes:
+        is_running: Whether waits are timed.
+        seconds: Of all waits so far.
     """
 
     def __init__(self) -> None:
         self.is_running = False
         self.seconds = 0.0
         self._readers = 0
+        self._trackers: list[WaitTracker] = []
 
-    def start(self) -> None:
-        """One reader more."""
+    def start(self, tracker: WaitTracker | None = None) -> None:
+        """Adds a reader, and an tracker if it has one."""
         self._readers += 1
         self.is_running = True
+        if tracker is not None:
+            self._trackers.append(tracker)
 
-    def stop(self) -> None:
-        """One reader less."""
+    def stop(self, tracker: WaitTracker | None = None) -> None:
+        """Takes a reader away, with the tracker that it came with."""
         self._readers -= 1
         self.is_running = self._readers > 0
+        if tracker is not None:
+            self._trackers.remove(tracker)
+
+    def run(self, blocking: Callable[[], Any], axis: str, label: str) -> None:
+        """Runs a wait for the ranks along ``axis`` and times it; ``label``: what for, in words."""
+        marks = [(tracker, tracker.wait_begins(axis, label)) for tracker in self._trackers]
+        begun = time.perf_counter()
+        blocking()
+        self.seconds += time.perf_counter() - begun
+        for tracker, mark in marks:
+            tracker.wait_ends(axis, mark)
 
 
 waiting = WaitClock()

@@ -19,7 +19,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.uncompiled import uncompiled
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
         ctx.channel, ctx.label = channel, label
@@ -33,13 +33,16 @@ class _CopyTo(torch.autograd.Function):
 
 @uncompiled
 def copy_to(values: torch.Tensor, channel: Channel, label: str = "the gradient of an input") -> torch.Tensor:
-    """Returns ``values``, which are equal on all ranks, for code of which each rank has a part; sums the gradient."""
+    """Returns ``values``, which are equal on all ranks, for code of which each rank has a part; sums the gradient.
+
+    The result has the shape and dtype of ``values`` (any shape).
+    """
     if not (torch.is_grad_enabled() and values.requires_grad):
         return values
-    return _CopyTo.apply(values, channel, label)
+    return _CopyFunction.apply(values, channel, label)
 
 
-class _ReduceFrom(torch.autograd.Function):
+class _ReduceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
         return _summed(values, channel, label)
@@ -52,8 +55,11 @@ class _ReduceFrom(torch.autograd.Function):
 
 @uncompiled
 def reduce_from(values: torch.Tensor, channel: Channel, label: str = "the sum of an output") -> torch.Tensor:
-    """Returns the sum over the ranks, for code that is the same on all of them; passes the gradient on."""
-    return _ReduceFrom.apply(values, channel, label)
+    """Returns the sum over the ranks, for code that is the same on all of them; passes the gradient on.
+
+    The result has the shape and dtype of ``values`` (any shape).
+    """
+    return _ReduceFunction.apply(values, channel, label)
 
 
 class _Sum(torch.autograd.Function):
@@ -70,11 +76,14 @@ class _Sum(torch.autograd.Function):
 
 @uncompiled
 def sum_over(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-    """Returns the sum over the ranks, of which each goes on in its own way; sums the gradient too."""
+    """Returns the sum over the ranks, of which each goes on in its own way; sums the gradient too.
+
+    The result has the shape and dtype of ``values`` (any shape).
+    """
     return _Sum.apply(values, channel, label)
 
 
-class _GatherFrom(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, values: torch.Tensor, channel: Channel, dim: int, is_partial: bool, label: str
@@ -105,10 +114,10 @@ def gather_from(
         is_partial: Gradients are summands and are summed; False: they are equal on all ranks, and each takes its part.
         label: What travels.
     """
-    return _GatherFrom.apply(values, channel, dim, is_partial, label)
+    return _GatherFunction.apply(values, channel, dim, is_partial, label)
 
 
-class _ScatterTo(torch.autograd.Function):
+class _ScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
         ctx.channel, ctx.dim, ctx.label = channel, dim, label
@@ -124,11 +133,18 @@ class _ScatterTo(torch.autograd.Function):
 def scatter_to(
     values: torch.Tensor, channel: Channel, dim: int, label: str = "the gradient of a cut sequence"
 ) -> torch.Tensor:
-    """Returns this rank's part along ``dim`` of what all ranks have; gathers the gradient."""
-    return _ScatterTo.apply(values, channel, dim, label)
+    """Returns this rank's part along ``dim`` of what all ranks have; gathers the gradient.
+
+    Args:
+        values: Any shape, equal on all ranks; the number of ranks divides the dimension ``dim``.
+        channel: The ranks.
+        dim: The dimension that is cut.
+        label: What travels in the backward pass.
+    """
+    return _ScatterFunction.apply(values, channel, dim, label)
 
 
-class _ReduceScatterTo(torch.autograd.Function):
+class _ReduceScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
         ctx.channel, ctx.dim, ctx.label = channel, dim, label
@@ -144,8 +160,15 @@ class _ReduceScatterTo(torch.autograd.Function):
 def reduce_scatter_to(
     values: torch.Tensor, channel: Channel, dim: int, label: str = "the sum of an output"
 ) -> torch.Tensor:
-    """Returns this rank's part along ``dim`` of the sum over the ranks; gathers the gradient."""
-    return _ReduceScatterTo.apply(values, channel, dim, label)
+    """Returns this rank's part along ``dim`` of the sum over the ranks; gathers the gradient.
+
+    Args:
+        values: This rank's summand; shapes are equal on all ranks, whose number divides the dimension ``dim``.
+        channel: The ranks.
+        dim: The dimension that is cut.
+        label: What travels.
+    """
+    return _ReduceScatterFunction.apply(values, channel, dim, label)
 
 
 # -- tensors without gradients ---------------------------------------------------------------------------------------
@@ -157,12 +180,12 @@ def _summed(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
 
 
 def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """Returns everybody's ``values``, one after the other along ``dim``; they are equally long."""
+    """Returns everybody's ``values``, one after the other along ``dim``; shapes are equal on all ranks."""
     return torch.cat(channel.gather(values, [values.shape[-1]] * channel.size, label), dim=dim)
 
 
 def scatter_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """Returns this rank's part along ``dim`` of the sum of ``values``."""
+    """Returns this rank's part along ``dim`` of the sum of ``values``, whose shapes are equal on all ranks."""
     if dim == 0:
         return channel.scatter_sum(values.contiguous(), label)
     rows = torch.stack(values.chunk(channel.size, dim))

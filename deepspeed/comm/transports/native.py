@@ -229,15 +229,15 @@ class NativeTransport(Transport):
     @override
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)
-        told = torch.empty_like(rows, device="cpu")
+        gathered = torch.empty_like(rows, device="cpu")
         work = self.group._allgather_base(rows.view(-1), tensor.to(self.device, non_blocking=True))
 
         def land() -> None:
             work.wait()
-            told.copy_(rows)  # on a device it is this that blocks, not the line above
+            gathered.copy_(rows)  # on a device it is this that blocks, not the line above
 
         self.guard(land, self.issue(channel), label)
-        return told
+        return gathered
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:

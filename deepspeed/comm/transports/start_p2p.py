@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Broken:
+class FailedWork:
     """A transfer that could not begin, as the connection is gone. In the place of torch's ``Work``."""
 
     error: RuntimeError
@@ -24,16 +24,16 @@ class Broken:
         return False
 
 
-def begun(transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Any:
-    """Begins a process group's ``send`` or ``recv``.
+def start_p2p(transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    """Starts a process group's ``send`` or ``recv``. If the connection is closed, returns work whose ``wait()`` raises.
 
     Args:
         transfer: The method.
-        tensor: As the method wants it.
-        peer: The rank in the group.
+        tensor: Contiguous, any shape.
+        peer: The other rank in the group.
         tag: Of the transfer.
     """
     try:
         return transfer([tensor], peer, tag)
     except RuntimeError as error:
-        return Broken(error)
+        return FailedWork(error)

@@ -17,7 +17,6 @@ Every rank of the group must make the same calls with the same keys; on gloo the
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from deepspeed.comm.codecs.zero_rows import ZeroRows
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.comm.transports.packing import Pieces, numel_of
-from deepspeed.comm.watch.forward_queue import Relay
+from deepspeed.comm.watch.forward_queue import ForwardRequest
 from deepspeed.comm.watch.watchdog import Watch
 from deepspeed.comm.watch.watched_group import WatchedGroup
 from deepspeed.errors import CommunicationError
@@ -98,7 +97,7 @@ def job_is_over(what: str) -> CommunicationError:
     )
 
 
-class _Gone:
+class _ClosedGroup:
     """Stands where the process group of a job was that is over."""
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +144,7 @@ class Reduction:
     rows: ZeroRows | None = None
 
 
-class _Unpacking:
+class _UnpackingWork:
     """A transfer whose result is copied to where it belongs."""
 
     def __init__(self, work: Work, flat: torch.Tensor, places: Pieces) -> None:
@@ -241,7 +240,7 @@ class Transport:
 
     def leave(self) -> None:
         """The job is over: whoever still has this transport keeps no process group alive by it."""
-        self.group, self.watched = _Gone(), None
+        self.group, self.watched = _ClosedGroup(), None
 
     def rank_at(self, position: int) -> int:
         """The rank in the whole group of the rank that has the slice number ``position``."""
@@ -269,23 +268,26 @@ class Transport:
 
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
         """Runs a blocking wait for the transfer ``ticket``, supervised."""
-        begun = time.perf_counter() if waiting.is_running else 0.0
+        if waiting.is_running:
+            waiting.run(lambda: self._guard(blocking, ticket, label), self.axis, label)
+        else:
+            self._guard(blocking, ticket, label)
+
+    def _guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
         if self.watch is None:
             blocking()
         else:
             self.watch.wait(blocking, *ticket, label, self.ranks, on_stream=self.runs_on_stream)
-        if begun:
-            waiting.seconds += time.perf_counter() - begun
 
-    def promise(self, relay: Relay) -> None:
+    def enqueue_forward(self, request: ForwardRequest) -> None:
         """Adds what this rank must hand on to others before it blocks in anything else."""
         assert self.watch is not None
-        self.watch.promises.add(relay)
+        self.watch.forward_queue.add(request)
 
-    def catch_up(self, last: Relay | None = None) -> None:
+    def catch_up(self, last: ForwardRequest | None = None) -> None:
         """Hands on what this rank has promised, up to ``last``; see ``ForwardQueue.catch_up``."""
         if self.watch is not None:
-            self.watch.promises.catch_up(last)
+            self.watch.forward_queue.catch_up(last)
 
     def my_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a flat buffer, as a view."""
@@ -329,13 +331,19 @@ class Transport:
         Args:
             flat: 1-D buffer of ``size`` equal slices.
             out: 1-D, as long and of the same dtype; receives the slices for this rank, in rank order.
-            key: As of :class:`Reduction`.
+            key: Number that is equal on all ranks for this reduction and for no other one in flight.
             label: What travels, for error messages.
         """
         raise NotImplementedError
 
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """As :meth:`all_gather`, for the second half of the reduction ``key``."""
+        """Fills ``flat`` (1-D, any dtype) from the slices: the second half of the reduction ``key``.
+
+        Args:
+            flat: Buffer of ``size`` equal slices; this rank's own slice must be in place.
+            key: Number of the reduction.
+            label: What travels, for error messages.
+        """
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
@@ -349,12 +357,16 @@ class Transport:
         raise NotImplementedError
 
     def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
-        """Begins a :meth:`gather_small`, where the transport can without blocking; the result waits for the rows."""
+        """Starts a :meth:`gather_small` of a 1-D ``tensor``, without blocking where the transport can.
+
+        Returns:
+            A function that waits for the rows and returns them, 2-D on the host.
+        """
         rows = self.gather_small(tensor, channel=channel, label=label)
         return lambda: rows
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """Overwrites ``tensor`` with that of group rank ``source``; blocks. ``label`` says what travels."""
+        """Overwrites ``tensor`` (contiguous, any shape) with that of group rank ``source``; blocks."""
         raise NotImplementedError
 
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
@@ -424,7 +436,7 @@ class Transport:
         if out is not None:
             return self.all_to_all(source, sent, out, received, label=label)
         out = like.new_empty(sum(received))
-        return _Unpacking(self.all_to_all(source, sent, out, received, label=label), out, places)
+        return _UnpackingWork(self.all_to_all(source, sent, out, received, label=label), out, places)
 
     def next_move(self, label: str = "") -> int:
         """The key of the next round of pieces.

@@ -48,22 +48,22 @@ class Agreement:
         """Adds what the segment issued to the digest."""
         self._digest = zlib.crc32(f"{self._kind}:{list(issued)}".encode(), self._digest)
 
-    def exchange(self, position: int, wish: int) -> None:
+    def exchange(self, position: int, request: int) -> None:
         """Compares the wishes of all ranks; all of them call it, while an order is recorded or when they leave one.
 
         Args:
             position: Gathers issued in this segment so far.
-            wish: Index of the wanted bucket, or ``END_OF_SEGMENT``.
+            request: Index of the wanted bucket, or ``END_OF_SEGMENT``.
 
         Raises:
             DivergenceError: The ranks want different things; raised on every rank.
         """
         if self._transport.size == 1:
             return
-        mine = torch.tensor([self._segment, position, wish], dtype=torch.int64)
-        told = self._transport.gather_small(mine, channel="order", label=self._words(wish))
-        if not torch.equal(told, mine.expand_as(told)):
-            rows = told.tolist()
+        mine = torch.tensor([self._segment, position, request], dtype=torch.int64)
+        gathered = self._transport.gather_small(mine, channel="order", label=self._words(request))
+        if not torch.equal(gathered, mine.expand_as(gathered)):
+            rows = gathered.tolist()
             wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
             raise DivergenceError(
                 f"ranks took different branches in the {self._kind} (segment {self._segment}, position {position}): "
@@ -72,5 +72,5 @@ class Agreement:
                 "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole"
             )
 
-    def _words(self, wish: int) -> str:
-        return f"the end of the {self._kind}" if wish == END_OF_SEGMENT else self._describe(wish)
+    def _words(self, request: int) -> str:
+        return f"the end of the {self._kind}" if request == END_OF_SEGMENT else self._describe(request)

@@ -17,23 +17,23 @@ import weakref
 from typing import Any
 
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.watch.backward_notes import BackwardNotes, Talk
+from deepspeed.comm.watch.backward_notes import BackwardComm, BackwardNotes
 
 
-def note(talker: Any, *, uneven: bool = False) -> Talk:
+def note(layer: Any, *, uneven: bool = False) -> BackwardComm:
     """A layer will talk in its backward.
 
     Args:
-        talker: The module.
+        layer: The module.
         uneven: Which of its parameters get a gradient may differ between the ranks.
 
     Returns:
         What the graph of that backward must keep until then.
     """
-    said, talk = Job.current().backward, Talk()
-    said.to_come.add(talk)
-    said.talkers.add(talker)
-    said.is_uneven = said.is_uneven or uneven
+    state, talk = Job.current().backward, BackwardComm()
+    state.to_come.add(talk)
+    state.communicating.add(layer)
+    state.is_uneven = state.is_uneven or uneven
     return talk
 
 
@@ -42,7 +42,7 @@ def note_anywhere() -> None:
     Job.current().backward.is_anywhere = True
 
 
-class Ear:
+class BackwardCommTracker:
     """Whether layers may talk in a backward of one model.
 
     Args:
@@ -54,15 +54,15 @@ class Ear:
         self._heard: tuple[BackwardNotes | None, int] = None, 0
         self._has_talkers = False
 
-    def may_hear(self) -> bool:
+    def may_communicate(self) -> bool:
         """Whether they may; the answer may differ between ranks."""
-        said = Job.current().backward
-        if said.is_anywhere or len(said.to_come):
+        state = Job.current().backward
+        if state.is_anywhere or len(state.to_come):
             return True
-        heard = said, len(said.talkers)
+        heard = state, len(state.communicating)
         if heard != self._heard:
             model = self._model()
-            self._has_talkers = model is not None and any(module in said.talkers for module in model.modules())
+            self._has_talkers = model is not None and any(module in state.communicating for module in model.modules())
             self._heard = heard
         return self._has_talkers
 

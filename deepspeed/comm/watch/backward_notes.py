@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Talk:
+class BackwardComm:
     """What a layer will say to other ranks in a backward, whose graph keeps it alive until it has been said."""
 
 
@@ -17,12 +17,12 @@ class BackwardNotes:
 
     Attributes:
         to_come: Exchanges in backward passes that are not over.
-        talkers: Modules that have noted one.
+        communicating: Modules that have noted one.
         is_anywhere: Whether one was noted whose module is not known.
         is_uneven: Whether the parameters of one may have gradients on some ranks only.
     """
 
-    to_come: weakref.WeakSet[Talk] = field(default_factory=weakref.WeakSet)
-    talkers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    to_come: weakref.WeakSet[BackwardComm] = field(default_factory=weakref.WeakSet)
+    communicating: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     is_anywhere: bool = False
     is_uneven: bool = False

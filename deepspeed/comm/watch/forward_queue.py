@@ -14,7 +14,7 @@ from typing import Protocol
 from deepspeed.comm.watch.training_thread import TrainingThread
 
 
-class Relay(Protocol):
+class ForwardRequest(Protocol):
     """Something to hand on."""
 
     def hand_on(self) -> None:
@@ -25,15 +25,15 @@ class ForwardQueue:
     """The promises of one rank in a job, of all engines together, oldest first."""
 
     def __init__(self) -> None:
-        self._owed: deque[Relay] = deque()
+        self._owed: deque[ForwardRequest] = deque()
         self._training = TrainingThread()
 
-    def add(self, relay: Relay) -> None:
+    def add(self, request: ForwardRequest) -> None:
         """Adds a promise of the training thread, which calls it."""
         self._training.is_elsewhere()  # so that it is known which one that is
-        self._owed.append(relay)
+        self._owed.append(request)
 
-    def catch_up(self, last: Relay | None = None) -> None:
+    def catch_up(self, last: ForwardRequest | None = None) -> None:
         """Keeps the promises in order, up to ``last``; None: all. Does nothing in other threads than the training one.
 
         Args:
@@ -42,9 +42,9 @@ class ForwardQueue:
         if not self._owed or self._training.is_elsewhere() or (last is not None and last not in self._owed):
             return
         while self._owed:
-            relay = self._owed.popleft()
-            relay.hand_on()
-            if relay is last:
+            request = self._owed.popleft()
+            request.hand_on()
+            if request is last:
                 return
 
     def clear(self) -> None:

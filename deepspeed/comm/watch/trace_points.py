@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.watch.watchdog import Awaited
+from deepspeed.comm.watch.wait_records import WaitRecord
 from deepspeed.errors import DeepSpeedError
 
 
@@ -41,7 +41,7 @@ class Waypoints:
         if watched is None or not watched.waits_on_host:
             return
         channel, index = watched.issue("waypoint", _key(name))
-        watched.watch.stand(Awaited(channel, index, watched.ranks, f"the others at {name}", time.monotonic()))
+        watched.watch.stand(WaitRecord(channel, index, watched.ranks, f"the others at {name}", time.monotonic()))
 
 
 def reason_of(error: RuntimeError) -> Exception | None:

@@ -35,13 +35,11 @@ import atexit
 import contextlib
 import functools
 import json
-import re
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
@@ -50,12 +48,21 @@ from deepspeed.comm.watch.forward_queue import ForwardQueue
 from deepspeed.comm.watch.posts import read_post
 from deepspeed.comm.watch.processes import has_ended, this_process
 from deepspeed.comm.watch.training_thread import TrainingThread
+from deepspeed.comm.watch.wait_records import (
+    WaitRecord,
+    circle_through,
+    farewell_of,
+    plain_error,
+    sentence_of,
+    words_for_dead,
+)
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.logging import logger
 from deepspeed.printable import printable
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
+_TOLD_SECONDS = 0.5  # a link notices the end of a process as soon as a connection of the process group does
 _FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
 _LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
 _VERDICT = "verdict"
@@ -63,30 +70,7 @@ _FAILURE = "failure"
 _REMEMBERED = 4096  # latest transfers of a channel whose keys are known
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """What a rank waits for.
-
-    Attributes:
-        channel: Of the transfer.
-        index: Its number on the channel.
-        members: The ranks that take part in it.
-        label: In words.
-        since: Start of the wait, in seconds of the monotonic clock.
-        on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
-        gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
-    """
-
-    channel: str
-    index: int
-    members: tuple[int, ...]
-    label: str
-    since: float
-    on_stream: bool = False
-    gives_up: bool = False
-
-
-class Reached(Protocol):
+class DeviceEvent(Protocol):
     """An event of the device, recorded behind the wait for a transfer."""
 
     def query(self) -> bool:
@@ -123,9 +107,10 @@ class Watch:
         aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
         members: What holds process groups, connections or memory for the job, and is told when it is over. A program
             may keep it alive by what no collector sees through: a tensor's graph, held by the model.
-        promises: What this rank has promised to hand on to others.
+        forward_queue: What this rank has promised to hand on to others.
         may_restart: Whether ``init_distributed`` has started the process group, and may do so again after a failure.
         has_failed: Whether a wait of this rank has raised.
+        hears_losses: Whether somebody calls :meth:`give_up` as soon as a process of the job has ended.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
@@ -135,9 +120,10 @@ class Watch:
         self._size = size
         self.aborts: dict[int, Callable[[], None]] = {}
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self.promises = ForwardQueue()
+        self.forward_queue = ForwardQueue()
         self.may_restart = False
         self.has_failed = False
+        self.hears_losses = False
         self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
@@ -147,10 +133,10 @@ class Watch:
         self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int]] = ({}, {})
         self._issued: dict[str, int] = defaultdict(int)
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
-        self._awaited: Awaited | None = None
-        self._on_device: deque[tuple[Awaited, Reached]] = deque()  # waits of streams, in their order
-        self._stood: Awaited | None = None  # the latest that this rank said of a place
-        self._verdict: str | None = None
+        self._awaited: WaitRecord | None = None
+        self._on_device: deque[tuple[WaitRecord, DeviceEvent]] = deque()  # waits of streams, in their order
+        self._stood: WaitRecord | None = None  # the latest that this rank said of a place
+        self._decision: str | None = None
         self._farewell: str | None = None  # of a rank that this one waited for
         self._failure: str | None = None  # of any rank
         self._has_aborted = False
@@ -173,7 +159,7 @@ class Watch:
         for member in list(self.members):
             member.leave()
         self.aborts.clear()
-        self.promises.clear()
+        self.forward_queue.clear()
 
     def supervise(self, connection: Connection) -> None:
         """Closes ``connection`` when waits are in vain, and tells it when the job is over."""
@@ -236,14 +222,14 @@ class Watch:
             label: What travels.
             members: The ranks that take part in it; none if anybody may.
             patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
-            on_stream: As of :class:`Awaited`.
-            gives_up: As of :class:`Awaited`.
+            on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
+            gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
 
         Raises:
             DivergenceError: What it waits for can never come.
             CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
         """
-        awaited = Awaited(channel, index, members, label, time.monotonic(), on_stream, gives_up)
+        awaited = WaitRecord(channel, index, members, label, time.monotonic(), on_stream, gives_up)
         # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
         beside = self._training.is_elsewhere()
         if not beside:
@@ -261,7 +247,7 @@ class Watch:
             # Where transfers run on a stream, an aborted one ends without an error and leaves its buffers as they were.
             raise self._explain(RuntimeError("the communicator was aborted"), awaited, 0.0)
 
-    def follow(self, reached: Reached, channel: str, index: int, label: str, members: tuple[int, ...]) -> None:
+    def follow(self, reached: DeviceEvent, channel: str, index: int, label: str, members: tuple[int, ...]) -> None:
         """Supervises a wait of a stream, which does not block the host.
 
         Args:
@@ -275,9 +261,9 @@ class Watch:
         if self._thread is None or not self._thread.is_alive():  # nobody would take it from the queue again
             self._on_device.clear()
             return
-        self._on_device.append((Awaited(channel, index, members, label, time.monotonic(), True), reached))
+        self._on_device.append((WaitRecord(channel, index, members, label, time.monotonic(), True), reached))
 
-    def _stuck_on_device(self) -> Awaited | None:
+    def _stuck_on_device(self) -> WaitRecord | None:
         """Returns the oldest wait of a stream that is not over; None if the driver does not say.
 
         Forgets those that are over. CUDA refuses to answer while another thread captures a graph.
@@ -288,7 +274,7 @@ class Watch:
             return self._on_device[0][0] if self._on_device else None
         return None
 
-    def stand(self, awaited: Awaited) -> None:
+    def stand(self, awaited: WaitRecord) -> None:
         """Says where this rank may wait from now on, in code that supervises no wait."""
         self._begin_watching()
         self._awaited = self._stood = awaited
@@ -316,11 +302,11 @@ class Watch:
         self.wait(lambda: self._look_for(list(keys), timeout), channel, index, label, members)
 
     def _look_for(self, keys: list[str], timeout: timedelta) -> None:
-        begun, limit = time.monotonic(), timeout.total_seconds()
+        started, limit = time.monotonic(), timeout.total_seconds()
         while not self.store.check(keys):
             if self.is_in_vain():
                 raise RuntimeError("other ranks went another way")
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - started
             if waited >= limit:
                 raise RuntimeError(f"not all ranks came within {timeout}")
             # A tenth late at most, and few questions to the one store of many ranks that wait for long.
@@ -328,12 +314,27 @@ class Watch:
 
     def is_in_vain(self) -> bool:
         """Whether it is known why no wait can end well."""
-        return any(said is not None for said in (self._verdict, self._farewell, self._failure))
+        return any(end is not None for end in (self._decision, self._farewell, self._failure))
 
     def tell_failure(self, text: str) -> None:
         """Says that this rank cannot go on: whoever waits, now or later, raises with ``text``. The first one counts."""
         with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
             self.store.compare_set(self._key(_FAILURE), "", text)
+
+    def give_up(self, text: str) -> None:
+        """Makes all waits of this rank raise with ``text``, now and later. For any thread; other ranks are not told."""
+        if self._is_over or self.is_in_vain():
+            return
+        self._failure = text
+        self._abort_all()
+
+    def _abort_all(self) -> None:
+        self._has_aborted = True
+        for abort in list(self.aborts.values()):
+            abort()
+        for reference in self._connections.valuerefs():
+            if (connection := reference()) is not None:
+                connection.close()
 
     def look_after_long_wait(self) -> bool:
         """What the watching thread does each period; returns whether it goes on."""
@@ -347,19 +348,14 @@ class Watch:
         if awaited is None or time.monotonic() - awaited.since < _PERIOD:
             return True
         try:
-            self._verdict = self._look(awaited, blocks_host=blocks_host)
+            self._decision = self._look(awaited, blocks_host=blocks_host)
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
         if self.is_in_vain():
-            self._has_aborted = True
-            for abort in list(self.aborts.values()):
-                abort()
-            for reference in self._connections.valuerefs():
-                if (connection := reference()) is not None:
-                    connection.close()
+            self._abort_all()
         return not self.is_in_vain()
 
-    def _look(self, awaited: Awaited, *, blocks_host: bool) -> str | None:
+    def _look(self, awaited: WaitRecord, *, blocks_host: bool) -> str | None:
         """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain.
 
         Args:
@@ -386,20 +382,20 @@ class Watch:
             self._failure = self._read(_FAILURE)
             return None
         posts = {self.rank: mine, **self._posts(awaited)}
-        self._farewell = _farewell_of(awaited, posts)
+        self._farewell = farewell_of(awaited, posts)
         if self._farewell is not None:
             return None
         if (dead := self._dead_among(posts)) is not None:
-            self._failure = _words_for_dead(dead, self.rank, awaited)
+            self._failure = words_for_dead(dead, self.rank, awaited)
             self.tell_failure(self._failure)
             return None
         circle = [] if awaited.gives_up else circle_through(self.rank, posts)
         circle = circle or self._parted_from(posts)
         if not self._is_still_there({rank: posts[rank] for rank in circle}):
             return None
-        verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
-        self.store.set(self._key(_VERDICT), verdict)
-        return verdict
+        decision = sentence_of({rank: posts[rank]["label"] for rank in circle})
+        self.store.set(self._key(_VERDICT), decision)
+        return decision
 
     def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
         """Returns a rank of this machine, among those that are waited for, whose process has ended without a word."""
@@ -444,7 +440,7 @@ class Watch:
         value = self.store.get(self._key(name))
         return printable(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
 
-    def _posts(self, awaited: Awaited) -> dict[int, dict[str, Any]]:
+    def _posts(self, awaited: WaitRecord) -> dict[int, dict[str, Any]]:
         """The newest words of the other ranks that this one waits for, and of those that they wait for, and so on."""
         found: dict[int, dict[str, Any]] = {}
         unread = set(awaited.members)
@@ -468,7 +464,7 @@ class Watch:
             )
         return post or {}
 
-    def _explain(self, error: RuntimeError, awaited: Awaited, patience: float | None) -> Exception:
+    def _explain(self, error: RuntimeError, awaited: WaitRecord, patience: float | None) -> Exception:
         """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
         self.has_failed = True
         seconds = self._patience if patience is None else patience
@@ -476,29 +472,33 @@ class Watch:
             self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
         reason, gone = self._reason(awaited, seconds)
         return reason or CommunicationError(
-            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {_plain(error)}"
+            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {plain_error(error)}"
         )
 
-    def _reason(self, awaited: Awaited, patience: float) -> tuple[Exception | None, str]:
+    def _reason(self, awaited: WaitRecord, patience: float) -> tuple[Exception | None, str]:
         """What any rank has found out, or finds out in so many seconds; and the words for a store that is gone."""
         deadline = time.monotonic() + patience
         gone = ""
+        if self.hears_losses:  # the store may have gone with the process that was lost, and torch is loud about that
+            told_by = time.monotonic() + _TOLD_SECONDS
+            while not self.is_in_vain() and time.monotonic() < told_by:
+                time.sleep(0.005)
         while not self.is_in_vain():
             try:
                 if self.store.check([self._key(_VERDICT)]):
-                    self._verdict = self._read(_VERDICT)
+                    self._decision = self._read(_VERDICT)
                 elif self.store.check([self._key(_FAILURE)]):
                     self._failure = self._read(_FAILURE)
                 else:
-                    self._farewell = _farewell_of(awaited, self._posts(awaited))
+                    self._farewell = farewell_of(awaited, self._posts(awaited))
             except RuntimeError:
                 gone = " (rank 0 is gone, with the store that it held)"
                 break
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-        if self._verdict is not None:
-            return DivergenceError(self._verdict), gone
+        if self._decision is not None:
+            return DivergenceError(self._decision), gone
         if self._failure is not None:
             return CommunicationError(self._failure), gone
         if self._farewell is not None:
@@ -530,36 +530,6 @@ def _say_farewell(reference: weakref.ref[Watch]) -> None:
         watch.say_farewell()
 
 
-def _farewell_of(awaited: Awaited, posts: dict[int, dict[str, Any]]) -> str | None:
-    """What to say if a rank has left without issuing what is waited for."""
-    left = [
-        rank
-        for rank in awaited.members
-        if posts.get(rank, {}).get("has_left") and posts[rank]["issued"].get(awaited.channel, 0) < awaited.index
-    ]
-    if not left:
-        return None
-    who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
-    return (
-        f"{who} ended while this rank waits for {awaited.label}. If no error is shown there, that program came to its "
-        "end too early: every rank must make the same calls, so look for a loop over fewer batches, a skipped step or "
-        "an early exit"
-    )
-
-
-def _words_for_dead(rank: int, me: int, awaited: Awaited) -> str:
-    return (
-        f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
-        f"rank {me} waits for {awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log "
-        "for the out-of-memory killer"
-    )
-
-
-def _plain(error: RuntimeError) -> str:
-    """The backend's words without its source lines and advice."""
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
-
-
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
     """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
     goes_on = True
@@ -568,52 +538,3 @@ def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
         watch = reference()
         goes_on = watch is not None and watch.look_after_long_wait()
         del watch
-
-
-def circle_through(start: int, posts: dict[int, dict[str, Any]]) -> list[int]:
-    """Ranks that wait for each other in a circle which ``start`` is part of; empty if there is none.
-
-    Args:
-        start: The rank whose post is new.
-        posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
-            each channel it has ``issued``.
-    """
-    reached_from: dict[int, int] = {}
-    unfinished = [start]
-    while unfinished:
-        rank = unfinished.pop(0)
-        for other in _lacking(rank, posts):
-            if other == start:
-                circle = [rank]
-                while circle[-1] != start:
-                    circle.append(reached_from[circle[-1]])
-                return circle
-            if other not in reached_from:
-                reached_from[other] = rank
-                unfinished.append(other)
-    return []
-
-
-def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
-    """Ranks that have not issued what ``rank`` waits for, and cannot issue it before their own wait is over.
-
-    A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
-    come behind the wait in the stream.
-    """
-    awaited = posts[rank]
-    for other in awaited["members"]:
-        theirs = posts.get(other, {})
-        if other == rank or "members" not in theirs or theirs.get("gives_up"):
-            continue
-        is_held_up = theirs.get("blocks_host", True) or awaited.get("on_stream", False)
-        if is_held_up and theirs["issued"].get(awaited["channel"], 0) < awaited["index"]:
-            yield other
-
-
-def _sentence(waiting: dict[int, str]) -> str:
-    parts = "; ".join(f"rank {rank} waits for {label}" for rank, label in sorted(waiting.items()))
-    return (
-        f"ranks took different branches and wait for each other: {parts}. Every rank must use the same modules and "
-        "make the same calls. Make the branch depend on data that is equal on all ranks, or mark the module that holds "
-        "both branches with deepspeed.utils.set_z3_leaf_modules, so that it is gathered whole"
-    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.job.torch_groups import is_alive, rendezvous_store
+from deepspeed.comm.transports.counters import PROGRAM, waiting
 from deepspeed.comm.watch.drain_at_exit import rest_at_exit
 from deepspeed.comm.watch.watchdog import Connection, Watch
 
@@ -27,7 +29,7 @@ _ABORT_TAG = (1 << 30) - 1
 class ShortMessages(Connection, Protocol):
     """Carries short messages between the ranks of one group; for the training thread.
 
-    Messages between two ranks with the same ``box`` arrive in the order in which they are posted.
+    Messages between two ranks with the same ``tag`` arrive in the order in which they are posted.
     """
 
     @property
@@ -38,13 +40,13 @@ class ShortMessages(Connection, Protocol):
     def has_unsent(self) -> bool:
         """Whether messages that this rank has posted have not left yet."""
 
-    def post(self, peer: int, box: int, message: Any) -> None:
+    def post(self, peer: int, tag: int, message: Any) -> None:
         """Sends a message (a buffer of bytes) to a peer of the group; does not wait for it."""
 
-    def take(self, peer: int, box: int, room: memoryview) -> None:
+    def take(self, peer: int, tag: int, room: memoryview) -> None:
         """Blocks until a message of a peer has been written to ``room``, which is as long."""
 
-    def take_if_there(self, peer: int, box: int, room: memoryview) -> bool:
+    def take_if_there(self, peer: int, tag: int, room: memoryview) -> bool:
         """Does the same where the message has arrived already; returns whether it has."""
 
     def flush(self) -> None:
@@ -62,7 +64,8 @@ class WatchedGroup:
         watch: The job's.
         waits_on_host: Whether transfers of tensors on the host block the caller (gloo), instead of a stream.
         has_met: Whether the ranks have looked whether they are on one host.
-        mail: Carries short messages where they are (``connect.open_mail``).
+        queue: Carries short messages where they are (``connect.open_message_queue``).
+        open_rows: Rows of transfers that have begun and not ended, see :meth:`row`.
     """
 
     group: Any
@@ -71,7 +74,20 @@ class WatchedGroup:
     watch: Watch
     waits_on_host: bool
     has_met: bool = False
-    mail: ShortMessages | None = None
+    queue: ShortMessages | None = None
+    open_rows: int = 0
+
+    @contextmanager
+    def row(self, channel: str) -> Iterator[None]:
+        """Counts a row of transfers between pairs of members, of which each member takes part in some.
+
+        All members begin and end a row together, and every transfer in it is waited for. After an error in it a
+        transfer may be without its counterpart: the row stays open, and nobody else takes the group.
+        """
+        self.watch.issue(f"rows/{self.scope}{channel}")  # as ``Watch.issued_over`` looks for it
+        self.open_rows += 1
+        yield
+        self.open_rows -= 1
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
         """Counts what this rank takes part in now; as of ``Watch.issue``."""
@@ -85,9 +101,26 @@ class WatchedGroup:
         label: str,
         members: tuple[int, ...] | None = None,
         patience: float | None = None,
+        axis: str = PROGRAM,
     ) -> None:
-        """Runs a blocking wait for ``ticket``, supervised; ``members`` are the group's where they are None."""
-        self.watch.wait(blocking, *ticket, label, self.ranks if members is None else members, patience=patience)
+        """Runs a blocking wait for ``ticket``, supervised and timed.
+
+        Args:
+            blocking: Returns when the wait is over.
+            ticket: Result of :meth:`issue`.
+            label: What is waited for, for error messages.
+            members: The job's numbers of the ranks that it needs; None: all of the group.
+            patience: Seconds after which it fails; None: the watch's.
+            axis: The ranks that are waited for, as traffic is counted.
+        """
+
+        def supervised() -> None:
+            self.watch.wait(blocking, *ticket, label, self.ranks if members is None else members, patience=patience)
+
+        if waiting.is_running:
+            waiting.run(supervised, axis, label)
+        else:
+            supervised()
 
 
 @dataclass(eq=False)
@@ -181,8 +214,8 @@ class WatchedGroups:
             gone = self._records.pop(key)
             if self._watch is not None and gone.watched is not None:
                 self._watch.aborts.pop(key, None)
-                if gone.watched.mail is not None:
-                    self._watch.dismiss(gone.watched.mail)
+                if gone.watched.queue is not None:
+                    self._watch.dismiss(gone.watched.queue)
 
 
 def _abort(watched: WatchedGroup) -> None:

@@ -1,26 +1,88 @@
-"""``elasticity``: batch sizes that suit many numbers of ranks."""
+"""``elasticity``: batch sizes that suit many numbers of ranks, and runs that go on when ranks come and go."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import override
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Float, Int, IntList
 
+_CONTINUE = "continue"
+OWN_KEYS = frozenset({_CONTINUE, "copy_every", "patience"})
+"""Keys of runs that go on when ranks come and go; the others are about batch sizes."""
+
 
 class Elasticity(Section):
-    """Batch sizes that suit many numbers of ranks (removed upstream in 0.19.8)."""
+    """Batch sizes that suit many numbers of ranks (removed upstream in 0.19.8), and runs whose ranks come and go."""
 
     place = ("elasticity",)
 
-    enabled: Bool = key(False, "Compute the batch sizes.", removed="0.19.8")
+    enabled: Bool = key(
+        False,
+        "Choose train_batch_size and train_micro_batch_size_per_gpu so that many numbers of ranks can share the batch; "
+        "gradient_accumulation_steps follows.",
+        removed="0.19.8",
+    )
     max_train_batch_size: Int = key(2000, "Upper bound of the batch; required when enabled.", unit="samples", above=0)
     micro_batch_sizes: IntList = key(
-        None, "Candidates; required when enabled.", factory=lambda: [2, 4, 6], unit="samples", above=0
+        None,
+        "Candidates for train_micro_batch_size_per_gpu; required when enabled. None exceeds max_train_batch_size.",
+        factory=lambda: [2, 4, 6],
+        unit="samples",
+        above=0,
     )
-    min_gpus: Int = key(1, "Least number of ranks.", unit="ranks", above=0)
+    min_gpus: Int = key(1, "Least number of ranks that must be able to share the batch.", unit="ranks", above=0)
     max_gpus: Int = key(10_000, "Greatest number of ranks.", unit="ranks", above=0)
     min_time: Int = key(0, "Least time.", unit="minutes", minimum=0, no_effect="it never changed the batch sizes")
-    version: Float = key(0.2, "Algorithm, 0.1 or 0.2.", minimum=0.1, maximum=0.2)
-    prefer_larger_batch: Bool = key(True, "Break ties upwards.")
-    ignore_non_elastic_batch_info: Bool = key(False, "Ignore batch keys elsewhere.")
-    num_gpus_per_node: Int = key(1, "Ranks per node (version 0.2).", unit="ranks", above=0)
-    model_parallel_size: Int = key(1, "Model-parallel size (version 0.2).", unit="ranks", above=0)
+    version: Float = key(
+        0.2,
+        "Algorithm. 0.1: one batch for all its numbers of ranks, others are refused. 0.2: one batch for whole nodes; "
+        "for other numbers of ranks the largest batch within the limit.",
+        minimum=0.1,
+        maximum=0.2,
+    )
+    prefer_larger_batch: Bool = key(True, "Of batches that equally many numbers of ranks can share, take the largest.")
+    ignore_non_elastic_batch_info: Bool = key(
+        False, "Let the batch keys of the top level be given, and put what is chosen in their place."
+    )
+    num_gpus_per_node: Int = key(
+        1, "Ranks per node (version 0.2), a multiple of model_parallel_size.", unit="ranks", above=0
+    )
+    model_parallel_size: Int = key(
+        1, "Ranks that see the same samples (version 0.2): tensor, sequence and pipeline ranks.", unit="ranks", above=0
+    )
+    __annotations__[_CONTINUE] = "Bool"  # a keyword of Python
+    vars()[_CONTINUE] = key(
+        False,
+        "Go on when ranks are lost or join, in the same processes and with the same global batch "
+        "(deepspeed.elasticity.ElasticSteps). Needs train_batch_size and train_micro_batch_size_per_gpu, and no "
+        "gradient_accumulation_steps.",
+    )
+    copy_every: Int = key(
+        1,
+        "With continue, at stages 1 to 3: updates between two copies of each rank's model states in the host memory of "
+        "another rank. After a loss as many updates are done again at most.",
+        unit="updates",
+        above=0,
+    )
+    patience: Float = key(
+        600.0, "With continue: the longest wait for the ranks that are left, after a loss.", unit="seconds", above=0
+    )
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run goes on when ranks come and go."""
+        found: Any = getattr(self, _CONTINUE)
+        return bool(found)
+
+    @override
+    def is_used(self) -> bool:
+        return self.enabled or self.continues
+
+    @override
+    def _own_features(self) -> Iterator[str]:
+        if self.continues:
+            yield "deepspeed.elasticity.feature"

@@ -1,6 +1,8 @@
-"""``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``."""
+"""``tensorboard``, ``csv_monitor``, ``wandb``, ``comet`` and ``run_report``."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Int
@@ -46,3 +48,16 @@ class Comet(Section):
     experiment_key: str | None = key(None, "Key of an experiment to go on with.")
     online: Bool | None = key(None, "Report while running.", null_means="Comet decides")
     mode: str | None = key(None, "Comet's start mode.")
+
+
+class RunReport(Section):
+    """A page about the run: where the time of its steps went, rank by rank."""
+
+    _feature: ClassVar[str] = "deepspeed.run_report.feature"
+
+    path: str | None = key(
+        None, "Folder of the files that each rank writes, and of the page; null writes nothing.", null_means="no report"
+    )
+    plan: str | None = key(
+        None, "File that ds_plan --json wrote; the page shows it beside the run.", null_means="no plan"
+    )

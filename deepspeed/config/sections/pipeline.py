@@ -7,7 +7,7 @@ from typing import ClassVar
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Int, IntOrAuto
 
-_MODULE = "the pipeline module is told this when it is built"
+_MODULE = "an argument of PipelineModule says this"
 _OWN_PEER = "each tensor-parallel rank sends what it has to its own peer on the next stage"
 
 

@@ -1,6 +1,8 @@
-"""``flops_profiler``, ``comms_logger`` and ``timers``."""
+"""``flops_profiler``, ``comms_logger``, ``trace`` and ``timers``."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, FilePath, Float, Int, TextList
@@ -32,6 +34,16 @@ class CommsLogger(Section):
     prof_ops: TextList = key(None, "Operations logged when prof_all is false.", factory=list)
     verbose: Bool = key(False, "A line per operation as it happens.")
     debug: Bool = key(False, "Add the name of the calling function.")
+
+
+class TraceSection(Section):
+    """Traces a few steps of every rank with torch's profiler."""
+
+    _feature: ClassVar[str] = "deepspeed.profiling.feature"
+
+    path: str | None = key(None, "Folder of the traces, one per rank; null traces nothing.", null_means="no trace")
+    first_step: Int = key(3, "The first step that is traced, counted from 1.", unit="steps", above=0)
+    steps: Int = key(2, "Steps that are traced.", unit="steps", above=0)
 
 
 class ThroughputTimerSection(Section):

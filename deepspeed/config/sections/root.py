@@ -18,11 +18,12 @@ from deepspeed.config.sections.elasticity import Elasticity
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.config.sections.hybrid_engine import HybridEngine
 from deepspeed.config.sections.io import Aio
-from deepspeed.config.sections.monitor import Comet, CsvMonitor, TensorBoard, Wandb
+from deepspeed.config.sections.monitor import Comet, CsvMonitor, RunReport, TensorBoard, Wandb
 from deepspeed.config.sections.optimizer import Optimizer
 from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.config.sections.precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
-from deepspeed.config.sections.profiling import CommsLogger, FlopsProfilerSection, Timers
+from deepspeed.config.sections.preemption import Preemption
+from deepspeed.config.sections.profiling import CommsLogger, FlopsProfilerSection, Timers, TraceSection
 from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining, WeightQuantization
 from deepspeed.config.sections.scheduler import Scheduler
 from deepspeed.config.sections.sequence_parallel import SequenceParallel
@@ -178,10 +179,13 @@ class Root(Section):
     csv_monitor: CsvMonitor = key(None, "CSV files.", factory=CsvMonitor)
     wandb: Wandb = key(None, "Weights & Biases.", factory=Wandb)
     comet: Comet = key(None, "Comet.", factory=Comet)
+    trace: TraceSection = key(None, "Trace of a few steps. Only here, not upstream.", factory=TraceSection)
+    run_report: RunReport = key(None, "Page about the run. Only here, not upstream.", factory=RunReport)
     comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger)
     flops_profiler: FlopsProfilerSection = key(None, "Profile of one step.", factory=FlopsProfilerSection)
     autotuning: Autotuning | None = key(None, "Search for a fast configuration.")
     elasticity: Elasticity | None = key(None, "Elastic batch sizes.", removed="0.19.8")
+    preemption: Preemption | None = key(None, "Saving and leaving when a scheduler says so.")
     pipeline: PipelineSection = key(None, "Pipeline modules.", factory=PipelineSection)
     tensor_parallel: TensorParallel = key(None, "AutoTP.", factory=TensorParallel)
     expert_parallel: ExpertParallel | None = key(None, "AutoEP.")

@@ -150,9 +150,9 @@ class DataAnalyzer:
                 self.run_reduce()
             except Exception as error:  # the others wait: all must hear of it
                 failure.append(error)
-        said: list[Any] = [None] * comm.get_world_size(group=comm_group)
-        comm.all_gather_object(said, repr(failure[0]) if failure else None, group=comm_group)
+        failures: list[Any] = [None] * comm.get_world_size(group=comm_group)
+        comm.all_gather_object(failures, repr(failure[0]) if failure else None, group=comm_group)
         if failure:
             raise failure[0]
-        if said[0] is not None:
-            raise RuntimeError(f"run_map_reduce: rank 0 could not reduce: {said[0]}")
+        if failures[0] is not None:
+            raise RuntimeError(f"run_map_reduce: rank 0 could not reduce: {failures[0]}")

@@ -70,27 +70,27 @@ class DistributedDataAnalyzer:
             found = [each.arrays() for each in walk(self._source, share, self._metrics)]
         except Exception as error:  # the others wait: all must hear of it
             failure, found = error, repr(error)
-        told = self._tell(found)
-        self._raise_if(failure, told)
+        gathered = self._gather(found)
+        self._raise_if(failure, gathered)
         if self._rank == 0:
             try:
                 for number, (name, kind) in enumerate(zip(self._metrics.names, self._metrics.kinds, strict=True)):
-                    write_metric(self._folder / name, name, kind, [part[number] for part in told])
+                    write_metric(self._folder / name, name, kind, [part[number] for part in gathered])
             except Exception as error:
                 failure = error
-        self._raise_if(failure, self._tell(repr(failure) if failure else None))
+        self._raise_if(failure, self._gather(repr(failure) if failure else None))
 
-    def _tell(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         if self._ranks == 1:
             return [value]
-        told: list[Any] = [None] * self._ranks
-        comm.all_gather_object(told, value, group=self._group)
-        return told
+        gathered: list[Any] = [None] * self._ranks
+        comm.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     @staticmethod
-    def _raise_if(failure: Exception | None, told: list[Any]) -> None:
+    def _raise_if(failure: Exception | None, gathered: list[Any]) -> None:
         if failure is not None:
             raise failure
-        for rank, said in enumerate(told):
-            if isinstance(said, str):
-                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not go on: {said}")
+        for rank, answer in enumerate(gathered):
+            if isinstance(answer, str):
+                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not go on: {answer}")

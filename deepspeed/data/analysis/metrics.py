@@ -59,7 +59,7 @@ class MetricValues:
         self._samples.append(samples)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What was collected, for another process."""
+        """Returns what was collected, for another process."""
         if self.kind == SUM:
             return {"sum": self._sum if self._sum is not None else numpy.empty(0, numpy.int64)}
         none = numpy.empty(0, numpy.int64)

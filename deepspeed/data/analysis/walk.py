@@ -54,7 +54,7 @@ class SampleSource:
     sample_indices: Sequence[int] | None = field(default=None)
 
     def share(self, number: int, of: int) -> range:
-        """The samples of one of several equal shares."""
+        """Returns the samples of one of several equal shares."""
         count = len(self.dataset)
         return range(count * number // of, count * (number + 1) // of)
 

@@ -20,7 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 _METRIC = "seqlen"
 
 
-class _Listed(BatchSampler):
+class _ListedBatches(BatchSampler):
     """Micro-batches that were chosen beforehand."""
 
     def __init__(self, micro_batches: Sequence[list[Any]]) -> None:
@@ -33,7 +33,7 @@ class _Listed(BatchSampler):
         return len(self._micro_batches)
 
 
-class _Padded(Dataset[Any]):
+class _PaddedDataset(Dataset[Any]):
     """Samples padded to a length that is asked for with them."""
 
     def __init__(self, dataset: Any, pad: Callable[[Any, int], Any]) -> None:
@@ -56,7 +56,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Callable[[Any, int], Any] | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[DeepSpeedDataLoader, VariableBatchSizeLR, dict[str, Any]]:
-    """A loader whose micro-batches have about ``max_tokens`` tokens, and a schedule that follows their sizes.
+    """Returns a loader whose micro-batches have about ``max_tokens`` tokens, and a schedule that follows their sizes.
 
     Every rank must call it. Micro-batches of one update differ in size; their gradients count alike, and the rate is
     scaled by the samples of the whole update against ``engine.train_batch_size()``.
@@ -98,10 +98,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     )
     own = micro_batches[rank::ranks]
     if sample_padding_fn is not None:
-        dataset = _Padded(dataset, sample_padding_fn)
-        sampler = _Listed([[(number, longest[batch]) for number in samples] for batch, samples in own])
+        dataset = _PaddedDataset(dataset, sample_padding_fn)
+        sampler = _ListedBatches([[(number, longest[batch]) for number in samples] for batch, samples in own])
     else:
-        sampler = _Listed([samples for _, samples in own])
+        sampler = _ListedBatches([samples for _, samples in own])
     arguments: dict[str, Any] = {
         "dataset": dataset,
         "batch_size": max(len(samples) for _, samples in own),

@@ -92,7 +92,7 @@ Batches = list[list[list[int]]]
 
 
 def _filled(order: list[int], lengths: list[int], limit: int, least: int, most: int, per_batch: int) -> Batches:
-    """Each micro-batch as full as it gets."""
+    """Returns batches whose micro-batches are filled one after the other, each as far as the limit allows."""
     micro_batches: list[list[int]] = []
     micro: list[int] = []
     tokens = 0
@@ -110,7 +110,7 @@ def _filled(order: list[int], lengths: list[int], limit: int, least: int, most: 
 
 
 def _equal(order: list[int], lengths: list[int], limit: int, least: int, most: int, per_batch: int) -> Batches:
-    """All micro-batches of a batch have as many sequences as fit into each of them."""
+    """Returns batches whose micro-batches all have one number of sequences, the largest that fits into each."""
     batches: Batches = []
     start = 0
     while start < len(order):
@@ -129,7 +129,7 @@ def _equal(order: list[int], lengths: list[int], limit: int, least: int, most: i
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: Any = "linear") -> float:
-    """The rate for a batch of another size.
+    """Returns the rate for a batch of another size.
 
     Args:
         base_batch_size: Samples of the batch for which ``base_lr`` was chosen.

@@ -43,11 +43,11 @@ class VariableBatchSizeLR:
         self._last = update_lr(self.optimizer.param_groups, [rate * factor for rate in self._unscaled])
 
     def get_last_lr(self) -> list[float]:
-        """The rates written last."""
+        """Returns the rates written last."""
         return self._last
 
     def get_lr(self) -> list[float]:
-        """The same."""
+        """Returns the same."""
         return self._last
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class VariableBatchSizeLR:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the batch that comes next, the rates before scaling, and the schedule underneath."""
+        """Returns the number of the batch that comes next, the rates before scaling, and the schedule underneath."""
         inner = None if self.base_lr_scheduler is None else self.base_lr_scheduler.state_dict()
         return {"batch": self._number, "unscaled": list(self._unscaled), "base": inner}
 

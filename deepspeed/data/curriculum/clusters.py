@@ -66,7 +66,7 @@ class MetricOrder:
         return cls(name, rows.values, values, ends, max_difficulty)
 
     def allowed(self, difficulty: int) -> int:
-        """How many samples, from the easiest on, a difficulty allows."""
+        """Returns how many samples, from the easiest on, a difficulty allows."""
         if self._max is not None:
             per_percentile = len(self.samples) // self._max
             return len(self.samples) if difficulty >= self._max else per_percentile * difficulty
@@ -75,7 +75,7 @@ class MetricOrder:
         return int(self._ends[rows - 1]) if rows else 0
 
     def least(self) -> str:
-        """The easiest difficulty that allows anything, in words."""
+        """Returns the easiest difficulty that allows anything, in words."""
         if self._values is None:
             return "percentile 1"
         return str(self._values[0]) if len(self._values) else "none, as the index is empty"

@@ -6,7 +6,7 @@ import math
 
 
 def grown(step: int, *, low: int, high: int, steps: int, granularity: int, degree: float = 1) -> int:
-    """The value at ``step``: from ``low`` to ``high`` as the ``degree``-th root of the share of the steps gone.
+    """Returns the value at ``step``: from ``low`` to ``high`` as the ``degree``-th root of the share of the steps gone.
 
     ``floor((step / steps) ** (1 / degree) * (high - low) + low)``, rounded down to a multiple of ``granularity``, but
     never below the least multiple that ``low`` allows nor above ``high``.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler
 
 from deepspeed.config.data_rules import check_data_efficiency
-from deepspeed.config.findings import Findings
+from deepspeed.config.messages import ConfigMessages
 from deepspeed.config.sections.data_efficiency import DataEfficiency
 from deepspeed.config.single import parse_section
 from deepspeed.data.curriculum.clusters import Clusters, MetricOrder
@@ -130,7 +130,7 @@ class DeepSpeedDataSampler(BatchSampler):
     # -- drawing -----------------------------------------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
-        """The next global batch."""
+        """Returns the next global batch."""
         self.curriculum_step += 1
         difficulties = {name: each.update_difficulty(self.curriculum_step) for name, each in self._schedules.items()}
         if difficulties != self.current_difficulties or not self._clusters.members:
@@ -154,7 +154,7 @@ class DeepSpeedDataSampler(BatchSampler):
         return dice.permutation(self._clusters.members[cluster])
 
     def _take(self, cluster: int, count: int) -> NDArray[Any]:
-        """The next samples of a cluster, which is shuffled anew whenever it is used up."""
+        """Returns the next samples of a cluster, which is shuffled anew whenever it is used up."""
         taken: list[NDArray[Any]] = [self._orders[cluster][:0]]
         while count > 0:
             start = self._positions[cluster]
@@ -184,7 +184,7 @@ class DeepSpeedDataSampler(BatchSampler):
         }
 
     def state_dict(self, micro_batches: int | None = None) -> dict[str, Any]:
-        """Where the sampler stands, equal on all ranks: numbers, texts, lists and dicts of them.
+        """Returns where the sampler stands, equal on all ranks: numbers, texts, lists and dicts of them.
 
         Args:
             micro_batches: Where it stood after so many of them, as those that read ahead need it; None: now.
@@ -237,7 +237,7 @@ def _read(config: Mapping[str, Any] | DataEfficiency) -> DataEfficiency:
         return config
     section = parse_section({"data_efficiency": dict(config)}, "data_efficiency")
     assert isinstance(section, DataEfficiency)
-    findings = Findings({}, {}, None)
+    findings = ConfigMessages({}, {}, None)
     check_data_efficiency(section, findings)
     findings.raise_if_any()
     return section

@@ -11,7 +11,7 @@ from deepspeed.data.curriculum.growth import grown
 
 
 def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any]:
-    """A section of the configuration as the dict that :class:`CurriculumScheduler` takes."""
+    """Returns a section of the configuration as the dict that :class:`CurriculumScheduler` takes."""
     return section.model_dump(exclude_none=True)
 
 
@@ -46,7 +46,7 @@ class CurriculumScheduler:
         self.custom_get_difficulty: Callable[[int], int] | None = None
 
     def get_current_difficulty(self) -> int:
-        """The difficulty of the latest update."""
+        """Returns the difficulty of the latest update."""
         return self._current
 
     def set_current_difficulty(self, difficulty: int) -> None:
@@ -74,7 +74,7 @@ class CurriculumScheduler:
         self._current = state["current_difficulty"]
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty at a step; nothing is changed.
+        """Returns the difficulty at a step; nothing is changed.
 
         Raises:
             ValueError: A ``custom`` schedule has no function yet.

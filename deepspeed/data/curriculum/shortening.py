@@ -9,7 +9,7 @@ import torch
 
 
 def shortened(batch: Any, length: int) -> Any:
-    """The first ``length`` positions of every tensor of a batch.
+    """Returns the first ``length`` positions of every tensor of a batch.
 
     Args:
         batch: A tensor of shape (samples, positions, ...), or tuples, lists and mappings of such; what has fewer than

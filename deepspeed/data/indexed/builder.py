@@ -59,7 +59,7 @@ class MMapIndexedDatasetBuilder:
         self._sizes.append(values.size)
 
     def add_items(self, arr_list: Iterable[torch.Tensor | ArrayLike]) -> None:
-        """Appends several items."""
+        """Appends several items, each in the shape that ``add_item`` takes."""
         for item in arr_list:
             self.add_item(item)
 

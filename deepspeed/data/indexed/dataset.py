@@ -113,7 +113,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return self._index.documents
 
     def get_doc_idx(self) -> NDArray[numpy.int64]:
-        """The same as :attr:`doc_idx`."""
+        """Returns the same as :attr:`doc_idx`."""
         return self._index.documents
 
     @property
@@ -122,7 +122,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return max(len(self._index.documents) - 1, 0)
 
     def document(self, number: int) -> list[NDArray[Any]]:
-        """The items of one document.
+        """Returns the items of one document.
 
         Raises:
             IndexError: There is no document ``number``.
@@ -139,5 +139,5 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @staticmethod
     def exists(path: str | Path) -> bool:
-        """Whether both files are there."""
+        """Returns whether both files are there."""
         return Path(index_file_path(path)).is_file() and Path(data_file_path(path)).is_file()

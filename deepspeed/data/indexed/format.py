@@ -43,7 +43,7 @@ _MEGATRON: dict[int, type[numpy.generic]] = {6: numpy.float64, 7: numpy.float64,
 
 
 def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
-    """The code of a type.
+    """Returns the code of a type.
 
     Args:
         dtype: A numpy type.
@@ -61,7 +61,7 @@ def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
 
 
 def type_of(code: int, count: int, nbytes: int) -> numpy.dtype[Any] | None:
-    """The type that a code stands for in a file with so many values in so many bytes; None if there is none."""
+    """Returns the type that a code stands for in a file with so many values in so many bytes; None if there is none."""
     for codes in (_CODES, _MEGATRON):
         if code in codes and numpy.dtype(codes[code]).itemsize * count == nbytes:
             return numpy.dtype(codes[code])
@@ -69,7 +69,7 @@ def type_of(code: int, count: int, nbytes: int) -> numpy.dtype[Any] | None:
 
 
 def smallest_type(least: int, greatest: int) -> type[numpy.generic]:
-    """The smallest integer type that holds all from ``least`` to ``greatest``.
+    """Returns the smallest integer type that holds all from ``least`` to ``greatest``.
 
     Raises:
         ValueError: None does.
@@ -84,12 +84,12 @@ def smallest_type(least: int, greatest: int) -> type[numpy.generic]:
 
 
 def index_file_path(prefix: str | Path) -> str:
-    """The file of sizes and offsets."""
+    """Returns the file of sizes and offsets."""
     return f"{prefix}.idx"
 
 
 def data_file_path(prefix: str | Path) -> str:
-    """The file of values."""
+    """Returns the file of values."""
     return f"{prefix}.bin"
 
 

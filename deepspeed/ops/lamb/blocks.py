@@ -82,7 +82,7 @@ def block_squares(flat: Tensor, out: Tensor) -> None:
 
 
 def block_most(flat: Tensor) -> Tensor:
-    """The largest element of every block of ``flat`` (1-D; the last may be short), fp64."""
+    """Returns the largest element of every block of ``flat`` (1-D; the last may be short), fp64."""
     whole = flat.numel() // BLOCK_NUMEL
     most = [flat[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).amax(dim=1)] if whole else []
     if flat.numel() % BLOCK_NUMEL:

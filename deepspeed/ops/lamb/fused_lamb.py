@@ -212,7 +212,7 @@ class _Update:
     block_map: BlockMap
 
     def has_own_bounds(self, defaults: dict[str, Any]) -> bool:
-        """Whether the group limits the ratio differently from the rest."""
+        """Returns whether the group limits the ratio differently from the rest."""
         return any(self.group[name] != defaults[name] for name in ("min_coeff", "max_coeff"))
 
     def holds(self) -> Tensor:

@@ -10,7 +10,7 @@ _EXCLUDED = ("embed", "lm_head")
 
 
 def is_matrix_parameter(name: str, param: Tensor) -> bool:
-    """Whether Muon orthogonalises the update of a parameter: two dimensions or more, no embedding or output layer.
+    """Returns whether Muon orthogonalises a parameter's update: two dimensions or more, no embedding or output layer.
 
     Args:
         name: Qualified name.

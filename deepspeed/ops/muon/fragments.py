@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.exchange import exchange_device, exchange_parts
-from deepspeed.ops.muon.plan import MatrixPart, MuonRound, heaviest_position, plan_rounds
+from deepspeed.ops.muon.plan import MatrixSegment, MuonRound, heaviest_position, plan_rounds
 from deepspeed.ops.segments import Segment, SegmentTable
 
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
@@ -22,14 +22,14 @@ ROUND_NUMEL_PER_RANK = 1 << 26
 
 
 @dataclass(frozen=True)
-class _Location:
+class _PieceSpan:
     """Where a piece lies on this rank."""
 
     run: Tensor
     segment: Segment
 
 
-class _Tour:
+class _ExchangeRound:
     """One round as this rank takes part in it.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Tour:
     """
 
     def __init__(self, planned: MuonRound, table: SegmentTable) -> None:
-        def by_rank(piece: MatrixPart) -> tuple[int, int]:
+        def by_rank(piece: MatrixSegment) -> tuple[int, int]:
             return table.ranks[piece.peer], piece.tensor.index
 
         self.sent = sorted(planned.sent_by(table.position), key=by_rank)
@@ -49,7 +49,7 @@ class _Tour:
         self.receive_numels = self._numels(self.received, table)
 
     @staticmethod
-    def _numels(pieces: list[MatrixPart], table: SegmentTable) -> list[int]:
+    def _numels(pieces: list[MatrixSegment], table: SegmentTable) -> list[int]:
         numels = [0] * len(table.ranks)
         for piece in pieces:
             numels[table.ranks[piece.peer]] += piece.numel
@@ -78,17 +78,21 @@ class FragmentExchange:
         self._group, self._axis = table.group, table.axis
         self._device = exchange_device(runs, table.group)
         self._locations = {
-            segment.index: _Location(run, segment) for run in runs for segment in table.of(run) if segment.numel
+            segment.index: _PieceSpan(run, segment) for run in runs for segment in table.of(run) if segment.numel
         }
         matrices = [tensor for tensor in table.shared if tensor.param_group in groups]
         planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))
-        self._tours = [_Tour(members, table) for members in planned]
+        self._tours = [_ExchangeRound(members, table) for members in planned]
         heaviest = heaviest_position(planned)
         self.heaviest_rank = None if heaviest is None else table.ranks[heaviest]
         self._check_locations()
 
     def _check_locations(self) -> None:
-        wanted = {piece.tensor.index: (piece.start, piece.stop) for tour in self._tours for piece in tour.sent}
+        wanted = {
+            piece.tensor.index: (piece.start, piece.stop)
+            for exchange_round in self._tours
+            for piece in exchange_round.sent
+        }
         present = {
             index: (location.segment.tensor_start, location.segment.tensor_stop)
             for index, location in self._locations.items()
@@ -114,21 +118,23 @@ class FragmentExchange:
             orthogonalize: Matrix in its full shape to matrix.
             apply: ``(run, elements, orthogonalised update, full shape)``: changes the weights.
         """
-        for tour in self._tours:
-            self._run(tour, update_of, orthogonalize, apply)
+        for exchange_round in self._tours:
+            self._run(exchange_round, update_of, orthogonalize, apply)
 
-    def _run(self, tour: _Tour, update_of: Any, orthogonalize: Any, apply: Any) -> None:
-        pieces = torch.empty(sum(tour.send_numels), dtype=torch.float32, device=self._device)
-        for piece, view in zip(tour.sent, _views(pieces, tour.sent), strict=True):
+    def _run(self, exchange_round: _ExchangeRound, update_of: Any, orthogonalize: Any, apply: Any) -> None:
+        pieces = torch.empty(sum(exchange_round.send_numels), dtype=torch.float32, device=self._device)
+        for piece, view in zip(exchange_round.sent, _views(pieces, exchange_round.sent), strict=True):
             location = self._locations[piece.tensor.index]
             view.copy_(update_of(location.run, slice(location.segment.start, location.segment.stop)))
 
-        matrices = pieces if self._group is None else pieces.new_empty(sum(tour.receive_numels))
-        self._exchange(matrices, pieces, (tour.receive_numels, tour.send_numels))
-        self._orthogonalize_all(list(zip(tour.received, _views(matrices, tour.received), strict=True)), orthogonalize)
-        self._exchange(pieces, matrices, (tour.send_numels, tour.receive_numels))
+        matrices = pieces if self._group is None else pieces.new_empty(sum(exchange_round.receive_numels))
+        self._exchange(matrices, pieces, (exchange_round.receive_numels, exchange_round.send_numels))
+        self._orthogonalize_all(
+            list(zip(exchange_round.received, _views(matrices, exchange_round.received), strict=True)), orthogonalize
+        )
+        self._exchange(pieces, matrices, (exchange_round.send_numels, exchange_round.receive_numels))
 
-        for piece, view in zip(tour.sent, _views(pieces, tour.sent), strict=True):
+        for piece, view in zip(exchange_round.sent, _views(pieces, exchange_round.sent), strict=True):
             location = self._locations[piece.tensor.index]
             apply(location.run, slice(location.segment.start, location.segment.stop), view, piece.tensor.shape)
 
@@ -137,9 +143,11 @@ class FragmentExchange:
             exchange_parts(incoming, outgoing, numels, self._group, "the matrices of Muon", self._axis)
 
     @staticmethod
-    def _orthogonalize_all(pieces: list[tuple[MatrixPart, Tensor]], orthogonalize: Callable[[Tensor], Tensor]) -> None:
+    def _orthogonalize_all(
+        pieces: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[[Tensor], Tensor]
+    ) -> None:
         """Puts each matrix together, orthogonalises it, and writes the result back over its pieces."""
-        by_matrix: dict[int, list[tuple[MatrixPart, Tensor]]] = {}
+        by_matrix: dict[int, list[tuple[MatrixSegment, Tensor]]] = {}
         for piece, view in pieces:
             by_matrix.setdefault(piece.tensor.index, []).append((piece, view))
         for parts in by_matrix.values():
@@ -150,5 +158,5 @@ class FragmentExchange:
                 view.copy_(flat[piece.start : piece.stop])
 
 
-def _views(buffer: Tensor, pieces: list[MatrixPart]) -> tuple[Tensor, ...]:
+def _views(buffer: Tensor, pieces: list[MatrixSegment]) -> tuple[Tensor, ...]:
     return buffer.split([piece.numel for piece in pieces]) if pieces else ()

@@ -92,7 +92,7 @@ class Muon(KeepsStateDtypes):
         super().__init__(params, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy keeps the defaults, but no segment table: that names runs by identity."""
+        """Returns what pickles and copies keep: also the defaults, but no segment table (it names runs by id)."""
         return {**super().__getstate__(), "_part_defaults": self._part_defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

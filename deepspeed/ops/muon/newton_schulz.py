@@ -17,7 +17,7 @@ METHODS = ("gram", "standard")
 
 
 def orthogonalize(matrix: Tensor, *, method: str = "gram", num_steps: int = 5) -> Tensor:
-    """The nearest orthogonal matrix, roughly.
+    """Returns the nearest orthogonal matrix, roughly.
 
     Args:
         matrix: 2-D, any floating dtype; more dimensions are folded into columns, as for convolutions.

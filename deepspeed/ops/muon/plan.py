@@ -19,7 +19,7 @@ from deepspeed.ops.segments import SharedTensor
 
 
 @dataclass(frozen=True)
-class MatrixPart:
+class MatrixSegment:
     """Elements ``[start, stop)`` of the flattened ``tensor``, which travel from or to the rank at position ``peer``."""
 
     tensor: SharedTensor
@@ -44,21 +44,21 @@ class MuonRound:
     owners: tuple[tuple[SharedTensor, int], ...]
 
     def owned_by(self, position: int) -> list[SharedTensor]:
-        """The matrices that a rank orthogonalises."""
+        """Returns the matrices that a rank orthogonalises."""
         return [tensor for tensor, owner in self.owners if owner == position]
 
-    def sent_by(self, position: int) -> list[MatrixPart]:
-        """What a rank holds of each matrix; ``peer`` is the owner."""
+    def sent_by(self, position: int) -> list[MatrixSegment]:
+        """Returns what a rank holds of each matrix; ``peer`` is the owner."""
         return [
-            MatrixPart(tensor, *tensor.held_by(position), owner)
+            MatrixSegment(tensor, *tensor.held_by(position), owner)
             for tensor, owner in self.owners
             if tensor.numel_at(position)
         ]
 
-    def received_by(self, position: int) -> list[MatrixPart]:
-        """What the ranks hold of the matrices that a rank orthogonalises; ``peer`` is the holder."""
+    def received_by(self, position: int) -> list[MatrixSegment]:
+        """Returns what the ranks hold of the matrices that a rank orthogonalises; ``peer`` is the holder."""
         return [
-            MatrixPart(tensor, *tensor.held_by(holder), holder)
+            MatrixSegment(tensor, *tensor.held_by(holder), holder)
             for tensor in self.owned_by(position)
             for holder in tensor.holders()
             if tensor.numel_at(holder)
@@ -117,8 +117,8 @@ def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[Share
 
 
 def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
-    """The rank with the largest part, unless that would give it more than its share; then the least loaded."""
-    loads = _Loads(world_size)
+    """Returns the rank with the largest part, unless that would give it more than its share; then the least loaded."""
+    loads = _SegmentTree(world_size)
     fair = sum(tensor.numel for tensor in members) / world_size
     owners = []
     for tensor in members:
@@ -136,7 +136,7 @@ def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
     return MuonRound(tuple(sorted(owners, key=lambda entry: entry[0].index)))
 
 
-class _Loads:
+class _SegmentTree:
     """Elements by position, all 0 at first; finds the least of a range in logarithmic time.
 
     A binary tree in a list: the leaves are the positions, a node is the least of the two below. Load and position are

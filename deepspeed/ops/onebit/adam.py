@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.chunks import Kernel, scratch
-from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
+from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
 from deepspeed.ops.rules import AdamRule, UpdateRule
 
 
@@ -32,11 +32,17 @@ class FrozenAdamRule:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Never: the denominator would need a temporary copy of every tensor."""
+        """Returns False: the denominator would need a temporary copy of every tensor."""
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
+        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
+
+        Args:
+            group: Hyperparameters.
+            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
+            device: Where the update runs.
+        """
         lr = float(group["lr"])
         eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
         first, second = 1.0, 1.0
@@ -118,7 +124,7 @@ class OneBitAdam(ElementwiseOptimizer):
         precondition: bool = True,
     ) -> None:
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
-        self.reminder = Reminder(self, "1-bit Adam", freeze_step)
+        self.reminder = PhaseCheck(self, "1-bit Adam", freeze_step)
         numbers = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params,

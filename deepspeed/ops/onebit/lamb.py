@@ -14,7 +14,7 @@ from deepspeed.ops.exchange import add_over_ranks, exchange_device, largest_over
 from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_most, block_squares, multiply_blocks
 from deepspeed.ops.lamb.fused_lamb import FusedLamb
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
+from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
 from deepspeed.ops.segments import Segment, SegmentTable
 
 _MEMORY = "onebit_lamb"
@@ -112,7 +112,7 @@ class OneBitLamb(FusedLamb):
         self.factor_bounds = (factor_min, factor_max)
         self.factor_threshold = factor_threshold
         self.phase = Phase.WARM_UP
-        self.reminder = Reminder(self, "1-bit LAMB", freeze_step)
+        self.reminder = PhaseCheck(self, "1-bit LAMB", freeze_step)
 
     def begin_update(self, before: int) -> None:
         """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`; a collective as phases change."""
@@ -129,7 +129,7 @@ class OneBitLamb(FusedLamb):
         return self._remembered().get(name, _LambTensorState()).scaling or 1.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes that decide what a step does go along."""
+        """Returns what pickles and copies keep: also the attributes that decide what a step does."""
         kept = ("freeze_step", "coeff_beta", "factor_bounds", "factor_threshold", "phase")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
@@ -148,7 +148,7 @@ class OneBitLamb(FusedLamb):
             group[_MEMORY] = dict(numbers)
 
     def _names(self) -> dict[int, str]:
-        """The tensors by their numbers."""
+        """Returns the tensors by their numbers."""
         return {shared.index: shared.name for shared in self._attached().shared}
 
     def _find_scaling(self) -> None:
@@ -220,7 +220,7 @@ class OneBitLamb(FusedLamb):
 
     def _step_frozen(self, table: SegmentTable) -> None:
         updates = [
-            _Frozen(group, param, param.grad, self.state[param], self._maps[id(param)], table.of(param))
+            _FrozenUpdate(group, param, param.grad, self.state[param], self._maps[id(param)], table.of(param))
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
@@ -240,7 +240,7 @@ class OneBitLamb(FusedLamb):
             update.apply(ratios)
 
     def _ratios(self, squares: Tensor, most: Tensor) -> Tensor:
-        """The trust ratio of every tensor: the average of its warm-up times this update's factor."""
+        """Returns the trust ratio of every tensor: the average of its warm-up times this update's factor."""
         remembered = self._remembered()
         ratios = torch.ones_like(most)
         found, (plain, whole) = most.tolist(), squares.sqrt().tolist()
@@ -263,7 +263,7 @@ class OneBitLamb(FusedLamb):
 
 
 @dataclass(frozen=True)
-class _Frozen:
+class _FrozenUpdate:
     """An update of one parameter after the warm-up, in its two halves around the reductions."""
 
     group: dict[str, Any]

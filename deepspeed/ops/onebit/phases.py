@@ -35,7 +35,7 @@ class ExchangesMomentum(Protocol):
     """Of the update that :meth:`begin_update` announced."""
     precondition: bool
     """Whether what travels is divided by the root of the variance, bounded, and multiplied by it as it arrives."""
-    reminder: Reminder
+    reminder: PhaseCheck
     """Says at the end that nothing was compressed, where that is so."""
 
     def begin_update(self, before: int) -> None:
@@ -55,8 +55,7 @@ def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the root of a variance that is not updated now, infinite where it is 0.
 
     An element without a gradient during the updates has no scale. Divided by ``eps`` alone, the least momentum would
-    move it
-    far away, and signs give every element a momentum. With an infinite divisor it stays where it is.
+    move it far away, and signs give every element a momentum. With an infinite divisor it stays where it is.
 
     Args:
         variance: fp32 or fp64, any shape.
@@ -100,7 +99,7 @@ _UNCOMPRESSED = (
 )
 
 
-class Reminder:
+class PhaseCheck:
     """Says at the end of a run that it never reached its compression phase.
 
     Args:
@@ -111,25 +110,25 @@ class Reminder:
     """
 
     def __init__(self, optimizer: object, name: str, freeze_step: int, line: str | None = None) -> None:
-        self._said: dict[str, Any] = {"updates": 0, "speaks": False}
-        self._end = weakref.finalize(optimizer, _remind, self._said, name, freeze_step, line or _UNCOMPRESSED)
+        self._progress: dict[str, Any] = {"updates": 0, "speaks": False}
+        self._end = weakref.finalize(optimizer, _remind, self._progress, name, freeze_step, line or _UNCOMPRESSED)
 
     def note(self, updates: int, *, speaks: bool) -> None:
         """Notes how many updates there were; ``speaks``: this rank says it."""
-        self._said["updates"], self._said["speaks"] = updates, speaks
+        self._progress["updates"], self._progress["speaks"] = updates, speaks
 
     def __call__(self) -> None:
         """The run is over."""
         self._end()
 
 
-def _remind(said: dict[str, Any], name: str, freeze_step: int, line: str) -> None:
-    if said["speaks"] and 0 < said["updates"] <= freeze_step:
-        logger.info("%s: %s", name, line % (said["updates"], freeze_step))
+def _remind(progress: dict[str, Any], name: str, freeze_step: int, line: str) -> None:
+    if progress["speaks"] and 0 < progress["updates"] <= freeze_step:
+        logger.info("%s: %s", name, line % (progress["updates"], freeze_step))
 
 
 def mask_of(group: dict[str, Any], numel: int, where: str) -> Tensor | None:
-    """The group's ``exp_avg_mask``, flat, or None.
+    """Returns the group's ``exp_avg_mask``, flat, or None.
 
     Args:
         group: One of the optimizer's groups.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def updates_of_variance(last: int, scaler: int) -> frozenset[int]:
-    """The updates, counted from 1, in which the variance is updated.
+    """Returns the updates, counted from 1, in which the variance is updated.
 
     The gap after the *j*-th of them, counted from 0, is ``2 ** (j // scaler)``: about ``scaler * log2(last / scaler)``
     updates.

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, largest_update, refuse_step
+from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
 from deepspeed.ops.onebit.schedule import updates_of_variance
 from deepspeed.ops.rules import AdamRule, UpdateRule
 
@@ -64,11 +64,17 @@ class ZeroOneRule:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
-        """Never: the denominator would need a temporary copy of every tensor."""
+        """Returns False: the denominator would need a temporary copy of every tensor."""
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
+        """Returns the arithmetic of update number ``step`` with the hyperparameters of ``group``.
+
+        Args:
+            group: Hyperparameters.
+            step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
+            device: Where the update runs.
+        """
         if self._takes_mean:
             return self._mean_kernel(group, device)
         lr = float(group["lr"])
@@ -131,7 +137,7 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
         variance: Of some elements, any shape.
         group: The param group of the elements.
         updates: Updates of the variance so far, at least 1.
-        out: As of :func:`~deepspeed.ops.onebit.phases.frozen_root`.
+        out: Receives the result; None: a new tensor.
     """
     root = frozen_root(variance, out=out)
     if group["bias_correction"]:
@@ -140,7 +146,7 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
 
 
 def farthest_of(group: dict[str, Any], updates: int) -> float:
-    """How far Adam could be from the anchor after the learning rates since then; arguments as above."""
+    """Returns how far Adam could be from the anchor after the learning rates since then; arguments as above."""
     bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
     # Denominators have the correction of the variance in them, which the bound is without.
     return bound * _correction(group, updates) if group["bias_correction"] else bound
@@ -183,7 +189,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         eps_inside_sqrt: Must be False.
         weight_decay: Decoupled weight decay.
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient
-            (``zero.onebit.mean_norm``).
+            (``zero.onebit.momentum``).
         var_freeze_step: Last update that may update the variance.
         var_update_scaler: After so many updates of the variance the gap between them doubles.
         local_step_scaler: After so many updates of the ranks' own the gap between exchanges doubles.
@@ -191,7 +197,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         amsgrad: Must be False.
         cuda_aware: Of no use.
         comm_backend_name: Of no use: the process group is the engine's.
-        precondition: As of :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound is that of one step times the learning
+        precondition: See :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound is that of one step times the learning
             rates since ranks came together, and holds for the ranks' own steps in between too.
 
     Raises:
@@ -241,7 +247,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         self.phase = Phase.WARM_UP
         self.takes_mean = False
         self.comes_together = True
-        self.reminder = Reminder(
+        self.reminder = PhaseCheck(
             self,
             "0/1 Adam",
             var_freeze_step,

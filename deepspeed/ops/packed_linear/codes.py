@@ -37,7 +37,7 @@ class GroupCodes(PackedFormat):
         self.least, self.has_offset = least, has_offset
 
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of codes and scales."""
+        """Returns the shapes of codes and scales."""
         return (out_features, -(-in_features * self.bits // 8)), (out_features, self.groups, 1 + self.has_offset)
 
     def refusal(self, in_features: int) -> str | None:

@@ -75,7 +75,7 @@ class PackedFormat(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no order in which single rows can be read")
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype) -> torch.Tensor:
-        """The whole weight ``[out_features, in_features]`` in ``dtype``."""
+        """Returns the whole weight ``[out_features, in_features]`` in ``dtype``."""
         parts = []
         for part in self.columns(codes, scales, out_features, dtype):
             weight = part.weight if part.scale is None else part.weight * part.scale

@@ -8,7 +8,7 @@ from deepspeed.ops.packed_linear.int8 import Int8Rows
 
 
 def packed_format(bits: int, group_size: int = 64) -> PackedFormat:
-    """The format for ``bits`` bits.
+    """Returns the format for ``bits`` bits.
 
     Args:
         bits: 8 (one scale per output feature) or 4 (a scale and an offset per group of input features).

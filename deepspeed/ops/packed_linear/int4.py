@@ -36,7 +36,7 @@ class Int4Groups(PackedFormat):
         self.group_size = group_size
 
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of codes and scales."""
+        """Returns the shapes of codes and scales."""
         blocks = -(-out_features // _BLOCK)
         return (blocks, in_features, _HALF), (in_features // self.group_size, blocks * _BLOCK, 2)
 
@@ -114,7 +114,7 @@ class Int4Groups(PackedFormat):
 
 
 def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """A block of codes, ``[in, 32]``, from ``[64, groups, group size]``."""
+    """Returns a block of codes, ``[in, 32]``, from ``[64, groups, group size]``."""
     code = ((groups - offset[..., None]) / scale[..., None]).round_().add_(_MIDDLE).clamp_(0, _LEVELS)
     code = code.to(torch.uint8).view(_BLOCK, -1).t()
     return code[:, :_HALF] | (code[:, _HALF:] << 4)
@@ -122,7 +122,7 @@ def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) ->
 
 @cache
 def _kernel_reads_it() -> bool:
-    """Whether torch's kernel on this CPU has this module's order of codes."""
+    """Returns whether torch's kernel on this CPU has this module's order of codes."""
     probe = torch.arange(_BLOCK * 64, dtype=torch.int32).view(_BLOCK, 64).mul_(7).remainder_(16)
     try:
         theirs = torch._convert_weight_to_int4pack_for_cpu(probe, 1)

@@ -20,7 +20,7 @@ class Int8Rows(PackedFormat):
     few_rows = 12
 
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of codes and scales."""
+        """Returns the shapes of codes and scales."""
         return (out_features, in_features), (out_features,)
 
     def refusal(self, in_features: int) -> str | None:

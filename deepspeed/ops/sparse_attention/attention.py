@@ -35,8 +35,8 @@ def attend(
 
     Args:
         query: ``[batch, heads, length, width]``, any floating dtype.
-        key: Likewise.
-        value: Likewise.
+        key: In the shape of ``query``.
+        value: In the shape of ``query``.
         plan: Of a layout of this length and these heads (or of one head, for all), on the tensors' device.
         scale: Of the scores; ``1 / sqrt(width)`` by default.
         key_bias: ``[batch, length]``, added to the scores of a key; ``-inf`` hides it.
@@ -215,7 +215,7 @@ class _Fused(torch.autograd.Function):
 def _masks(
     added: Bias, stack: TileStack, batch: slice, heads: slice, taken: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The kernel's mask and the rows that see nothing, both for ``taken``: ``[n, tiles, queries, ...]``."""
+    """Returns the kernel's mask and the rows that see nothing, both for ``taken``: ``[n, tiles, queries, ...]``."""
     bias = added.of_stack(stack, batch, heads)
     if bias is None:
         return None, None

@@ -17,7 +17,7 @@ class BertSparseSelfAttention(nn.Module):
     Args:
         config: Has ``hidden_size`` and ``num_attention_heads``.
         sparsity_config: The pattern; the fixed one of the published layer by default.
-        max_seq_length: As of :class:`SparseSelfAttention`.
+        max_seq_length: Tokens of the layout that is kept.
 
     Attributes:
         query: Linear layer.

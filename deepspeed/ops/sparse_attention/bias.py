@@ -72,7 +72,7 @@ def _cut(tensor: torch.Tensor, dimension: int, part: slice) -> slice:
 
 
 def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A bias under which every row sees something, and the rows that saw nothing (their output must be zero).
+    """Returns a bias under which every row sees something, and the rows that saw nothing (their output must be zero).
 
     Softmax over a row of ``-inf`` is 0/0; such a row is computed unmasked and thrown away, gradients included.
 
@@ -112,7 +112,7 @@ def position_bias(rpe: torch.Tensor, scores: tuple[int, int, int, int], dtype: t
 
 
 def additive(mask: torch.Tensor, mode: str, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """What a mask adds to scores.
+    """Returns what a mask adds to scores.
 
     Args:
         mask: Of any shape.

@@ -22,7 +22,7 @@ _CLASSES: dict[str, type[SparsityConfig]] = {
 
 
 def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
-    """The pattern that a section describes.
+    """Returns the pattern that a section describes.
 
     Args:
         section: ``sparse_attention``.

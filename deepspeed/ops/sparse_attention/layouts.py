@@ -42,7 +42,7 @@ class Layouts:
         return self._layouts[length]
 
     def plan(self, length: int, device: torch.device) -> LayoutPlan:
-        """The compiled layout for ``length`` tokens with its indices on ``device``."""
+        """Returns the compiled layout for ``length`` tokens with its indices on ``device``."""
         layout = self.layout(length)
         key = (length, device)
         if key not in self._plans:

@@ -41,7 +41,7 @@ class MatMul:
         self._entries = layout.nonzero().T
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The product.
+        """Returns the product.
 
         Args:
             a: Left factor: dense ``[batch, heads, n, k]``, leading dimensions may be missing; or block-sparse.
@@ -88,7 +88,7 @@ class MatMul:
     def _dense(
         self, tensor: torch.Tensor, is_transposed: bool, side: str, rows: int | None, columns: int | None = None
     ) -> torch.Tensor:
-        """A dense factor as ``[batch, heads, n, k]``, checked against the blocks of the layout."""
+        """Returns a dense factor as ``[batch, heads, n, k]``, checked against the blocks of the layout."""
         if tensor.dim() > 4:
             raise ValueError(f"{self.mode}: the {side} factor has {tensor.dim()} dimensions; expected at most 4")
         whole = tensor.view((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -117,5 +117,5 @@ class MatMul:
 
 
 def _all(dense: torch.Tensor) -> torch.Tensor:
-    """An index over the batch that goes with one over entries."""
+    """Returns an index over the batch that goes with one over entries."""
     return torch.arange(dense.size(0), device=dense.device).unsqueeze(1)

@@ -36,7 +36,7 @@ class TileStack:
     looks_ahead: bool
 
     def to(self, device: torch.device) -> TileStack:
-        """The same with its indices on ``device``."""
+        """Returns the same with its indices on ``device``."""
         return TileStack(self.rows.to(device), self.columns.to(device), self.tiles, self.looks_ahead)
 
 
@@ -77,7 +77,7 @@ class LayoutPlan:
         return self.block * self.blocks
 
     def to(self, device: torch.device) -> LayoutPlan:
-        """The same plan with its indices on ``device``."""
+        """Returns the same plan with its indices on ``device``."""
         moved = tuple(
             HeadPlan(part.heads, tuple(stack.to(device) for stack in part.stacks), part.empty_rows.to(device))
             for part in self.by_heads

@@ -30,16 +30,16 @@ class Softmax:
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "add",
     ) -> torch.Tensor:
-        """The probabilities, in the shape of the scores; rows that see nothing are zero.
+        """Returns the probabilities, in the shape of the scores; rows that see nothing are zero.
 
         Args:
             x: ``[batch, entries, block, block]``, entries in the order of ``layout.nonzero()``; not written to.
             scale: Multiplied with the scores first.
-            rpe: As of :class:`~deepspeed.ops.sparse_attention.SparseSelfAttention`, added.
+            rpe: Added to the scaled scores: ``[length, length]``, with heads or batch and heads before it, or 1.
             key_padding_mask: ``[batch, length]``.
             attn_mask: ``[length, length]``.
             key_padding_mask_mode: ``add``, or ``mul``: 0 hides.
-            attn_mask_mode: Likewise.
+            attn_mask_mode: ``add``, or ``mul``: 0 hides.
         """
         heads, rows, columns = (index.to(x.device) for index in self._entries)
         scores = x * scale

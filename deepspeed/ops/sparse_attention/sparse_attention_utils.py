@@ -188,7 +188,7 @@ def _extend_buffers(owner: nn.Module, known: int, wanted: int) -> None:
 
 
 def _hidden_value(mask: torch.Tensor) -> float:
-    """What hides a key in a mask like this one: its dtype's least where it is added to scores, else 0."""
+    """Returns what hides a key in a mask like this one: its dtype's least where it is added to scores, else 0."""
     if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all() and bool((mask == 1).any())):
         return torch.finfo(mask.dtype).min
     return 0

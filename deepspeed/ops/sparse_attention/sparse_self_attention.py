@@ -26,7 +26,7 @@ class SparseSelfAttention(nn.Module):
     Args:
         sparsity_config: The pattern.
         key_padding_mask_mode: ``add``: the mask's values are added to the scores; ``mul``: 0 hides a key.
-        attn_mask_mode: Likewise for the attention mask.
+        attn_mask_mode: The same two modes, for the attention mask.
         max_seq_length: Tokens of the layout that is kept.
         dropout: Probability with which a probability is dropped in training.
         is_causal: No token sees one after it, in addition to what the pattern says.
@@ -68,7 +68,7 @@ class SparseSelfAttention(nn.Module):
         self._planned_version = -1
 
     def get_layout(self, length: int) -> torch.Tensor:
-        """The layout for ``length`` tokens. Every rank must call it, if it is the first use.
+        """Returns the layout for ``length`` tokens. Every rank must call it, if it is the first use.
 
         Raises:
             ValueError: ``length`` is not a multiple of the block size.
@@ -112,7 +112,7 @@ class SparseSelfAttention(nn.Module):
 
         Args:
             query: ``[batch, heads, length, width]``, fp32, bf16 or fp16.
-            key: Likewise, or transposed: ``[batch, heads, width, length]``.
+            key: ``[batch, heads, length, width]``, or transposed: ``[batch, heads, width, length]``.
             value: As ``query``.
             rpe: Added to the scaled scores: ``[length, length]``, ``[heads or 1, length, length]`` or ``[batch or 1,
                 heads or 1, length, length]``; may want a grad.

@@ -40,7 +40,7 @@ class SparsityConfig:
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> torch.Tensor:
-        """A layout of zeros.
+        """Returns a layout of zeros.
 
         Raises:
             ValueError: ``seq_len`` is not a multiple of ``block``.
@@ -92,7 +92,7 @@ def _check_draws(number: int, blocks: int, is_causal: bool) -> None:
 
 
 def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """The ``[start, end)`` of every global stretch.
+    """Returns the ``[start, end)`` of every global stretch.
 
     Raises:
         ValueError: Starts and ends differ in number, or a stretch is empty.

@@ -157,7 +157,7 @@ def _attention(
 def _biases(
     mask: torch.Tensor | None, dtype: torch.dtype, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What a mask adds to the scores of keys, and to single scores."""
+    """Returns what a mask adds to the scores of keys, and to single scores."""
     if mask is None:
         return None, None
     if mask.dim() == 2:
@@ -170,7 +170,7 @@ def _hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rows(layout: torch.Tensor, block: int, first: int, queries: int, keys: int, is_causal: bool) -> torch.Tensor:
-    """Where the last tokens of a sequence see nothing: ``[1, heads, queries, keys]`` of bool."""
+    """Returns where the last tokens of a sequence see nothing: ``[1, heads, queries, keys]`` of bool."""
     positions = torch.arange(first, first + queries)
     blocks = torch.arange(keys) // block
     hidden = layout[:, positions // block][:, :, blocks] == 0

@@ -42,13 +42,13 @@ _PRESETS = {
 }
 """The Transformers model types that each preset of upstream stands for."""
 
-Exchanged = dict[int, nn.Parameter]
+ReplacedParameters = dict[int, nn.Parameter]
 """Parameters that took the place of others, by the identity of these."""
 
 
 def spread_experts(
     model: nn.Module, section: ExpertParallel, peers: Transport, device: torch.device, *, data_first: bool = False
-) -> Exchanged:
+) -> ReplacedParameters:
     """Spreads the experts of ``model`` over ranks, in place. Every rank of the job must call it.
 
     Each rank keeps ``E / ep`` experts of every module with stacked experts. One module is cut after the other; where
@@ -74,11 +74,11 @@ def spread_experts(
     Job.current().experts.make_groups(ep_size)
     if ep_size > 1:
         Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
-    deal = _Deal(ep_size, peers, device)
-    exchanged: Exchanged = {}
+    assignment = _ExpertAssignment(ep_size, peers, device)
+    exchanged: ReplacedParameters = {}
     for name, module in found.items():
         if spread_of(module) is None:
-            exchanged |= _cut(name, module, deal)
+            exchanged |= _cut(name, module, assignment)
             _state(module).grouped = section.use_grouped_mm
     experts = sorted({_state(module).num_experts for module in found.values()})
     where = "this stage has " if is_stage(model) else ""
@@ -90,29 +90,29 @@ def spread_experts(
 
 
 def spread_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of ``model`` whose experts are spread, by name."""
+    """Returns the modules of ``model`` whose experts are spread, by name."""
     return {name: module for name, module in model.named_modules() if spread_of(module) is not None}
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------
 
 
-class _NothingFound(DeepSpeedConfigError):
+class _NoExpertsError(DeepSpeedConfigError):
     """A model has no experts that could be spread; a stage of a pipeline may be so."""
 
 
 def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.device) -> dict[str, nn.Module]:
-    """The modules of this rank. Every rank raises what is wrong with those of any stage."""
+    """Returns the modules of this rank. Every rank raises what is wrong with those of any stage."""
     found: dict[str, nn.Module] = {}
-    said: DeepSpeedConfigError | None = None
+    problem: DeepSpeedConfigError | None = None
     try:
         found = _modules(model, section)
         for name, module in found.items():
             _check_module(name, module, section)
             _check_adapters(name, model)
     except DeepSpeedConfigError as error:
-        said = error
-    raise_for_all_stages(model, device, len(found), said, _NothingFound, label="the experts of the stages")
+        problem = error
+    raise_for_all_stages(model, device, len(found), problem, _NoExpertsError, label="the experts of the stages")
     return found
 
 
@@ -151,7 +151,7 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
             continue
         fitting = {name: module for name, module in stacks.items() if _fits(part(name), pattern)}
         if stacks and not fitting:
-            raise _NothingFound(
+            raise _NoExpertsError(
                 f"expert_parallel.{key} {pattern!r} fits none of the modules with stacked experts of "
                 f"{type(model).__name__}: {', '.join(map(repr, list(stacks)[:4]))}; leave the key out, as such modules "
                 "are found by themselves"
@@ -159,7 +159,7 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
         stacks = fitting
     if not stacks:
         named = [f"{name!r} ({type(module).__name__})" for name, module in model.named_modules() if _may_be(name)][:3]
-        raise _NothingFound(
+        raise _NoExpertsError(
             f"expert_parallel.enabled: {type(model).__name__} has no module with stacked experts (parameters "
             f"gate_up_proj or up_proj and down_proj with three dimensions)"
             f"{'; it has ' + ', '.join(named) if named else ''}. Most models of Transformers 5 have such "
@@ -173,7 +173,7 @@ def _may_be(name: str) -> bool:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern fits: a regular expression as upstream takes it, or a file-name pattern."""
+    """Returns whether a pattern fits: a regular expression as upstream takes it, or a file-name pattern."""
     try:
         if re.search(pattern, name):
             return True
@@ -210,7 +210,7 @@ def _state(module: nn.Module) -> Spread:
     return state
 
 
-class _Deal:
+class _ExpertAssignment:
     """Who keeps which experts.
 
     Attributes:
@@ -230,7 +230,7 @@ class _Deal:
         self._place_of = {ranks[0]: place for place, ranks in enumerate(_within(declared.same, everyone))}
 
     def mine(self, experts: int) -> slice:
-        """Which of ``experts`` this rank keeps."""
+        """Returns which of ``experts`` this rank keeps."""
         return self._of(experts, self.place)
 
     def _of(self, experts: int, place: int) -> slice:
@@ -243,17 +243,17 @@ class _Deal:
         if self._peers.size == 1:
             return kept
         me, everyone = rank_in(), self._peers.ranks
-        landed = torch.empty_like(kept, device=self._device)
+        arrived = torch.empty_like(kept, device=self._device)
         pieces = []
         for rank in self._firsts:
             if rank == everyone[0]:
                 continue
             values = weight[self._of(len(weight), self._place_of[rank])].to(self._device) if me == everyone[0] else None
-            tensor = values if me == everyone[0] else landed if me == rank else None
+            tensor = values if me == everyone[0] else arrived if me == rank else None
             pieces.append(Piece(0, everyone.index(rank), None if tensor is None else tensor.contiguous()))
         self._peers.move(pieces, label="the experts of the first rank")
         if me in self._firsts and me != everyone[0]:
-            kept.copy_(landed)
+            kept.copy_(arrived)
         return kept
 
 
@@ -261,11 +261,11 @@ def _within(same: Sequence[Sequence[int]], everyone: Sequence[int]) -> list[Sequ
     return [ranks for ranks in same if ranks[0] in everyone]
 
 
-def _cut(name: str, module: nn.Module, deal: _Deal) -> Exchanged:
+def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> ReplacedParameters:
     """Leaves a module this rank's experts, and makes it send tokens to the others."""
     experts = int(module.num_experts)  # type: ignore[arg-type]
-    exchanged: Exchanged = {}
-    if deal.ep_size > 1:
+    exchanged: ReplacedParameters = {}
+    if assignment.ep_size > 1:
         for own, parameter in list(module._parameters.items()):
             if parameter is None or not full_shape(parameter) or full_shape(parameter)[0] != experts:
                 continue
@@ -274,25 +274,25 @@ def _cut(name: str, module: nn.Module, deal: _Deal) -> Exchanged:
                     f"expert_parallel: the parameter {name}.{own} is cut over tensor-parallel ranks already; leave "
                     "experts out of the tensor_parallel section, or the expert_parallel section"
                 )
-            part = _cut_parameter(module, own, parameter, deal)
+            part = _cut_parameter(module, own, parameter, assignment)
             if part is not parameter:
                 exchanged[id(parameter)] = part
             part.allreduce = False  # type: ignore[attr-defined]
-            part.group_name = group_name(deal.ep_size)  # type: ignore[attr-defined]
-            mine = deal.mine(experts)
+            part.group_name = group_name(assignment.ep_size)  # type: ignore[attr-defined]
+            mine = assignment.mine(experts)
             shape = (experts, *part.shape[1:])
             say_part(part, TilePart.cut(f"{name}.{own}" if name else own, shape, 0, [(mine.start, mine.stop)]))
-    spread(module, Spread(experts, deal.ep_size, takes_all(module)))
+    spread(module, Spread(experts, assignment.ep_size, takes_all(module)))
     return exchanged
 
 
 @torch.no_grad()
-def _cut_parameter(module: nn.Module, own: str, parameter: nn.Parameter, deal: _Deal) -> nn.Parameter:
+def _cut_parameter(module: nn.Module, own: str, parameter: nn.Parameter, assignment: _ExpertAssignment) -> nn.Parameter:
     if address_of(parameter) is None:
-        parameter.data = deal.out(parameter.data)
+        parameter.data = assignment.out(parameter.data)
         return parameter
     with GatheredParameters([parameter]):  # all ranks have the same values
-        kept = parameter.detach()[deal.mine(len(parameter))].clone()
+        kept = parameter.detach()[assignment.mine(len(parameter))].clone()
     made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
     module._parameters[own] = made
     return made

@@ -1,6 +1,6 @@
 """Tokens on their way to their experts and back: once for every kind of layer.
 
-Which routes there are has been decided before (``gates``, or a model's own router), and dropped routes are out. What is
+Which routes there are has been decided before (``gate``, or a model's own router), and dropped routes are out. What is
 left is sorted by expert; the ranks tell each other how many rows come (one small exchange), the rows travel once there
 and once back, and every token adds up what its experts made of it. Nothing is padded: with E experts spread over *ep*
 ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the capacity, and ranks may have any number
@@ -33,7 +33,6 @@ from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.packing import Pieces
 from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
 from deepspeed.comm.watch import backward_comm
-from deepspeed.parallel.expert.counting import count_each
 from deepspeed.uncompiled import uncompiled
 
 
@@ -78,9 +77,9 @@ class RoutePlan:
 
     def wait(self, work: Work) -> None:
         """Waits for an exchange of rows, and notes how long."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work.wait()
-        self.waited.append(time.perf_counter() - begun)
+        self.waited.append(time.perf_counter() - started)
 
     @functools.cached_property
     def tokens(self) -> torch.Tensor:
@@ -109,6 +108,57 @@ class RoutePlan:
         return places, numbers, (end - is_kept.long()).view(self.num_tokens, self.num_choices)[:, 0].contiguous()
 
 
+@dataclass(frozen=True)
+class RoutingMetrics:
+    """Where the routes of one forward went.
+
+    Attributes:
+        counts: By expert of all ranks: routes of this rank that reached it.
+        load: By expert of this rank: rows that it saw, of all ranks.
+        dropped: Routes of this rank that reached none.
+    """
+
+    counts: tuple[int, ...]
+    load: tuple[int, ...]
+    dropped: int
+
+    @classmethod
+    def of(cls, plan: RoutePlan) -> RoutingMetrics:
+        """Returns the metrics of a plan."""
+        routes = plan.num_choices * plan.num_tokens
+        return cls(plan.mine, tuple(plan.load), routes - sum(plan.mine))
+
+    @property
+    def imbalance(self) -> float:
+        """The most loaded expert's routes over the mean; 1 is even, and so is nothing at all."""
+        total = sum(self.counts)
+        return max(self.counts) * len(self.counts) / total if total else 1.0
+
+    @property
+    def dropped_share(self) -> float:
+        """Dropped routes over all."""
+        routes = self.dropped + sum(self.counts)
+        return self.dropped / routes if routes else 0.0
+
+    @property
+    def shares(self) -> list[float]:
+        """Each expert's share of the routes that reached one."""
+        total = max(sum(self.counts), 1)
+        return [count / total for count in self.counts]
+
+
+def count_each(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns how often each of 0 ... ``size`` - 1 occurs in ``values``: ``[size]`` int64 on their device.
+
+    ``torch.bincount`` would do the same, but on a GPU the host waits for the smallest and the largest value.
+
+    Args:
+        values: ``[R]`` int64, all in the range.
+        size: Of the range.
+    """
+    return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
+
+
 @uncompiled
 def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> RoutePlan:
     """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it.
@@ -131,10 +181,12 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
             order[dropped:], choices, tokens, tuple(mine), (0,), (0,), (tuple(mine),), counts[1:], transport
         )
     # The counts of this rank and those that come, in one wait of the host.
-    told = torch.empty_like(counts[1:])
+    incoming = torch.empty_like(counts[1:])
     local = num_experts // transport.size
     rows = [local] * transport.size
-    work = transport.all_to_all(counts[1:].contiguous(), rows, told, rows, label="how many tokens go to each expert")
+    work = transport.all_to_all(
+        counts[1:].contiguous(), rows, incoming, rows, label="how many tokens go to each expert"
+    )
     order = flat.argsort(stable=True)
     work.wait()
     first = transport.rank * local
@@ -142,7 +194,7 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
         even = _evenly(flat.numel(), num_experts)
         dropped, numbers = 0, [*even, *even[first : first + local] * transport.size]
     else:
-        dropped, *numbers = torch.cat((counts, told)).tolist()
+        dropped, *numbers = torch.cat((counts, incoming)).tolist()
     mine, theirs = numbers[:num_experts], numbers[num_experts:]
     arrived = tuple(tuple(theirs[begin : begin + local]) for begin in range(0, num_experts, local))
     begin, own = dropped + sum(mine[:first]), sum(mine[first : first + local])
@@ -150,7 +202,7 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     sent = [sum(mine[begin : begin + local]) for begin in range(0, num_experts, local)]
     received = [sum(of_rank) for of_rank in arrived]
     sent[transport.rank] = received[transport.rank] = 0
-    load = told.view(transport.size, local).sum(0)
+    load = incoming.view(transport.size, local).sum(0)
     return RoutePlan(order, choices, tokens, tuple(mine), tuple(sent), tuple(received), arrived, load, transport)
 
 
@@ -170,9 +222,9 @@ def dispatch(
     weights: torch.Tensor | None,
     plan: RoutePlan,
     run: Run,
-    needed: Sequence[torch.Tensor] = (),
+    gather_first: Sequence[torch.Tensor] = (),
     *,
-    talker: nn.Module,
+    module: nn.Module,
     in_pieces: bool = True,
 ) -> torch.Tensor:
     """Sends the rows of ``x`` to their experts, and adds up for each token, in fp32, what comes back.
@@ -182,23 +234,24 @@ def dispatch(
         weights: ``[k, S]`` factor of every route; None: 1.
         plan: Their routes.
         run: The experts of this rank.
-        needed: Parameters that their backward needs where they have rows. Every rank asks for them before the exchanges
-            of its backward: where they are sharded, all ranks then gather them in one order.
-        talker: The module that calls it.
+        gather_first: At least one parameter of each ZeRO-3 unit of the experts. They are saved for backward, so that
+            every rank gathers these units before it exchanges rows, also a rank whose experts got none; otherwise
+            ranks would gather and exchange in different orders. Without stage 3: no effect.
+        module: The module that calls it.
         in_pieces: ``run`` gets a list of the rows ``[n, M]`` of each expert (0 are allowed); else one tensor with all
             of them, sorted by expert.
 
     Returns:
         ``[S, M']`` in the dtype of what the experts return; zeros for a token without a route.
     """
-    rows = _ToExperts.apply(x, plan, talker, in_pieces)
+    rows = _ToExperts.apply(x, plan, module, in_pieces)
     results = run(list(rows) if in_pieces else rows)
     results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
     is_alone = plan.transport.size == 1
     # Requires a gradient where anything may, so that all ranks have the same two exchanges in their backward.
     anchor = torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled() and not is_alone)
     dtype = _dtype_of(results, x) if is_alone else _dtype_on_the_way(x)
-    out: torch.Tensor = _FromExperts.apply(plan, dtype, weights, anchor, talker, len(results), *results, *needed)
+    out: torch.Tensor = _FromExperts.apply(plan, dtype, weights, anchor, module, len(results), *results, *gather_first)
     return out
 
 
@@ -208,7 +261,7 @@ def _dtype_of(results: Sequence[torch.Tensor], x: torch.Tensor) -> torch.dtype:
 
 
 def _dtype_on_the_way(x: torch.Tensor) -> torch.dtype:
-    """Who computed nothing cannot know what the others' experts return, so it is settled here."""
+    """Returns the dtype of rows that travel. A rank without rows cannot know what the others' experts return."""
     is_cast = torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
@@ -220,9 +273,9 @@ class _ToExperts(torch.autograd.Function):
     """The row of every kept route, at its expert; backward adds up, for each token, the gradients of its routes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, talker: nn.Module, in_pieces: bool) -> Any:
-        talks = ctx.needs_input_grad[0] and plan.transport.size > 1
-        ctx.plan, ctx.talk = plan, backward_comm.note(talker, uneven=True) if talks else None
+    def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, module: nn.Module, in_pieces: bool) -> Any:
+        exchanges = ctx.needs_input_grad[0] and plan.transport.size > 1
+        ctx.plan, ctx.pending = plan, backward_comm.note(module, uneven=True) if exchanges else None
 
         def fill(routes: slice, out: torch.Tensor) -> None:
             torch.index_select(x, 0, plan.tokens[routes], out=out)
@@ -234,7 +287,7 @@ class _ToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         rows = _back(ctx.plan, gradients, gradients[0].dtype)
-        ctx.talk = None  # it has been said
+        ctx.pending = None  # the exchange has run
         return _summed(rows, None, ctx.plan), None, None, None
 
 
@@ -248,22 +301,22 @@ class _FromExperts(torch.autograd.Function):
         dtype: torch.dtype,
         weights: torch.Tensor | None,
         anchor: torch.Tensor,
-        talker: nn.Module,
+        module: nn.Module,
         num_results: int,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        results, needed = tensors[:num_results], tensors[num_results:]
+        results, gather_first = tensors[:num_results], tensors[num_results:]
         rows = _back(plan, results, dtype)
-        ctx.talk = backward_comm.note(talker, uneven=True) if ctx.needs_input_grad[3] else None
-        ctx.plan, ctx.dtypes, ctx.num_needed = plan, [result.dtype for result in results], len(needed)
-        ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *needed)
+        ctx.pending = backward_comm.note(module, uneven=True) if ctx.needs_input_grad[3] else None
+        ctx.plan, ctx.dtypes, ctx.num_gathered = plan, [result.dtype for result in results], len(gather_first)
+        ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *gather_first)
         return _summed(rows, weights, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         plan: RoutePlan = ctx.plan
-        weights, results, *_ = ctx.saved_tensors  # gathers what is needed, if it is sharded
+        weights, results, *_ = ctx.saved_tensors  # gathers the units of gather_first, if they are sharded
         factors = None if weights is None else weights.reshape(-1)[plan.order, None]
         products = []
 
@@ -276,7 +329,7 @@ class _FromExperts(torch.autograd.Function):
                 out.mul_(factors[routes])
 
         rows = _there(plan, gradient, fill)
-        ctx.talk = None  # it has been said
+        ctx.pending = None  # the exchange has run
         for_weights = None
         if results is not None:
             for_weights = weights.new_zeros(weights.shape)
@@ -284,7 +337,7 @@ class _FromExperts(torch.autograd.Function):
                 for_weights.view(-1)[plan.order[routes]] = product
         pieces = (rows,) if len(ctx.dtypes) == 1 else rows.split(plan.load)
         back = (piece.to(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True))
-        return None, None, for_weights, None, None, None, *back, *(None for _ in range(ctx.num_needed))
+        return None, None, for_weights, None, None, None, *back, *(None for _ in range(ctx.num_gathered))
 
 
 # -- the pieces: rows in the order of routes and of experts ------------------------------------------------------------

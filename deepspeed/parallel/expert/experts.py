@@ -72,13 +72,13 @@ class Experts(nn.Module):
 
 
 def first_of(result: Any) -> torch.Tensor:
-    """The tensor, where a module may return it with others behind it."""
+    """Returns the tensor, where a module may return it with others behind it."""
     found: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return found
 
 
 def _copy(expert: nn.Module) -> nn.Module:
-    """A copy with values of its own, also of a module that ``zero.Init`` has sharded among other ranks."""
+    """Returns a copy with values of its own, also of a module that ``zero.Init`` has sharded among other ranks."""
     if all(address_of(parameter) is None for parameter in expert.parameters()):
         return copy.deepcopy(expert)
     made = copy.deepcopy(expert)

@@ -18,8 +18,7 @@ from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import is_initialized
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.expert.balance import Balance
-from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
+from deepspeed.parallel.expert.dispatch import RoutingMetrics, dispatch, plan_routes
 from deepspeed.parallel.expert.experts import Experts, first_of
 from deepspeed.parallel.expert.gate import TopKGate, check_policy
 from deepspeed.uncompiled import uncompiled
@@ -35,7 +34,7 @@ class MOELayer(nn.Module):
     Args:
         gate: The gate.
         experts: The experts of this rank.
-        ep_group_name: As of :class:`MoE`.
+        ep_group_name: Name of the group of ranks that share the experts.
         ep_size: Ranks that share the experts.
         num_local_experts: Experts of this rank.
         use_tutel: Accepted; the dispatch is one for all.
@@ -76,13 +75,13 @@ class MOELayer(nn.Module):
         self.time_moe = 0.0
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
-        self.balance: Balance | None = None
+        self.balance: RoutingMetrics | None = None
         self._transport: Transport | None = None
         set_z3_leaf_module(self, True)
 
     @uncompiled
     def forward(self, *input: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 - upstream's name
-        """The layer.
+        """Sends tokens to their experts and returns the weighted sums of the results.
 
         Args:
             *input: ``[..., M]`` hidden states, and ``used_token`` or nothing.
@@ -91,19 +90,19 @@ class MOELayer(nn.Module):
         Returns:
             A tensor in shape and dtype of the first.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         hidden, used_token = input[0], input[1] if len(input) > 1 else kwargs.get("used_token")
         x = hidden.reshape(-1, hidden.shape[-1])
         routes = self.gate.routes(x, used_token)
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
-        self.balance = Balance.of(plan)
+        self.balance = RoutingMetrics.of(plan)
         # One of them: the layer is a leaf, whose parameters are gathered together.
         needed = list(islice(self.experts.parameters(), 1))
-        out = dispatch(x, routes.weights, plan, self.experts, needed, talker=self)
+        out = dispatch(x, routes.weights, plan, self.experts, needed, module=self)
         out = out.to(hidden.dtype).reshape(hidden.shape)
         if self.wall_clock_breakdown:
-            self.time_moe = (time.perf_counter() - begun) * 1000
+            self.time_moe = (time.perf_counter() - started) * 1000
             there, back = (*plan.waited[:2], 0.0, 0.0)[:2]  # none where one rank has all experts
             self.time_falltoall, self.time_salltoall = there * 1000, back * 1000
         return out
@@ -232,7 +231,7 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The layer.
+        """Runs the experts, and with ``use_residual`` the dense layer beside them.
 
         Args:
             hidden_states: ``[..., M]``.

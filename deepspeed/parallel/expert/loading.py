@@ -71,7 +71,7 @@ def from_pretrained(
     spread_experts(model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
     stage_3 = functools.partial(Init, config_dict_or_path=config)
     shard = stage_3 if root.zero_optimization.stage == 3 else None
-    _Filling(model, files, dtype, shard).run()
+    _ModelFiller(model, files, dtype, shard).run()
     _make_buffers(model)
     return model
 
@@ -87,7 +87,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 @dataclass
-class _Target:
+class _TargetWeight:
     """A weight of the model, or several that are made together.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Target:
     sources: dict[str, list[tuple[Path, str]]] = field(default_factory=dict)
 
 
-class _Filling:
+class _ModelFiller:
     """Gives a model on the meta device its values.
 
     Args:
@@ -141,11 +141,11 @@ class _Filling:
         for module in self._model.modules():  # what no file names, such as a head that shares its weight
             self._finished(module)
 
-    def _targets(self) -> Iterator[_Target]:
+    def _targets(self) -> Iterator[_TargetWeight]:
         """What is made of which tensors, in the order of the model, which is that of the modules too."""
         stored = StoredTensors(self._model)
         places = [(key, path) for path in self._files for key in self._open(path).keys()]  # noqa: SIM118
-        targets: dict[str, _Target] = {}
+        targets: dict[str, _TargetWeight] = {}
         for key, path in sorted(places, key=lambda place: stored.order(place[0])):
             found = stored.target(key)
             if found is None:
@@ -153,12 +153,12 @@ class _Filling:
                 continue
             name, pattern = found
             if name not in targets:
-                targets[name] = _Target(name, stored.conversion(key, name, pattern))
+                targets[name] = _TargetWeight(name, stored.conversion(key, name, pattern))
             targets[name].sources.setdefault(pattern or key, []).append((path, key))
         order = {name: number for number, name in enumerate(self._empty)}
         yield from sorted(targets.values(), key=lambda target: order[target.name])
 
-    def _fill(self, target: _Target) -> None:
+    def _fill(self, target: _TargetWeight) -> None:
         owner = self._model.get_submodule(target.name.rpartition(".")[0])
         mine = _experts_of(owner)
         is_cut = False
@@ -179,8 +179,8 @@ class _Filling:
             self._opened[path] = safe_open(path, framework="pt")
         return self._opened[path]
 
-    def _read(self, path: Path, key: str, mine: _Mine | None) -> tuple[torch.Tensor, bool]:
-        """A tensor of a file, or of stacked experts this rank's; and whether it is these."""
+    def _read(self, path: Path, key: str, mine: _ExpertRange | None) -> tuple[torch.Tensor, bool]:
+        """Returns a tensor of a file, or of stacked experts this rank's; and whether it is these."""
         found = self._open(path).get_slice(key)
         shape = found.get_shape()
         if mine is not None and len(shape) > 1 and shape[0] == mine.total:
@@ -188,7 +188,7 @@ class _Filling:
         return taken(found, slice(None)), False
 
     @torch.no_grad()
-    def _put(self, name: str, value: torch.Tensor, mine: _Mine | None) -> None:
+    def _put(self, name: str, value: torch.Tensor, mine: _ExpertRange | None) -> None:
         shape, old_dtype = self._empty[name]
         if mine is not None and value.dim() and len(value) == mine.total != shape[0]:
             value = value[mine.first : mine.stop].clone()  # its form in the file did not allow less
@@ -221,7 +221,7 @@ class _Filling:
 
 
 @dataclass(frozen=True)
-class _Mine:
+class _ExpertRange:
     """This rank's experts ``[first, stop)`` of ``total``."""
 
     first: int
@@ -229,13 +229,13 @@ class _Mine:
     total: int
 
 
-def _experts_of(module: nn.Module) -> _Mine | None:
+def _experts_of(module: nn.Module) -> _ExpertRange | None:
     state = spread_of(module)
     if state is None or state.ep_size == 1:
         return None
     local = state.num_experts // state.ep_size
     place = Job.current().experts.ranks_of(group_name(state.ep_size))[0].index(rank_in())
-    return _Mine(place * local, (place + 1) * local, state.num_experts)
+    return _ExpertRange(place * local, (place + 1) * local, state.num_experts)
 
 
 def taken(found: Any, rows: slice) -> torch.Tensor:

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from torch import nn
 
-from deepspeed.parallel.expert.balance import Balance
+from deepspeed.parallel.expert.dispatch import RoutingMetrics
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.expert.spread import spread_of
 
@@ -17,8 +17,8 @@ _MOST_SINGLE = 512  # experts of all layers, up to which each has an event of it
 _CELL, _LEFT, _TOP = 18, 260, 40
 
 
-def expert_balances(model: nn.Module) -> dict[str, Balance]:
-    """Where the routes of this rank went in the last forward, by name of the expert layer; those that ran.
+def expert_balances(model: nn.Module) -> dict[str, RoutingMetrics]:
+    """Returns where the routes of this rank went in the last forward, by name of the expert layer; those that ran.
 
     Args:
         model: A model with layers of ``deepspeed.moe``, or whose experts the ``expert_parallel`` section has spread.
@@ -58,8 +58,8 @@ def save_loads_picture(model: nn.Module, path: str | PathLike[str]) -> None:
     Path(path).write_text(loads_svg(expert_balances(model)), encoding="utf-8")
 
 
-def loads_svg(balances: Mapping[str, Balance]) -> str:
-    """The picture; see :func:`save_loads_picture`."""
+def loads_svg(balances: Mapping[str, RoutingMetrics]) -> str:
+    """Returns the picture; see :func:`save_loads_picture`."""
     columns = max((len(balance.counts) for balance in balances.values()), default=0)
     width, height = _LEFT + columns * _CELL + 170, _TOP + len(balances) * _CELL + 20
     parts = ['<text x="10" y="24" font-weight="bold">routes by expert; 1.0 is an even share</text>']

@@ -19,7 +19,7 @@ _MAX_GROUP_SIZE = 178956971
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether ``m`` has expert layers of this package, and the number of experts of the first."""
+    """Returns whether ``m`` has expert layers of this package, and the number of experts of the first."""
     first = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return (False, 0) if first is None else (True, first.num_experts)
 
@@ -30,14 +30,14 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def is_moe_param_group(group: dict[str, Any]) -> bool:
-    """Whether an optimizer's parameter group is one of experts."""
+    """Returns whether an optimizer's parameter group is one of experts."""
     return bool(group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """``(those that all data-parallel ranks share, those of experts)``."""
+    """Returns ``(parameters that all data-parallel ranks share, parameters of experts)``, of any shape."""
     listed = list(params)
     return [p for p in listed if not is_moe_param(p)], [p for p in listed if is_moe_param(p)]
 
@@ -45,7 +45,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of the same, in their own dtype; parameters without one are left out."""
+    """Returns the gradients of the same two lists, in their own shapes and dtypes, without those that are None."""
     shared, experts = split_params_into_shared_and_expert_params(group)
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
@@ -80,7 +80,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Any) -> list[dict[str, Any]]:
-    """The same for what an optimizer is given: parameters, or groups of them.
+    """Returns the same for what an optimizer is given: parameters, or groups of them.
 
     Raises:
         DeepSpeedConfigError: It is neither.

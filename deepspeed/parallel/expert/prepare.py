@@ -13,7 +13,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import define_group, rank_in
 from deepspeed.parallel.expert.layer import MOELayer
-from deepspeed.parallel.stages import told_by_stages
+from deepspeed.parallel.stages import gather_from_stages
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.tiling.describe import cut_experts
 from deepspeed.zero.tiling.parts import say_part
@@ -39,8 +39,8 @@ def prepare_expert_layers(
     layers = dict(expert_layers(model))
     is_cut = any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters())
     own = [(layer.ep_size, is_cut, layer.ep_group is None) for layer in layers.values() if layer.ep_size > 1]
-    told = told_by_stages(model, device, own, label="the expert layers of the stages")
-    wanted = {tuple(entry) for entries in told for entry in entries}
+    gathered = gather_from_stages(model, device, own, label="the expert layers of the stages")
+    wanted = {tuple(entry) for entries in gathered for entry in entries}
     for ep_size in sorted({size for size, _, _ in wanted}):
         declare_expert_groups(ep_size, data_first or None)
         if any(size == ep_size and is_cut for size, is_cut, _ in wanted):

@@ -18,8 +18,7 @@ from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.engine_feature import mark
 from deepspeed.give_base import give_base
 from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weights
-from deepspeed.parallel.expert.balance import Balance
-from deepspeed.parallel.expert.dispatch import RoutePlan, dispatch, plan_routes
+from deepspeed.parallel.expert.dispatch import RoutePlan, RoutingMetrics, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import ExpertStack, StackedExperts
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.holder import full_shape
@@ -43,11 +42,11 @@ class Spread:
     ep_size: int
     takes_all: bool
     grouped: bool = True
-    balance: Balance | None = None
+    balance: RoutingMetrics | None = None
 
 
 def spread_of(module: nn.Module) -> Spread | None:
-    """How a module's experts are spread; None: they are not."""
+    """Returns how a module's experts are spread; None: they are not."""
     found: Spread | None = module.__dict__.get(_STATE)
     return found
 
@@ -60,7 +59,7 @@ def spread(module: nn.Module, state: Spread) -> None:
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether a module has experts stacked in one tensor, whatever it computes with them."""
+    """Returns whether a module has experts stacked in one tensor, whatever it computes with them."""
     return any(len(full_shape(weight)) == 3 for weight in stacked_weights(module))
 
 
@@ -105,7 +104,7 @@ def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
         else None
     )
     plan = plan_routes(indices, state.num_experts, transport)
-    state.balance = Balance.of(plan)
+    state.balance = RoutingMetrics.of(plan)
     return plan
 
 
@@ -116,8 +115,8 @@ def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: 
         def run(rows: torch.Tensor) -> torch.Tensor:
             return experts.run_grouped(rows, plan.load_there)
 
-        return dispatch(x, weights, plan, run, needed, talker=module, in_pieces=False)
-    return dispatch(x, weights, plan, experts.run_each, needed, talker=module)
+        return dispatch(x, weights, plan, run, needed, module=module, in_pieces=False)
+    return dispatch(x, weights, plan, experts.run_each, needed, module=module)
 
 
 def _experts_of(module: Any) -> StackedExperts:

@@ -47,7 +47,7 @@ class ExpertStack:
         return rows @ weight if bias is None else rows @ weight + bias
 
     def grouped(self, rows: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor | None) -> torch.Tensor:
-        """The products of all experts at once.
+        """Returns the products of all experts at once.
 
         Args:
             rows: ``[n, in]`` sorted by expert.
@@ -76,7 +76,7 @@ class StackedExperts:
     after: Rowwise | None = None
 
     def run_each(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What each expert makes of its rows ``[n, M]``; none without rows is run.
+        """Returns what each expert makes of its rows ``[n, M]``; none without rows is run.
 
         Where none has rows the first one is, on nothing: a stack that other ranks' parts of are used has gradients of
         zero, not none, so that its weights decay and its moments go on as those of one whole stack.
@@ -110,12 +110,12 @@ class StackedExperts:
 
     @property
     def uses_grouped(self) -> bool:
-        """Whether :meth:`run_grouped` is the faster way, and fits."""
+        """Returns whether :meth:`run_grouped` is the faster way, and fits."""
         return uses_grouped(self.up.weight, self.down.weight)
 
 
 def uses_grouped(*weights: torch.Tensor) -> bool:
-    """Whether ``grouped_mm`` is the faster way, and fits: bf16 on compute capability 9 and newer, rows of 16 bytes."""
+    """Returns whether ``grouped_mm`` fits and is faster: bf16, compute capability 9 and newer, rows of 16 bytes."""
     return all(
         weight.device.type == "cuda"
         and weight.dtype == torch.bfloat16

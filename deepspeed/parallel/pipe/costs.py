@@ -47,7 +47,7 @@ def counted_costs(
 
     Args:
         entries: The layers; nothing of their size is allocated.
-        loss_fn: As of a pipeline module.
+        loss_fn: The ``loss_fn`` of the pipeline module: called with outputs and labels, returns the loss.
         sample: ``(inputs, labels)`` of a micro-batch; only shapes and dtypes count.
 
     Returns:
@@ -60,7 +60,7 @@ def counted_costs(
     tied: dict[str, nn.Module] = {}
     where = "the sample"
     try:
-        with torch.device("meta"), _Answers(), suspended(), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"), _AnswerMode(), suspended(), torch.random.fork_rng(devices=[]):
             inputs, labels = map_tensors(tuple(sample), _without_value)
             value = inputs
             for number, entry in enumerate(entries):
@@ -83,7 +83,7 @@ def counted_costs(
         ) from error
 
 
-class _Answers(TorchDispatchMode):
+class _AnswerMode(TorchDispatchMode):
     """Answers what a layer reads: numbers are 1, and questions whether a mask is all true are answered so."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,7 @@ def _without_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _callable(entry: Entry, tied: dict[str, nn.Module]) -> tuple[Callable[[Any], Any], nn.Module | None]:
-    """What runs the layer, and its module: without values, also where it exists with them."""
+    """Returns what runs the layer, and its module: without values, also where it exists with them."""
     if isinstance(entry, TiedLayerSpec) and entry.key in tied:
         module = tied[entry.key]
     else:
@@ -123,7 +123,7 @@ def _copy_without_values(module: nn.Module) -> nn.Module:
 
 
 def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) -> tuple[LayerCost, Any]:
-    """The cost of one call, and what the next layer gets."""
+    """Returns the cost of one call, and what the next layer gets."""
     parameters = list(module.parameters()) if module is not None else []
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     given = tensors_of(value)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from deepspeed.parallel.pipe.schedule.actions import Kind, Schedule
-from deepspeed.parallel.pipe.schedule.lists import make_schedule
+from deepspeed.parallel.pipe.schedule.lists import Kind, Schedule, make_schedule
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 
 # Neighbours of a cut that are simulated before it is taken for the best: the search stays within seconds.
@@ -124,14 +123,14 @@ class _Search:
         self._further = schedule.micro_batches - few
 
     def descend(self, start: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
-        """The best cut that shifts lead to, and its value."""
+        """Returns the best cut that shifts lead to, and its value."""
         value, best = self._value(start)
         while better := self._better(value, best.bounds):
             value, best = better
         return value, best
 
     def _better(self, value: tuple[float, ...], bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut] | None:
-        """A neighbour with a lower value; the most promising ones are asked first."""
+        """Returns a neighbour with a lower value, or None; the most promising ones are tried first."""
         near = sorted((self._least(shifted), shifted) for shifted in _shifted(bounds))
         for least, shifted in near[:_TRIES]:
             if least > value[:2]:

@@ -44,7 +44,7 @@ class DataFeed:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything to pull from."""
+        """Returns whether there is anything to pull from."""
         return self.iterator is not None or self.batch_fn is not None
 
     def pull(self, count: int) -> int:
@@ -57,12 +57,12 @@ class DataFeed:
             self._pulled.append(item if self.batch_fn is None else self.batch_fn(item))
         return min(len(self._pulled), count)
 
-    def said_of(self, count: int) -> tuple[int, int]:
-        """See :func:`fingerprints`, of the items that are ready."""
+    def fingerprints_of(self, count: int) -> tuple[int, int]:
+        """Returns :func:`fingerprints` of the items that are ready."""
         return fingerprints(islice(self._pulled, count))
 
     def ready(self, count: int) -> list[Any]:
-        """The items that are ready, at most ``count``."""
+        """Returns the items that are ready, at most ``count``."""
         return list(islice(self._pulled, count))
 
     def use_up(self, count: int) -> None:
@@ -90,17 +90,17 @@ def agree_on_data(
         data. It raises DataError if some rank makes another call, has too few items, another number of micro-batches,
         or other samples than the rest of its copy of the model; the same on every rank.
     """
-    ready, said = _PULLS_NOT, (0, 0)
+    ready, prints = _PULLS_NOT, (0, 0)
     if feed is not None:
         ready = feed.pull(count) if feed.has_any else _HAS_NONE
-        said = feed.said_of(count)
-    mine = torch.tensor([count, ready, int(needs_labels), *said, _CALLS.index(call)], dtype=torch.int64)
+        prints = feed.fingerprints_of(count)
+    mine = torch.tensor([count, ready, int(needs_labels), *prints, _CALLS.index(call)], dtype=torch.int64)
     rows = job.start_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)")
     return lambda: _labels_travel(rows().tolist(), mesh, rank, count, call)
 
 
 def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> bool:
-    """Whether they do; raises if the ranks do not fit together."""
+    """Returns whether they do; raises if the ranks do not fit together."""
     other_calls = [other for other, row in enumerate(rows) if _CALLS[row[-1]] != call]
     if other_calls:
         theirs = _CALLS[rows[other_calls[0]][-1]]

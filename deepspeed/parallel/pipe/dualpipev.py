@@ -13,9 +13,9 @@ class DualPipeVModule(PipelineModule):
     """Rank r of p holds the chunks r and 2 p - 1 - r, so the first one has the beginning and the end of the model.
 
     Args:
-        layers: As of :class:`~deepspeed.parallel.pipe.module.PipelineModule`.
-        *args: As there.
-        **kwargs: As there.
+        layers: Layers or layer specs, as :class:`~deepspeed.parallel.pipe.module.PipelineModule` takes them.
+        *args: Further arguments of ``PipelineModule``.
+        **kwargs: Keyword arguments of ``PipelineModule``.
     """
 
     def __init__(self, layers: Iterable[Any], *args: Any, **kwargs: Any) -> None:

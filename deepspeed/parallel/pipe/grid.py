@@ -98,11 +98,11 @@ class PipelineParallelGrid:
         return [rank, stages[(stages.index(rank) + 1) % len(stages)]]
 
     def topology(self) -> ProcessTopology:
-        """How the ranks are laid out."""
+        """Returns how the ranks are laid out."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of a stage.
+        """Returns the rank of a stage.
 
         Args:
             stage_id: The stage.
@@ -132,7 +132,7 @@ class PipelineParallelGrid:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """The torch process group of this rank's pipeline."""
+        """Returns the torch process group of this rank's pipeline."""
         return self.pp_proc_group
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
@@ -147,11 +147,11 @@ class PipelineParallelGrid:
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The torch process group of the ranks with the same layers."""
+        """Returns the torch process group of the ranks with the same layers."""
         return self.dp_proc_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Those ranks."""
+        """Returns those ranks."""
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:

@@ -18,8 +18,8 @@ import torch
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS
 from deepspeed.parallel.pipe.schedule import instructions
+from deepspeed.parallel.pipe.transports import StageTransports
 from deepspeed.parallel.pipe.values import leaves_of, tensors_of, to_device, writable
-from deepspeed.parallel.pipe.wires import StageWires
 
 BUFFERS = ("inputs", "labels", "outputs", "output_tensors", "gradients", "work")
 _BACKWARDS = (instructions.BackwardPass, instructions.BackwardWeight)
@@ -62,8 +62,8 @@ class StageCompute(Protocol):
         Args:
             chunk: Number of the chunk in the model.
             micro_batch: Number of the micro-batch in the step.
-            outputs: What the forward returned and what needs a gradient.
-            gradients: Of each output, or None for one without; None: ``outputs`` is the loss.
+            outputs: What the forward returned and what needs a gradient, of any shape.
+            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
         """
 
     def compute_input_gradients(
@@ -74,7 +74,15 @@ class StageCompute(Protocol):
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need."""
+        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need.
+
+        Args:
+            chunk: Number of the chunk in the model.
+            micro_batch: Number of the micro-batch in the step.
+            outputs: What the forward returned and what needs a gradient, of any shape.
+            gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
+            inputs: The chunk's inputs that need a gradient, of any shape.
+        """
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
         """Computes the gradients of a chunk's weights from what :meth:`compute_input_gradients` returned."""
@@ -87,13 +95,13 @@ class Interpreter:
     """Executes the instructions of one pipeline stage.
 
     Args:
-        wires: The channels to other stages.
+        transports: The channels to other stages.
         stage_of: The stage of each chunk of the model.
         device: Where the model computes.
         compute: What forwards, backwards and the update do.
 
     Attributes:
-        wires: As given.
+        transports: As given.
         stage_of: As given.
         at: The instruction that is executed, or words; for messages.
         pipe_buffers: By kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``,
@@ -102,16 +110,16 @@ class Interpreter:
     """
 
     def __init__(
-        self, wires: StageWires, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
+        self, transports: StageTransports, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
     ) -> None:
-        self.wires = wires
+        self.transports = transports
         self.stage_of = stage_of
         self.at: instructions.PipeInstruction | str = ""
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
         self._compute = compute
         self._device = device
-        self._first_chunk = stage_of.index(wires.stage)  # of this stage
-        self._has_ends = stage_of[0] == wires.stage, stage_of[-1] == wires.stage
+        self._first_chunk = stage_of.index(transports.stage)  # of this stage
+        self._has_ends = stage_of[0] == transports.stage, stage_of[-1] == transports.stage
         self._wrap: Callable[[type, Handler], Handler] | None = None
         self._items: list[Any] = []
         self._labels_travel = False
@@ -162,9 +170,10 @@ class Interpreter:
             self._execute(first, handlers)
             self.at = "pulling data"
             self._labels_travel = self._compute.agree()
-            self._execute(commands[len(first) :], handlers)
-            self.at = "waiting until everything sent has left"
-            self.wires.drain()
+            with self.transports.batch():
+                self._execute(commands[len(first) :], handlers)
+                self.at = "waiting until everything sent has left"
+                self.transports.drain()
         finally:
             for buffers in self.pipe_buffers.values():
                 buffers.clear()
@@ -175,7 +184,8 @@ class Interpreter:
             handler = handlers.get(type(command))
             if handler is None:
                 raise PipelineError(
-                    f"the schedule has the instruction {command!r}, which PipelineEngine._INSTRUCTION_MAP does not know"
+                    "schedule: expected instructions of deepspeed.parallel.pipe.schedule.instructions, found "
+                    f"{command!r}. Give the schedule only instructions that the pipeline engine can run"
                 )
             self.at = command
             handler(**command.kwargs)
@@ -188,11 +198,11 @@ class Interpreter:
             elif isinstance(command, instructions.RecvGrad):
                 counts[GRADIENTS, self._peer(command.kwargs, 1)] += 1
         for (kind, peer), count in counts.items():
-            if peer != self.wires.stage:
-                self.wires.incoming(kind, peer).expect(count)
+            if peer != self.transports.stage:
+                self.transports.incoming(kind, peer).expect(count)
 
     def _peer(self, arguments: dict[str, Any], step: int) -> int:
-        return arguments["peer"] if "peer" in arguments else self.wires.stage + step
+        return arguments["peer"] if "peer" in arguments else self.transports.stage + step
 
     def _about(self, kind: str, arguments: dict[str, Any]) -> tuple[int, int]:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
@@ -293,14 +303,14 @@ class Interpreter:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _send(self, kind: str, peer: int, chunk: int, micro_batch: int, value: Any) -> None:
-        if peer == self.wires.stage:
+        if peer == self.transports.stage:
             self._handed[kind, chunk, micro_batch] = value
         else:
-            self.wires.outgoing(kind, peer).send(micro_batch, value)
+            self.transports.outgoing(kind, peer).send(micro_batch, value)
 
     def _receive(self, kind: str, peer: int, chunk: int, micro_batch: int) -> Any:
-        if peer != self.wires.stage:
-            return self.wires.incoming(kind, peer).take(micro_batch)
+        if peer != self.transports.stage:
+            return self.transports.incoming(kind, peer).take(micro_batch)
         value = self._handed.pop((kind, chunk, micro_batch))
         return leaves_of(value) if kind == ACTIVATIONS else value
 

@@ -12,12 +12,12 @@ from deepspeed.zero.access.gathered import GatheredParameters
 
 
 def prefix(_module: Any, checkpoints_path: str, tag: str) -> str:
-    """The beginning of the names of all files of a checkpoint."""
+    """Returns the beginning of the names of all files of a checkpoint."""
     return str(Path(checkpoints_path) / str(tag))
 
 
 def layer_path(module: Any, ckpt_dir: str, local_layer_idx: int) -> str:
-    """The file of a layer of this rank.
+    """Returns the file of a layer of this rank.
 
     Args:
         module: The pipeline.
@@ -30,7 +30,7 @@ def layer_path(module: Any, ckpt_dir: str, local_layer_idx: int) -> str:
 
 
 def layer_path_list(module: Any, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-    """The files of a layer, one for each tensor-parallel rank that wrote one."""
+    """Returns the files of a layer, one for each tensor-parallel rank that wrote one."""
     number = module._numbers[local_layer_idx]
     return sorted(str(path) for path in Path(ckpt_dir).glob(f"layer_{number:02d}-*model_states.pt"))
 

@@ -18,7 +18,7 @@ Entry = nn.Module | LayerSpec | Callable[..., Any]
 
 
 def checked(layers: Sequence[Any]) -> list[Entry]:
-    """The entries as a list.
+    """Returns the entries as a list.
 
     Raises:
         DeepSpeedConfigError: One is not a layer.
@@ -57,7 +57,7 @@ def trainable_numel(entry: Entry) -> int:
 
 
 def tied_places(entries: Sequence[Entry]) -> dict[str, list[int]]:
-    """The layers of every tie, by key, in the order of keys."""
+    """Returns the layers of every tie, by key, in the order of keys."""
     places: dict[str, list[int]] = {}
     for number, entry in enumerate(entries):
         if isinstance(entry, TiedLayerSpec):

@@ -61,7 +61,7 @@ class PipelineModule(PlainAttributes, nn.Module):
             ``base_seed * micro-batch + i`` when it runs.
         seed_fn: Sets that seed; None: torch's own.
         base_seed: See ``seed_layers``.
-        partition_method: As of :func:`~deepspeed.parallel.pipe.partition.chunk_bounds`.
+        partition_method: How layers are divided, see :func:`~deepspeed.parallel.pipe.partition.chunk_bounds`.
         activation_checkpoint_interval: Layers that are recomputed together; 0: none are.
         activation_checkpoint_func: Runs a block that is to be recomputed; None: the non-reentrant one.
         checkpointable_layers: Class names: only blocks of such layers are recomputed. None: all with parameters.
@@ -145,11 +145,11 @@ class PipelineModule(PlainAttributes, nn.Module):
 
     @classmethod
     def from_transformers(cls, model_or_config: Any, num_stages: int | None = None, **kwargs: Any) -> PipelineModule:
-        """A pipeline of a decoder-only Transformers model; see ``parallel.pipe.transformers_models``.
+        """Returns a pipeline of a decoder-only Transformers model; see ``parallel.pipe.transformers_models``.
 
         Args:
             model_or_config: A causal language model or its configuration.
-            num_stages: As of the class.
+            num_stages: Stages; the other ranks are copies of the model.
             **kwargs: Further arguments of the class.
         """
         from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_loss, usual_sample
@@ -167,7 +167,7 @@ class PipelineModule(PlainAttributes, nn.Module):
 
     @property
     def is_part_of_model(self) -> bool:
-        """Whether other ranks hold other layers; all that is trained may then lie there."""
+        """Returns whether other ranks hold other layers; all that is trained may then lie there."""
         return self.num_stages > 1
 
     @property
@@ -416,7 +416,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer.
+        """Returns the stage that has a layer.
 
         Raises:
             ValueError: There is no such layer.
@@ -432,11 +432,11 @@ class PipelineModule(PlainAttributes, nn.Module):
         return {number: f"tied_modules.{key}." for key, numbers in places.items() for number in numbers}
 
     def topology(self) -> ProcessTopology:
-        """How the ranks are laid out."""
+        """Returns how the ranks are laid out."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """Where this rank stands."""
+        """Returns where this rank stands."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:
@@ -444,7 +444,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return self.num_stages
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """Each tied weight of this rank with the torch process group of the stages that have it."""
+        """Returns each tied weight of this rank with the torch process group of the stages that have it."""
         return [pair for tie in self.tied_comms.values() for pair in tie.weights_and_groups()]
 
     def allreduce_tied_weight_gradients(self) -> None:
@@ -460,7 +460,7 @@ class PipelineModule(PlainAttributes, nn.Module):
 
 
 def _on_one(run: Callable[[Any], Any], *values: Any) -> Any:
-    """A block takes one value; checkpoint functions want the tensors of a tuple one by one."""
+    """Calls ``run`` with one value: checkpoint functions give the tensors of a tuple one by one."""
     return run(values[0] if len(values) == 1 else values)
 
 

@@ -51,7 +51,7 @@ def chunk_bounds(method: Method, parameters: Sequence[int], names: Sequence[str]
 
 
 def is_plan(method: Method | None) -> bool:
-    """Whether the cut is to be the one with the least step time."""
+    """Returns whether the cut is to be the one with the least step time."""
     return isinstance(method, str) and method.strip().lower() == "plan"
 
 
@@ -89,7 +89,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def without_empty(bounds: list[int], layers: int) -> list[int]:
-    """The bounds moved as little as needed, so that every part has a layer."""
+    """Returns the bounds moved as little as needed, so that every part has a layer."""
     moved = list(bounds)
     for part in range(1, len(moved) - 1):
         moved[part] = max(moved[part], moved[part - 1] + 1)

@@ -60,7 +60,7 @@ def _crc(tensor: torch.Tensor, before: int) -> int:
 
 
 def different_samples(rows: Sequence[tuple[int, int, bool]], mesh: Mesh) -> str | None:
-    """What is wrong with the samples of a step, in words that are the same on every rank; None if nothing is.
+    """Returns what is wrong with the samples of a step, in words that are the same on every rank; None if nothing is.
 
     Inputs may differ between stages where labels do not (noise that only the first stage's count), and the other way
     round; both together are other samples.

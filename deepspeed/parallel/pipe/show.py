@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     times.add_argument("--backward", type=float, default=80.0, help="of the whole backward")
     times.add_argument("--weight", type=float, help="its part for weights; default: half of it")
     times.add_argument("--transfer", type=float, default=0.0, help="until a result is at the next stage")
-    parser.add_argument("--instructions", type=int, metavar="STAGE", help="print what this stage is told")
+    parser.add_argument("--instructions", type=int, metavar="STAGE", help="print the instructions of this stage")
     parser.add_argument("--picture", metavar="FILE.svg", help="draw the timelines")
     return parser
 
@@ -117,8 +117,8 @@ def _table(shown: list[tuple[Schedule, Timeline]], times: Times) -> Table:
 
 
 def _sends(schedule: Schedule, stage: int) -> int:
-    told = (instruction for step in StageSchedule(schedule, stage) for instruction in step)
-    return sum(instruction.name.startswith("Send") and instruction.peer != stage for instruction in told)
+    listed = (instruction for step in StageSchedule(schedule, stage) for instruction in step)
+    return sum(instruction.name.startswith("Send") and instruction.peer != stage for instruction in listed)
 
 
 def _write(path: Path, text: str) -> None:

@@ -62,12 +62,12 @@ class TiedLayerSpec(LayerSpec):
 
     Args:
         key: Name of the tie.
-        typename: As of :class:`LayerSpec`.
-        *module_args: As of :class:`LayerSpec`.
+        typename: Class or function of the layer.
+        *module_args: Positional arguments of the layer.
         forward_fn: ``forward_fn(module, x)`` in place of ``module(x)``.
         tied_weight_attr: The parameter or parameters that are tied, by attribute name, which may be dotted. The others
             are each stage's own.
-        **module_kwargs: As of :class:`LayerSpec`.
+        **module_kwargs: Keyword arguments of the layer.
 
     Attributes:
         key: As given.
@@ -91,7 +91,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
-    """The parameter that a dotted attribute path or a property leads to.
+    """Returns the parameter that a dotted attribute path or a property leads to.
 
     Raises:
         DeepSpeedConfigError: It leads to something else, or nowhere.
@@ -108,7 +108,7 @@ def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
 
 
 def built_on_meta(spec: LayerSpec) -> nn.Module | None:
-    """The layer with shapes and no values, in no memory; None where its class cannot be built so."""
+    """Returns the layer with shapes and no values, in no memory; None where its class cannot be built so."""
     state = torch.random.get_rng_state()
     try:
         with torch.device("meta"):

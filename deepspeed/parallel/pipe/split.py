@@ -22,7 +22,7 @@ Node = Any  # torch.autograd.graph.Node
 
 
 @dataclass
-class _Junction:
+class _BranchNode:
     """A node on the way to the inputs that leads to weights too."""
 
     node: Node
@@ -34,45 +34,45 @@ class _Junction:
 class WeightWork:
     """What the second half of a backward has to do."""
 
-    junctions: list[_Junction] = field(default_factory=list)
+    branches: list[_BranchNode] = field(default_factory=list)
     roots: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
         """Accumulates the gradients of the weights."""
-        for junction in self.junctions:
-            pairs = [(GradientEdge(junction.node, i), g) for i, g in enumerate(junction.arrived) if g is not None]
+        for branch in self.branches:
+            pairs = [(GradientEdge(branch.node, i), g) for i, g in enumerate(branch.arrived) if g is not None]
             if pairs:
                 edges, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=junction.weights)
+                torch.autograd.backward(edges, gradients, inputs=branch.weights)
         if self.roots:
             tensors, given = zip(*self.roots, strict=True)
             torch.autograd.backward(tensors, given)
-        self.junctions, self.roots = [], []
+        self.branches, self.roots = [], []
 
 
 def backward_to_inputs(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> WeightWork | None:
-    """The first half: accumulates the gradients of ``inputs``.
+    """Runs the first half of a backward: accumulates the gradients of ``inputs``.
 
     Args:
-        roots: Outputs that gradients come back for.
-        gradients: Theirs.
-        inputs: Leaves.
+        roots: Outputs that gradients come back for, of any shape.
+        gradients: Theirs, in the same shapes.
+        inputs: Leaves, of any shape.
 
     Returns:
         The second half; None where there is none left, as this was the whole backward.
     """
     on_the_way, order = _nodes_towards(roots, inputs)
-    junctions = [found for node in order if (found := _junction(node, on_the_way)) is not None]
+    branches = [found for node in order if (found := _branch(node, on_the_way)) is not None]
     beside = [pair for pair in zip(roots, gradients, strict=True) if get_gradient_edge(pair[0]).node not in on_the_way]
-    weights = [id(weight) for junction in junctions for weight in junction.weights]
+    weights = [id(weight) for branch in branches for weight in branch.weights]
     apart = [id(weight) for root, _ in beside for weight in _leaves(get_gradient_edge(root).node, on_the_way)]
     if len(set(weights)) < len(weights) or not set(weights).isdisjoint(apart):
         torch.autograd.backward(list(roots), list(gradients))
         return None
     through = [pair for pair in zip(roots, gradients, strict=True) if get_gradient_edge(pair[0]).node in on_the_way]
-    handles = [junction.node.register_prehook(_keeper(junction)) for junction in junctions]
+    handles = [branch.node.register_prehook(_keeper(branch)) for branch in branches]
     try:
         if through:
             tensors, given = zip(*through, strict=True)
@@ -80,12 +80,12 @@ def backward_to_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return WeightWork(junctions, beside)
+    return WeightWork(branches, beside)
 
 
-def _keeper(junction: _Junction) -> Any:
+def _keeper(branch: _BranchNode) -> Any:
     def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:
-        junction.arrived = arrived
+        branch.arrived = arrived
 
     return keep
 
@@ -120,16 +120,16 @@ def _nodes_towards(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     return found, [node for node in order if node in found]
 
 
-def _junction(node: Node, on_the_way: set[Node]) -> _Junction | None:
+def _branch(node: Node, on_the_way: set[Node]) -> _BranchNode | None:
     weights: dict[int, torch.Tensor] = {}
     for child in _children(node):
         if child not in on_the_way:
             weights.update((id(weight), weight) for weight in _leaves(child, on_the_way))
-    return _Junction(node, list(weights.values())) if weights else None
+    return _BranchNode(node, list(weights.values())) if weights else None
 
 
 def _leaves(start: Node, without: set[Node]) -> list[torch.Tensor]:
-    """The leaves that are reached from a node, other ways than through the nodes of ``without``."""
+    """Returns the leaves that are reached from a node, other ways than through the nodes of ``without``."""
     found, seen, stack = [], set(), [start]
     while stack:
         node = stack.pop()

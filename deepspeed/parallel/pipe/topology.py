@@ -40,11 +40,11 @@ class ProcessTopology:
         self.mapping = {coordinate._make(place): rank for rank, place in enumerate(places)}
 
     def __str__(self) -> str:
-        """Every coordinate with its rank."""
+        """Returns every coordinate with its rank."""
         return str(self.mapping)
 
     def get_rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate.
+        """Returns the rank at a coordinate.
 
         Args:
             **coordinate: A place for every axis.
@@ -62,7 +62,7 @@ class ProcessTopology:
         return self.mapping[key]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, slowest first."""
+        """Returns the axes, slowest first."""
         return self.axes
 
     def get_rank_repr(
@@ -72,7 +72,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The place of a rank in words, as it appears in file names: ``model_01``.
+        """Returns the place of a rank in words, as it appears in file names: ``model_01``.
 
         Args:
             rank: The rank.
@@ -89,7 +89,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of a rank.
+        """Returns the coordinate of a rank.
 
         Raises:
             ValueError: There is no such rank.
@@ -100,7 +100,7 @@ class ProcessTopology:
         raise ValueError(f"get_coord: there is no rank {rank}, only 0 to {self.world_size() - 1}")
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The ranks that differ along ``axis`` only, list by list; empty if there is no such axis."""
+        """Returns the ranks that differ along ``axis`` only, list by list; empty if there is no such axis."""
         if axis not in self.axes:
             return []
         lists: dict[tuple[int, ...], list[int]] = {}
@@ -110,7 +110,7 @@ class ProcessTopology:
         return list(lists.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks whose places on the named axes are the given ones, ascending."""
+        """Returns the ranks whose places on the named axes are the given ones, ascending."""
         return [
             rank
             for place, rank in self.mapping.items()
@@ -118,7 +118,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at place ``idx`` of ``axis``, ascending."""
+        """Returns the ranks at place ``idx`` of ``axis``, ascending."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -141,14 +141,14 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def mesh_of_topology(topology: ProcessTopology) -> Mesh:
-    """The mesh of the same ranks, under the names of this package."""
+    """Returns the mesh of the same ranks, under the names of this package."""
     return Mesh(
         tuple((TENSOR if axis == MODEL else axis, dim) for axis, dim in zip(topology.axes, topology.dims, strict=True))
     )
 
 
 def usual_topology(world_size: int) -> PipeDataParallelTopology:
-    """The prime factors of the number of ranks, dealt in turn to stages and copies."""
+    """Returns the prime factors of the number of ranks, dealt in turn to stages and copies."""
     sizes, rest, factor, turn = [1, 1], world_size, 2, 0
     while rest > 1:
         while rest % factor == 0:

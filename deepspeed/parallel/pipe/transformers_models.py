@@ -32,7 +32,7 @@ from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
 
 def layers_of(model_or_config: Any) -> list[Any]:
-    """The row of layers of a causal language model.
+    """Returns the row of layers of a causal language model.
 
     Args:
         model_or_config: The model, whose values are kept, or its configuration: then a stage builds its layers only.
@@ -58,8 +58,8 @@ def next_token_loss(outputs: Any, labels: Any) -> Any:
 
     Args:
         outputs: Logits ``(batch, length, vocabulary)``; where routers count, those and the balance loss, 0-dim.
-        labels: ``(batch, length)``, of the same tokens: they are shifted here. Or ``{"shift_labels": ...}``, likewise,
-            of each token's next one.
+        labels: ``(batch, length)``, of the same tokens: they are shifted here. Or ``{"shift_labels": ...}``, of the
+            same shape, with each token's next one.
 
     Returns:
         The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss.
@@ -76,15 +76,19 @@ def next_token_loss(outputs: Any, labels: Any) -> Any:
 
 
 def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bool) -> torch.Tensor:
-    """As :func:`next_token_loss`, where ranks have parts of sequences: the mean over the tokens of all of them.
+    """Cross entropy of the next token where each rank has a part of every sequence: the mean over all ranks' tokens.
 
     Args:
         logits: ``(batch, this rank's tokens, vocabulary)``.
-        labels: ``{"shift_labels": ...}``: the last token's next one is on the next rank.
-        own_share: See ``mean_loss``.
+        labels: ``{"shift_labels": (batch, this rank's tokens)}`` with each token's next one, as the one after the last
+            token is on the next rank. Labels of -100 do not count.
+        own_share: Back-propagate only this rank's share of the mean, see ``mean_loss``.
+
+    Returns:
+        The loss, 0-dim, the same on all ranks that share sequences.
 
     Raises:
-        DeepSpeedConfigError: The labels are not so.
+        DeepSpeedConfigError: ``labels`` has no ``shift_labels``.
     """
     from deepspeed.parallel.sequence.loss import mean_loss
 
@@ -102,7 +106,7 @@ def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bo
 
 
 def whole_model_of(layers: list[Any]) -> Any:
-    """The model of which :func:`layers_of` made layers, with values or without; None for other layers."""
+    """Returns the model of which :func:`layers_of` made layers, with values or without; None for other layers."""
     for spec in layers:
         part = spec.module_args[0] if isinstance(spec, LayerSpec) and spec.module_args else None
         if isinstance(part, ModelPart):
@@ -143,7 +147,7 @@ def pipeline_names(model: nn.Module) -> dict[str, str]:
 
 
 def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
-    """A state dict of the pipeline under the Transformers model's names, for its ``load_state_dict``.
+    """Returns a state dict of the pipeline under the Transformers model's names, for its ``load_state_dict``.
 
     Args:
         state: All parameters and buffers of the pipeline by name, as ``get_fp32_state_dict_from_zero_checkpoint`` and
@@ -188,13 +192,13 @@ class _Plan:
         return ModelPart(self._skeleton, self._model, ".".join(path))
 
     def layers(self) -> list[Any]:
-        """The row."""
+        """Returns the row."""
         found, base, blocks = self._anatomy, self._anatomy.decoder_path, self._anatomy.block_lists[0]
         hears_routers = counts_routers(self._skeleton.config)
         embedding = self._part(found.embedding_path)
         row: list[Any] = [LayerSpec(_Embed, embedding)]
         elsewhere = (found.embedding_path.removeprefix(f"{base}."), *self._tail)
-        row.append(LayerSpec(_Begin, self._part(base), blocks, elsewhere, hears_routers=hears_routers))
+        row.append(LayerSpec(_FirstLayers, self._part(base), blocks, elsewhere, hears_routers=hears_routers))
         routers = recorded_routers(found.decoder) if hears_routers else None
         for i in range(len(found.blocks)):
             row.append(LayerSpec(_Block, self._part(base, blocks, str(i)), i, routers))
@@ -249,7 +253,7 @@ Travelling = tuple[torch.Tensor, list[Any], list[Any], Heard]
 """Between blocks: hidden states, what blocks are called with, which of it each takes, and what routers said."""
 
 
-class _Begin(nn.Module):
+class _FirstLayers(nn.Module):
     """Everything that the decoder computes before its first block."""
 
     part: Any
@@ -279,14 +283,14 @@ class _Begin(nn.Module):
                 values.append(item)
             return places[id(item)]
 
-        told = [
+        block_arguments = [
             ([place(item) for item in arguments], {name: place(item) for name, item in named.items()})
             for _, arguments, named in calls
         ]
-        heard: Heard = None
+        router_outputs: Heard = None
         if self._hears_routers:
-            heard = {"attention_mask": value.get("attention_mask"), "router_logits": []}
-        return calls[0][0], values, told, heard
+            router_outputs = {"attention_mask": value.get("attention_mask"), "router_logits": []}
+        return calls[0][0], values, block_arguments, router_outputs
 
 
 class _Block(nn.Module):
@@ -300,18 +304,21 @@ class _Block(nn.Module):
         self.part = part.get()
         self._tp_plan = part.tensor_plan("part")
         self.number = number
-        self._said: list[torch.Tensor] = []
-        record_routers(self.part, routers or [], self._said)
+        self._router_logits: list[torch.Tensor] = []
+        record_routers(self.part, routers or [], self._router_logits)
 
     def forward(self, value: Travelling) -> Travelling:
-        hidden, values, told, heard = value
-        arguments, named = told[self.number]
-        self._said.clear()
+        hidden, values, block_arguments, router_outputs = value
+        arguments, named = block_arguments[self.number]
+        self._router_logits.clear()
         made = self.part(hidden, *(values[i] for i in arguments), **{name: values[i] for name, i in named.items()})
-        if heard is not None:
-            heard = {**heard, "router_logits": [*heard["router_logits"], *self._said]}
-        self._said.clear()
-        return (made[0] if isinstance(made, tuple) else made), values, told, heard
+        if router_outputs is not None:
+            router_outputs = {
+                **router_outputs,
+                "router_logits": [*router_outputs["router_logits"], *self._router_logits],
+            }
+        self._router_logits.clear()
+        return (made[0] if isinstance(made, tuple) else made), values, block_arguments, router_outputs
 
 
 class _Norm(nn.Module):
@@ -324,9 +331,9 @@ class _Norm(nn.Module):
         self.part = part.get()
 
     def forward(self, value: Any) -> Any:
-        hidden, *_, heard = value if isinstance(value, tuple) else (value, None)
+        hidden, *_, router_outputs = value if isinstance(value, tuple) else (value, None)
         made: torch.Tensor = self.part(hidden)
-        return made if heard is None else (made, heard)
+        return made if router_outputs is None else (made, router_outputs)
 
 
 class _Head(nn.Module):

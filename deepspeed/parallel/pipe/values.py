@@ -70,14 +70,14 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Ten
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a nested value, in order; one that occurs twice is there twice."""
+    """Returns every tensor of a nested value, in order; one that occurs twice is there twice."""
     found: list[torch.Tensor] = []
     map_tensors(value, found.append)
     return found
 
 
 def taken_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The description of a value, and its tensors in the order of the slots."""
+    """Returns the description of a value, and its tensors in the order of the slots."""
     tensors: list[torch.Tensor] = []
 
     def slot(tensor: torch.Tensor) -> Slot:
@@ -88,10 +88,10 @@ def taken_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def quick_description(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """What a description says, without making one: for messages that are like the one before them.
+    """Returns a quick stand-in for a description, for messages that are like the one before them.
 
     Args:
-        value: Any nesting.
+        value: Any nesting of tensors of any shape.
         tensors: Receives its tensors, in the order of the slots.
 
     Returns:
@@ -121,14 +121,14 @@ def shapes_of(value: Any) -> str:
 
 
 def slots_of(description: Any) -> list[Slot]:
-    """The slots of a description, in order."""
+    """Returns the slots of a description, in order."""
     found: list[Slot] = []
     map_tensors(description, found.append, Slot)
     return sorted(found, key=lambda slot: slot.index)
 
 
 def put_together(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value of a description."""
+    """Returns the value of a description, with ``tensors`` (in the shapes of the slots) in the place of the slots."""
     return map_tensors(description, lambda slot: tensors[slot.index], Slot)
 
 

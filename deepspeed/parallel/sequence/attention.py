@@ -12,10 +12,9 @@ from torch import nn
 
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.kept_once import KeptOnce
-from deepspeed.parallel.sequence.shares import one_after_another, shares_of_heads
-from deepspeed.parallel.sequence.wire import wire_of
+from deepspeed.parallel.sequence.exchange import exchange, transport_of
+from deepspeed.parallel.sequence.head_assignment import one_after_another, shares_of_heads
+from deepspeed.parallel.sequence.saved_result import SavedResult
 from deepspeed.uncompiled import uncompiled
 
 
@@ -35,7 +34,7 @@ class DistributedAttention(nn.Module):
             there: at the event ``done_event`` of the tensor where it has one, else behind the current stream.
         num_kv_heads: Checked against the key, where given.
         recompute_exchange: Keep the result once for backward, as the layer behind has it, and exchange it once more
-            there (ours, not upstream's); see ``KeptOnce``. It must then not be changed in place.
+            there (ours, not upstream's); see ``SavedResult``. It must then not be changed in place.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class DistributedAttention(nn.Module):
 
         Args:
             query: 4-D; this rank's tokens, all heads.
-            key: Likewise, with as many heads or a divisor of them.
+            key: 4-D in the same order of dimensions, with as many heads or a divisor of them.
             value: As ``key``.
             batch_dim_idx: 0: ``[batch, tokens, heads, width]``; 1: ``[tokens, batch, heads, width]``.
             rotary_pos_emb: ``(cos, sin)`` of all tokens, ``[tokens, width]`` or broadcastable; applied to query and key
@@ -89,8 +88,8 @@ class DistributedAttention(nn.Module):
             DeepSpeedConfigError: The tensors are not as said, or heads do not suffice for the ranks.
         """
         tokens = self._token_axis(query, batch_dim_idx)
-        wire = wire_of(self.spg, query.device)
-        shares = shares_of_heads(query.size(self.scatter_idx), key.size(self.scatter_idx), wire.size)
+        transport = transport_of(self.spg, query.device)
+        shares = shares_of_heads(query.size(self.scatter_idx), key.size(self.scatter_idx), transport.size)
         if self.num_kv_heads is not None and key.size(self.scatter_idx) != self.num_kv_heads:
             raise DeepSpeedConfigError(
                 f"DistributedAttention: num_kv_heads is {self.num_kv_heads}, but the key has "
@@ -102,7 +101,7 @@ class DistributedAttention(nn.Module):
         )
         if rotary_pos_emb is not None:
             query, key = (rotated(x, *rotary_pos_emb, tokens) for x in (query, key))
-        once = KeptOnce() if self.recompute_exchange and wire.size > 1 else None
+        once = SavedResult() if self.recompute_exchange and transport.size > 1 else None
         with nullcontext() if once is None else once.attending():
             context = self.local_attn(query, key, value, *args, **kwargs)
         with self._beside(context):
@@ -202,9 +201,9 @@ class _SeqAllToAll(torch.autograd.Function):
         back = scatter_idx == tokens
         heads = None
         if back:
-            wire = wire_of(group, input.device)
+            transport = transport_of(group, input.device)
             mine = torch.tensor([input.size(head_axis)])
-            counts = wire.gather_small(mine, channel="call", label="the numbers of heads (_SeqAllToAll)")
+            counts = transport.gather_small(mine, channel="call", label="the numbers of heads (_SeqAllToAll)")
             heads = one_after_another(counts.flatten().tolist())
         ctx.arguments = group, scatter_idx, gather_idx, batch_dim_idx
         if ctx.needs_input_grad[1]:

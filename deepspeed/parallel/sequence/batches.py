@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.exchange import transport_of
 from deepspeed.parallel.sequence.loss import IGNORED
-from deepspeed.parallel.sequence.wire import wire_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class BatchDescription:
         ended: Its loader has none.
         problem: Why the batch cannot be cut.
         shapes: ``(batch, padded tokens)`` by name of the tensors.
-        dtypes: Likewise.
+        dtypes: Dtype by name of the tensors.
         others: Entries that are no tensors.
         digest: Of the tokens, to see whether ranks have different ones.
         padded: Tokens that padding has added.
@@ -43,7 +43,7 @@ def exchange_batches(
     """Returns this rank's tokens of every rank's batch, in rank order. Every rank of the group must call it.
 
     Args:
-        tensors: This rank's batch, as :func:`describe_batch` made it.
+        tensors: This rank's batch as :func:`describe_batch` made it, by name: ``[batch, padded tokens]``.
         descriptions: Every rank's.
         group: Torch process group of the ranks that share a sequence.
         device: Where the group's transfers read and write; batches come on the host.
@@ -63,8 +63,8 @@ def _exchanged(
     received = [rows * tokens for rows, tokens in shapes]
     out = tensor.new_empty(sum(received))
     sent = [piece.numel() for piece in pieces]
-    wire, label = wire_of(group, device), f"{name} of a batch (sequence parallel)"
-    wire.all_to_all(torch.cat(pieces), sent, out, received, label=label).wait()
+    transport, label = transport_of(group, device), f"{name} of a batch (sequence parallel)"
+    transport.all_to_all(torch.cat(pieces), sent, out, received, label=label).wait()
     return [part.view(shape).to(home) for part, shape in zip(out.split(received), shapes, strict=True)]
 
 

@@ -47,11 +47,11 @@ def chunked_attention(
     if chunk_size < 1:
         raise DeepSpeedConfigError(f"chunked_attention(chunk_size={chunk_size}): expected at least 1 token")
     rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
-    out: torch.Tensor = _Chunked.apply(query, key, value, rule, chunk_size, offload)
+    out: torch.Tensor = _ChunkedAttention.apply(query, key, value, rule, chunk_size, offload)
     return out
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

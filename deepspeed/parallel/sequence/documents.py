@@ -31,7 +31,7 @@ Documents = tuple[PackedRow, ...]
 
 
 def holds_one_sequence_per_rank(positions: torch.Tensor, visible: torch.Tensor, ranks: int) -> bool:
-    """Whether the positions begin again at 0 in every rank's part: each rank was given its own whole sequences.
+    """Returns whether the positions begin again at 0 in every rank's part: each rank was given its own whole sequences.
 
     Parts without visible tokens, and parts before which nothing is visible, do not contradict that: for them both
     readings give the same attention. Waits for the device.

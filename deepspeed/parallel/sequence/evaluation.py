@@ -25,9 +25,9 @@ from deepspeed.models.anatomy import is_causal_lm, unwrapped
 from deepspeed.models.configurations import model_type_of
 from deepspeed.models.head import causal_output
 from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
+from deepspeed.parallel.sequence.context import SequenceParallelContext
+from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.parallel.sequence.loss import IGNORED
-from deepspeed.parallel.sequence.sharing import SequenceSharing
-from deepspeed.parallel.sequence.wire import channel_of
 
 _CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with one value per token."""
@@ -36,7 +36,7 @@ _COUNTS_BY_MASK = ("opt",)
 _NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
 
 
-def share_evaluation(model: nn.Module, sharing: SequenceSharing, *, keeps_logits: bool) -> None:
+def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keeps_logits: bool) -> None:
     """Makes a registered model's evaluation shared, in place; nothing happens where its class is none for it.
 
     Passes without gradients in evaluation that ask for no cache are shared: all ranks of the group must make them
@@ -76,9 +76,13 @@ def _asks_for_no_cache(given: dict[str, Any], model: Any) -> bool:
 
 
 def _shared(
-    whole: Callable[..., Any], sharing: SequenceSharing, model: nn.Module, given: dict[str, Any], keeps_logits: bool
+    whole: Callable[..., Any],
+    sharing: SequenceParallelContext,
+    model: nn.Module,
+    given: dict[str, Any],
+    keeps_logits: bool,
 ) -> Any:
-    """What the model returns for this rank's batch; None where some rank's batch cannot be shared."""
+    """Returns what the model returns for this rank's batch; None where some rank's batch cannot be shared."""
     group = sharing.group
     ids = given.get("input_ids")
     ranks = comm.get_world_size(group)
@@ -120,7 +124,7 @@ def _shared(
 
 
 def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
-    """Why a batch cannot be shared, its inputs per token, and what every pass gets of the rest."""
+    """Returns why a batch cannot be shared, its inputs per token, and what every pass gets of the rest."""
     batch = {name: given[name] for name in _CUT if given.get(name) is not None}
     rest = {name: value for name, value in given.items() if name not in _CUT and value is not None}
     rest = {name: value for name, value in rest.items() if name not in _NEUTRAL and value is not False}
@@ -156,14 +160,14 @@ def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torc
     return torch.stack((total, count.float()))
 
 
-def _gathered(part: torch.Tensor, owner: int, sharing: SequenceSharing) -> torch.Tensor:
+def _gathered(part: torch.Tensor, owner: int, sharing: SequenceParallelContext) -> torch.Tensor:
     """``[batch, tokens, words]`` of the whole sequences on rank ``owner`` of the group; nothing on the others."""
-    wire = sharing.wire(part.device)
+    transport = sharing.transport(part.device)
     source = part.movedim(1, 0).contiguous()  # tokens first, so that what arrives is in place
     tokens = source.size(0)
-    mine = wire.rank == owner
-    sent, received = [0] * wire.size, [tokens * mine] * wire.size
+    mine = transport.rank == owner
+    sent, received = [0] * transport.size, [tokens * mine] * transport.size
     sent[owner] = tokens
     out = source.new_empty((sum(received), *source.shape[1:]))
-    wire.all_to_all(source, sent, out, received, label="logits of an evaluation (sequence parallel)").wait()
+    transport.all_to_all(source, sent, out, received, label="logits of an evaluation (sequence parallel)").wait()
     return out.movedim(0, 1)

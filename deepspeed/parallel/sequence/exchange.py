@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.comm.transports.along import channel_along, transport_along
+from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.shares import Share, in_equal_parts, length_of, one_after_another
-from deepspeed.parallel.sequence.wire import wire_of
+from deepspeed.parallel.sequence.head_assignment import Share, in_equal_parts, length_of, one_after_another
 from deepspeed.uncompiled import uncompiled
 
 _LABEL = "the exchange of heads and tokens (sequence parallel)"
@@ -39,7 +42,7 @@ def exchange(
     where several ranks had the same heads.
 
     Args:
-        x: All heads of this rank's tokens; with ``back`` all tokens of this rank's heads. Any dtype and strides.
+        x: All heads of this rank's tokens; with ``back`` all tokens of this rank's heads. Any dtype, shape and strides.
         group: Torch process group of the ranks that share a sequence; None: all ranks.
         sequence_axis: Axis of tokens.
         head_axis: Axis of heads.
@@ -55,17 +58,17 @@ def exchange(
     Raises:
         DeepSpeedConfigError: The sizes do not fit ``x``; before anything moves.
     """
-    wire = wire_of(group, x.device)
+    transport = transport_of(group, x.device)
     sequence_axis, head_axis = sequence_axis % x.dim(), head_axis % x.dim()
     if lengths is None:
-        tokens = _even(x.size(sequence_axis), wire.size) if back else [x.size(sequence_axis)] * wire.size
+        tokens = _even(x.size(sequence_axis), transport.size) if back else [x.size(sequence_axis)] * transport.size
     else:
         tokens = list(lengths)
     if heads is None:
-        heads = in_equal_parts(x.size(head_axis) * (wire.size if back else 1), wire.size)
-    move = _Move(wire, sequence_axis, head_axis, back, one_after_another(tokens), tuple(heads))
+        heads = in_equal_parts(x.size(head_axis) * (transport.size if back else 1), transport.size)
+    move = _Move(transport, sequence_axis, head_axis, back, one_after_another(tokens), tuple(heads))
     _check(x, move)
-    if wire.size == 1:
+    if transport.size == 1:
         return x
     moved: torch.Tensor = _AllToAll.apply(x, move)
     return moved
@@ -75,7 +78,7 @@ def exchange(
 class _Move:
     """What an exchange does with its tensor; by rank, the tokens on its one side and the heads on its other."""
 
-    wire: Transport
+    transport: Transport
     sequence_axis: int
     head_axis: int
     back: bool
@@ -100,19 +103,19 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
-    """Each element is copied once on its way out and once on its way in, those that stay only once.
+    """Returns ``x`` after the exchange of heads for tokens, or back.
 
-    What travels has its tokens first; so where they are first in memory too, tokens that leave or come are a range of
-    it.
+    Each element is copied once when it is sent and once when it is received, those that stay only once. What travels
+    has its tokens first; so where they are first in memory too, tokens that leave or come are a range of it.
     """
     return _heads_together(x, move) if move.back else _heads_apart(x, move)
 
 
 def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Sends to rank r its heads; gathers the tokens, which come first in memory."""
-    wire, x = move.wire, x.movedim(move.sequence_axis, 0)
+    transport, x = move.transport, x.movedim(move.sequence_axis, 0)
     after = move.head_axis + (move.head_axis < move.sequence_axis)  # where heads are, now that tokens are in front
-    shape = _with(x, after, length_of(move.heads[wire.rank]))
+    shape = _with(x, after, length_of(move.heads[transport.rank]))
     shape[0] = move.tokens[-1][1]
     shape.insert(move.sequence_axis, shape.pop(0))
     axes = list(range(len(shape)))
@@ -121,26 +124,26 @@ def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:
     arrived = out.movedim(move.sequence_axis, 0)
     leaving = [[_at(x, after, share)] for share in move.heads]
     arriving = [[_at(arrived, 0, share)] for share in move.tokens]
-    wire.exchange(leaving, arriving, x, label=_LABEL).wait()
+    transport.exchange(leaving, arriving, x, label=_LABEL).wait()
     return out
 
 
 def _heads_together(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Sends to rank r its tokens; gathers the heads, adding those that several ranks have in the order of the ranks."""
-    wire, axes = move.wire, list(range(x.dim()))
+    transport, axes = move.transport, list(range(x.dim()))
     if move.head_axis < move.sequence_axis:  # in memory heads come behind tokens, as layers have them
         axes.insert(move.sequence_axis, axes.pop(move.head_axis))
     shape = _with(x, move.head_axis, move.heads[-1][1])
-    shape[move.sequence_axis] = length_of(move.tokens[wire.rank])
+    shape[move.sequence_axis] = length_of(move.tokens[transport.rank])
     out = _laid_out(x, shape, axes)
     x = x.movedim(move.sequence_axis, 0)
     leaving = [[_at(x, 0, share)] for share in move.tokens]
     places = [_at(out, move.head_axis, share).movedim(move.sequence_axis, 0) for share in move.heads]
     if sum(map(length_of, move.heads)) == move.heads[-1][1]:
-        wire.exchange(leaving, [[place] for place in places], x, label=_LABEL).wait()
+        transport.exchange(leaving, [[place] for place in places], x, label=_LABEL).wait()
         return out
     parts = [x.new_empty(place.shape) for place in places]
-    wire.exchange(leaving, [[part] for part in parts], x, label=_LABEL).wait()
+    transport.exchange(leaving, [[part] for part in parts], x, label=_LABEL).wait()
     out.zero_()
     for place, part in zip(places, parts, strict=True):
         place.add_(part)
@@ -157,7 +160,7 @@ def _laid_out(x: torch.Tensor, shape: list[int], axes: list[int]) -> torch.Tenso
 
 
 def _with(x: torch.Tensor, axis: int, length: int) -> list[int]:
-    """The shape with one axis of another length."""
+    """Returns the shape with one axis of another length."""
     shape = list(x.shape)
     shape[axis] = length
     return shape
@@ -177,7 +180,7 @@ def _even(length: int, ranks: int) -> list[int]:
 
 
 def _check(x: torch.Tensor, move: _Move) -> None:
-    rank, ranks = move.wire.rank, move.wire.size
+    rank, ranks = move.transport.rank, move.transport.size
     known = len(move.tokens) == ranks == len(move.heads) and move.sequence_axis != move.head_axis
     whole, own = (move.tokens, move.heads) if move.back else (move.heads, move.tokens)
     axes = move.sequence_axis, move.head_axis
@@ -190,3 +193,25 @@ def _check(x: torch.Tensor, move: _Move) -> None:
             f"along axis {gathered} among {ranks} ranks; expected {expected[0]} and {expected[1]} elements "
             f"there, found {found[0]} and {found[1]}"
         )
+
+
+_uses: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
+
+
+@uncompiled
+def transport_of(group: Any, device: torch.device) -> Transport:
+    """Returns the transport of ``group`` for an exchange of tokens; arguments as for ``transport_along``."""
+    transport = transport_along(group, device, SEQUENCE)
+    _uses[transport] = _uses.get(transport, 0) + 1
+    return transport
+
+
+def uses_of_transports() -> int:
+    """Returns how often tokens were exchanged in this process so far, over all groups that are alive."""
+    return sum(_uses.values())
+
+
+@uncompiled
+def channel_of(group: Any, device: torch.device) -> Channel:
+    """Returns the channel of ``group``, for losses; arguments as of ``comm.transports.along.transport_along``."""
+    return channel_along(group, device, SEQUENCE)

@@ -18,9 +18,9 @@ from deepspeed.comm.job.world import size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
 from deepspeed.parallel.sequence.exchange import exchange
+from deepspeed.parallel.sequence.head_assignment import shares_of_heads
 from deepspeed.parallel.sequence.host_chunks import HostChunks, attend_to_chunks
 from deepspeed.parallel.sequence.online import MaskRule
-from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.tiled import run_again
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy, gather_tokens
 from deepspeed.uncompiled import uncompiled

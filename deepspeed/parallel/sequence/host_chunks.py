@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from deepspeed.offload.streams import CopyDone, CopyStream
+from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
 
 
-class Coming:
+class PrefetchedTensors:
     """Tensors on their way to the device."""
 
-    def __init__(self, tensors: list[torch.Tensor], copies: Sequence[CopyDone]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], copies: Sequence[CopyHandle]) -> None:
         self._tensors, self._copies = tensors, copies
 
     def take(self) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ class HostChunks:
         """Blocks the host until it may read everything that was put so far."""
         self._down.wait_on_host()
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Coming:
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> PrefetchedTensors:
         """Starts to copy tensors (any shapes) to the device, after all calls of :meth:`put`.
 
         Tensors that are on the device stay as they are.
@@ -67,7 +67,7 @@ class HostChunks:
         ]
         self._up.wait_for(self._down)
         pairs = [(there, tensor) for there, tensor in zip(found, tensors, strict=True) if there is not tensor]
-        return Coming(found, [self._up.copy(there, tensor) for there, tensor in pairs])
+        return PrefetchedTensors(found, [self._up.copy(there, tensor) for there, tensor in pairs])
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies ``tensor`` (any shape) to host memory like :meth:`put`, and is differentiable."""
@@ -95,7 +95,7 @@ def attend_to_chunks(
     rule: MaskRule,
     copies: HostChunks,
 ) -> torch.Tensor:
-    """What a chunk of queries gets from keys and values, of which there is a chunk at a time on the device.
+    """Returns what a chunk of queries gets from keys and values, of which there is a chunk at a time on the device.
 
     Args:
         query: ``[batch, heads, tokens, width]``.

@@ -58,7 +58,7 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size - self._left_out
 
     def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
-        """A loader of what follows the first ``batches`` of this one, counted as its own are.
+        """Returns a loader of what follows the first ``batches`` of this one, counted as its own are.
 
         Args:
             batches: How many.
@@ -80,7 +80,7 @@ class UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next batch, this rank's tokens. Every rank of the group must call it."""
+        """Returns the next batch, this rank's tokens. Every rank of the group must call it."""
         while True:
             if not self._waiting:
                 self._refill()

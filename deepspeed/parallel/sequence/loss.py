@@ -14,7 +14,7 @@ from deepspeed.comm.job import groups
 from deepspeed.comm.transports.differentiable import reduce_from, sum_over
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.wire import channel_of
+from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.uncompiled import uncompiled
 
 IGNORED = -100
@@ -29,7 +29,7 @@ def mean_loss(
     ignore_index: int = IGNORED,
     own_share: bool = False,
 ) -> torch.Tensor:
-    """The mean over all counted tokens of the sequences that the ranks of a group share.
+    """Returns the mean over all counted tokens of the sequences that the ranks of a group share.
 
     Every rank of the group must call it; so must they run its backward. Its gradient is that of the unsharded loss
     where ``sequence_parallel.loss`` is what ``own_share`` says.

@@ -68,9 +68,9 @@ class MaskRule:
         return None if query.documents is not None and key.documents is not None else sees
 
     def hidden(self, query: Tokens, key: Tokens) -> torch.Tensor:
-        """Returns what is hidden, ``[batch or 1, 1, 1, queries, keys]``, on the device of the tokens.
+        """Returns what is hidden, bools ``[batch or 1, 1, 1, queries, keys]``, on the device of the tokens.
 
-        As :meth:`sees`, for tokens of which it returned None.
+        To be called for tokens of which :meth:`sees` returned None.
         """
         found: torch.Tensor | None = None
         if self.is_causal:
@@ -143,7 +143,17 @@ class Slopes:
         columns: Tokens,
         rule: MaskRule,
     ) -> None:
-        """Adds what a block of keys and values gets to ``of_key`` and ``of_value`` (fp32)."""
+        """Adds the gradients of a block of keys and values to ``of_key`` and ``of_value``, and those of the queries.
+
+        Args:
+            key: ``[batch, key heads, keys, width]``.
+            value: In the same shape, perhaps of another width.
+            of_key: fp32, in the shape of ``key``.
+            of_value: fp32, in the shape of ``value``.
+            rows: The queries' tokens.
+            columns: The keys' tokens.
+            rule: What is hidden.
+        """
         for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
             query, gradient = self.query[..., a:b, :], self.gradient[..., a:b, :]
             near, wide = key[..., c:d, :].float().unsqueeze(2), value[..., c:d, :].float().unsqueeze(2)

@@ -1,7 +1,7 @@
 """Context parallelism: keys and values go round the ranks, each of which keeps its queries (arXiv 2310.01889).
 
 Heads set no limit to the number of ranks. In causal attention the rank with the first tokens would have little to do
-and the one with the last ones much; so tokens are dealt in zigzag: of 2 n chunks rank r has chunks r and 2 n - 1 - r.
+and the one with the last ones much; so tokens lie in zigzag: of 2 n chunks rank r has chunks r and 2 n - 1 - r.
 Where a rank's tokens are odd in number, even chunks are longer by one: every rank has one of each kind.
 """
 
@@ -15,13 +15,13 @@ import torch
 from deepspeed.comm.transports.packing import Pieces
 from deepspeed.comm.transports.transport import Transport, Work
 from deepspeed.comm.watch import backward_comm
+from deepspeed.parallel.sequence.exchange import transport_of
 from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
-from deepspeed.parallel.sequence.wire import wire_of
 from deepspeed.uncompiled import uncompiled
 
 
 def zigzag(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks, of twice as many as there are ranks, that a rank has."""
+    """Returns the two chunks, of twice as many as there are ranks, that a rank has."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -56,27 +56,27 @@ def ring_attention(
     Returns:
         As ``query``, with the width of ``value``.
     """
-    wire = wire_of(group, query.device)
+    transport = transport_of(group, query.device)
     rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
-    deals = is_causal and wire.size > 1
-    if deals:
-        query, key, value = (_Dealt.apply(tensor, wire, False) for tensor in (query, key, value))
-    out: torch.Tensor = _Ring.apply(query, key, value, wire, rule, deals, documents)
-    return _Dealt.apply(out, wire, True) if deals else out  # type: ignore[no-any-return]
+    in_zigzag = is_causal and transport.size > 1
+    if in_zigzag:
+        query, key, value = (_ZigzagExchange.apply(tensor, transport, False) for tensor in (query, key, value))
+    out: torch.Tensor = _Ring.apply(query, key, value, transport, rule, in_zigzag, documents)
+    return _ZigzagExchange.apply(out, transport, True) if in_zigzag else out  # type: ignore[no-any-return]
 
 
-def tokens_of(rank: int, wire: Transport, tokens: int, deals: bool, documents: torch.Tensor | None) -> Tokens:
+def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, documents: torch.Tensor | None) -> Tokens:
     """Returns which tokens a rank has inside the ring.
 
     Args:
         rank: The rank.
-        wire: The ranks of the ring.
+        transport: The ranks of the ring.
         tokens: How many tokens it has.
-        deals: Whether ranks have zigzag chunks instead of consecutive tokens.
+        in_zigzag: Whether ranks have zigzag chunks instead of consecutive tokens.
         documents: ``[batch, sequence]``, each token's document; None: all are one.
     """
-    if deals:
-        chunks = [_chunk(number, tokens) for number in zigzag(rank, wire.size)]
+    if in_zigzag:
+        chunks = [_chunk(number, tokens) for number in zigzag(rank, transport.size)]
         places = torch.cat([torch.arange(start, start + length) for start, length in chunks])
     else:
         places = torch.arange(rank * tokens, rank * tokens + tokens)
@@ -89,55 +89,60 @@ def _chunk(number: int, tokens: int) -> tuple[int, int]:
     return number // 2 * tokens + number % 2 * first, tokens - first if number % 2 else first
 
 
-class _Dealt(torch.autograd.Function):
-    """Consecutive tokens along axis 2 dealt in zigzag, or put back."""
+class _ZigzagExchange(torch.autograd.Function):
+    """Exchanges consecutive tokens along axis 2 for zigzag chunks, or (``back``) the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Transport, back: bool) -> torch.Tensor:
-        ctx.arguments = wire, back
-        return _deal(x, wire, back)
+    def forward(ctx: Any, x: torch.Tensor, transport: Transport, back: bool) -> torch.Tensor:
+        ctx.arguments = transport, back
+        return _exchange_chunks(x, transport, back)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        wire, back = ctx.arguments
-        return _deal(gradients[0], wire, not back), None, None
+        transport, back = ctx.arguments
+        return _exchange_chunks(gradients[0], transport, not back), None, None
 
 
-def _deal(x: torch.Tensor, wire: Transport, back: bool) -> torch.Tensor:
-    n = wire.size
+def _exchange_chunks(x: torch.Tensor, transport: Transport, back: bool) -> torch.Tensor:
+    n = transport.size
 
-    def place(chunk: int, dealt: bool) -> int:
-        return min(chunk, 2 * n - 1 - chunk) if dealt else chunk // 2
+    def place(chunk: int, in_zigzag: bool) -> int:
+        return min(chunk, 2 * n - 1 - chunk) if in_zigzag else chunk // 2
 
-    def chunks(rank: int, dealt: bool) -> tuple[int, int]:
-        return zigzag(rank, n) if dealt else (2 * rank, 2 * rank + 1)
+    def chunks(rank: int, in_zigzag: bool) -> tuple[int, int]:
+        return zigzag(rank, n) if in_zigzag else (2 * rank, 2 * rank + 1)
 
     def length(chunk: int) -> int:
         return _chunk(chunk, x.size(2))[1]
 
-    def by_rank(tensor: torch.Tensor, dealt: bool) -> list[list[torch.Tensor]]:
-        """The chunks of a tensor that is dealt or not, by the rank that has them where it is the other."""
-        names = chunks(wire.rank, dealt)
+    def by_rank(tensor: torch.Tensor, in_zigzag: bool) -> list[list[torch.Tensor]]:
+        """Returns the chunks of a tensor in one order, by the rank that has them in the other order."""
+        names = chunks(transport.rank, in_zigzag)
         halves = dict(zip(names, tensor.split([length(chunk) for chunk in names], dim=2), strict=True))
-        return [[halves[chunk] for chunk in sorted(names) if place(chunk, not dealt) == rank] for rank in range(n)]
+        return [[halves[chunk] for chunk in sorted(names) if place(chunk, not in_zigzag) == rank] for rank in range(n)]
 
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    wire.exchange(by_rank(x, back), by_rank(out, not back), x, label="tokens in zigzag order (ring attention)").wait()
+    transport.exchange(
+        by_rank(x, back), by_rank(out, not back), x, label="tokens in zigzag order (ring attention)"
+    ).wait()
     return out
 
 
-class _Turning:
+class _RingTransfer:
     """Tensors on their way to the next rank, while those of the rank before come."""
 
-    def __init__(self, wire: Transport, *tensors: torch.Tensor) -> None:
+    def __init__(self, transport: Transport, *tensors: torch.Tensor) -> None:
         numels = [tensor.numel() for tensor in tensors]
         parts = tensors[0].new_empty(sum(numels)).split(numels)
         self._arriving = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        leaving: list[Pieces] = [()] * wire.size
-        arriving: list[Pieces] = [()] * wire.size
-        leaving[(wire.rank + 1) % wire.size], arriving[(wire.rank - 1) % wire.size] = tensors, self._arriving
+        leaving: list[Pieces] = [()] * transport.size
+        arriving: list[Pieces] = [()] * transport.size
+        leaving[(transport.rank + 1) % transport.size], arriving[(transport.rank - 1) % transport.size] = (
+            tensors,
+            self._arriving,
+        )
         label = "keys and values on their way round (ring attention)"
-        self._work: Work = wire.exchange(leaving, arriving, tensors[0], label=label)
+        self._work: Work = transport.exchange(leaving, arriving, tensors[0], label=label)
 
     def arrived(self) -> list[torch.Tensor]:
         """Waits for them."""
@@ -152,43 +157,43 @@ class _Ring(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        wire: Transport,
+        transport: Transport,
         rule: MaskRule,
-        deals: bool,
+        in_zigzag: bool,
         documents: torch.Tensor | None,
     ) -> torch.Tensor:
-        if wire.size > 1 and any(ctx.needs_input_grad):
+        if transport.size > 1 and any(ctx.needs_input_grad):
             backward_comm.note_anywhere()
-        owned = [tokens_of(rank, wire, query.size(2), deals, documents) for rank in range(wire.size)]
+        owned = [tokens_of(rank, transport, query.size(2), in_zigzag, documents) for rank in range(transport.size)]
         many = grouped(query, key.size(1))
         rows = Rows.of(many, value.size(-1))
         block = [key, value]
-        for step in range(wire.size):
-            turning = _Turning(wire, *block) if step + 1 < wire.size else None
-            rows.see(many, block[0], block[1], owned[wire.rank], owned[wire.rank - step], rule)
-            if turning is not None:
-                block = turning.arrived()
+        for step in range(transport.size):
+            transfer = _RingTransfer(transport, *block) if step + 1 < transport.size else None
+            rows.see(many, block[0], block[1], owned[transport.rank], owned[transport.rank - step], rule)
+            if transfer is not None:
+                block = transfer.arrived()
         out = rows.out.flatten(1, 2).to(query.dtype)
         ctx.save_for_backward(query, key, value, out, rows.lse)
-        ctx.arguments = wire, rule, owned
+        ctx.arguments = transport, rule, owned
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
-        wire, rule, owned = ctx.arguments
+        transport, rule, owned = ctx.arguments
         many, gradient = grouped(query, key.size(1)), grouped(gradients[0].float(), key.size(1))
         delta = (gradient * grouped(out.float(), key.size(1))).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
         # A block's gradient travels with it, one step behind, and is home after all ranks have added to it.
         block = [key, value]
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in block]
-        for step in range(wire.size):
-            turning = _Turning(wire, *block) if step + 1 < wire.size else None
-            slopes.see(block[0], block[1], sums[0], sums[1], owned[wire.rank], owned[wire.rank - step], rule)
-            if turning is not None:
-                block = turning.arrived()
-            if wire.size > 1:
-                sums = _Turning(wire, *sums).arrived()
+        for step in range(transport.size):
+            transfer = _RingTransfer(transport, *block) if step + 1 < transport.size else None
+            slopes.see(block[0], block[1], sums[0], sums[1], owned[transport.rank], owned[transport.rank - step], rule)
+            if transfer is not None:
+                block = transfer.arrived()
+            if transport.size > 1:
+                sums = _RingTransfer(transport, *sums).arrived()
         of_query = slopes.of_query.flatten(1, 2).to(query.dtype)
         return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, None

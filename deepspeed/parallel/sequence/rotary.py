@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.give_base import give_base
 from deepspeed.models.layers import rope_types_of
-from deepspeed.parallel.sequence.sharing import registered
+from deepspeed.parallel.sequence.context import registered
 from deepspeed.uncompiled import uncompiled
 
 

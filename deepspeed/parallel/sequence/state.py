@@ -61,7 +61,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 
 
 def get_sequence_parallel_group() -> Any:
-    """The torch process group of the ranks that share a sequence."""
+    """Returns the torch process group of the ranks that share a sequence."""
     return groups.group_along(SEQUENCE)
 
 
@@ -76,7 +76,7 @@ def get_sequence_parallel_rank() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """The torch process group of the ranks that see other samples."""
+    """Returns the torch process group of the ranks that see other samples."""
     return groups.group_along(DATA)
 
 
@@ -91,7 +91,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_sequence_data_parallel_group() -> Any:
-    """The torch process group of both, among which ZeRO shards."""
+    """Returns the torch process group of both, among which ZeRO shards."""
     return groups.group_along(DATA, SEQUENCE)
 
 

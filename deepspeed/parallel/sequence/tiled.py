@@ -14,8 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.head_assignment import in_equal_parts, length_of
 from deepspeed.parallel.sequence.loss import IGNORED
-from deepspeed.parallel.sequence.shares import in_equal_parts, length_of
 
 
 def tiled(
@@ -99,7 +99,7 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None = None,
         output_reduction: Literal["mean", "sum"] = "mean",
     ) -> torch.Tensor:
-        """The loss of hidden states whose logits exist for one tile at a time.
+        """Returns the loss of hidden states whose logits exist for one tile at a time.
 
         Args:
             fn: Of the module, a tile of ``x``, one of ``y`` and, where there is a mask, one of that: 0-dim, the mean

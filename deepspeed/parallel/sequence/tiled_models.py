@@ -106,7 +106,7 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
 
 
 def _head_with_losses(head: Any, tokens: int) -> Any:
-    """The head, made so that one call of it gives the losses of ``labels``.
+    """Returns the head, made so that one call of it gives the losses of ``labels``.
 
     One call, however many tiles there are: its weights are gathered once, also where ranks have different lengths.
     """

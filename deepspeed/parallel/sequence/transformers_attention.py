@@ -1,13 +1,15 @@
 """The attention and the mask function of registered Transformers models.
 
 The attention function gets queries, keys and values of this rank's tokens and attends to whole sequences by the
-exchange. The mask function goes with it: it recognises masks instead of building them.
+exchange. The mask function goes with it. The library builds masks from functions of positions; on a rank's part they
+would be evaluated at the part's own positions. So masks are recognised instead, and those that are not are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +18,66 @@ from torch import nn
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import call_attention
-from deepspeed.models.masks import mask_of_implementation
+from deepspeed.models.masks import UnknownMaskError, mask_kind, mask_of_implementation
+from deepspeed.parallel.sequence.attend import attend
+from deepspeed.parallel.sequence.context import SequenceParallelContext, registered, registered_by
 from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.implementations import AttentionCall, implementation_of
-from deepspeed.parallel.sequence.kept_once import KeptOnce
-from deepspeed.parallel.sequence.shares import shares_of_heads
-from deepspeed.parallel.sequence.sharing import SequenceSharing, registered, registered_by
-from deepspeed.parallel.sequence.visible import Visible, checked_padding, given_mask, visible_by
+from deepspeed.parallel.sequence.head_assignment import shares_of_heads
+from deepspeed.parallel.sequence.ring import ring_attention
+from deepspeed.parallel.sequence.saved_result import SavedResult
 from deepspeed.uncompiled import uncompiled
 
 _UNSUPPORTED = ("softcap", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments of attention functions that sequence parallelism does not support."""
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the attention layers get in the place of a mask.
+
+    Attributes:
+        is_causal: Tokens see none that come later.
+        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
+        padding: This rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none.
+        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, where they say that documents are
+            packed, for layers that are not given them; None: one document.
+    """
+
+    is_causal: bool = True
+    window: int | None = None
+    padding: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one attention layer.
+
+    Attributes:
+        sharing: How the model's sequences are shared.
+        module: The layer.
+        query: ``[batch, heads, tokens, width]``.
+        key: ``[batch, key heads, tokens, width]``.
+        value: As ``key``.
+        seen: Which tokens see which.
+        positions: Position ids of whole sequences, ``[batch or 1, all tokens]``; None: one document per sequence.
+        padding: Of whole sequences, ``[batch, all tokens]``, True for tokens that count; None: all do.
+        scale: Factor of the scores; None: one over the root of the width.
+        dropout: Probability with which attention probabilities are dropped.
+        more: Further keyword arguments of the layer.
+    """
+
+    sharing: SequenceParallelContext
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    seen: Visible
+    positions: torch.Tensor | None
+    padding: torch.Tensor | None
+    scale: float | None
+    dropout: float
+    more: dict[str, Any]
 
 
 @uncompiled
@@ -49,8 +100,8 @@ def mask(
     return None if seen == Visible() else seen
 
 
-def _has_documents(sharing: SequenceSharing) -> bool:
-    """Whether documents are packed into the sequences of this pass; the same on all ranks."""
+def _has_documents(sharing: SequenceParallelContext) -> bool:
+    """Returns whether documents are packed into the sequences of this pass; the same on all ranks."""
     given = sharing.given_positions
     if given is None or given.dim() != 2:
         return False
@@ -119,7 +170,7 @@ def _by_heads(call: AttentionCall) -> torch.Tensor:
     if more.get("s_aux") is not None and sharing.ring_group is None:  # attention sinks: one number per head
         more = {**more, "s_aux": more["s_aux"][start:stop]}
     inside = replace(call, query=query, key=key, value=value, more=more)
-    once = KeptOnce() if sharing.recompute_exchange and sharing.ring_group is None else None
+    once = SavedResult() if sharing.recompute_exchange and sharing.ring_group is None else None
     with nullcontext() if once is None else once.attending():
         out = implementation_of(sharing)(inside)
     whole = exchange(out, group, 1, 2, back=True, heads=shares.query)
@@ -160,4 +211,143 @@ def _refuse_unsupported(module: nn.Module, query: torch.Tensor, key: torch.Tenso
         raise DeepSpeedConfigError(
             f"sequence parallel: {type(module).__name__} has {query.size(2)} queries and {key.size(2)} keys, as when "
             "it generates with a cache; generate with disable_in_eval=True and model.eval()"
+        )
+
+
+def visible_by(mask_function: Callable[..., Any]) -> Visible:
+    """Returns what one of the library's mask functions lets tokens see.
+
+    Raises:
+        DeepSpeedConfigError: It cannot be had on a part of a sequence.
+    """
+    try:
+        kind = mask_kind(mask_function)
+    except UnknownMaskError as error:
+        raise DeepSpeedConfigError(
+            f"sequence parallel: the model masks attention by {error}, which cannot be had on a part of "
+            "a sequence; expected causal or full attention, a causal sliding window, packed documents or padding. "
+            "Train this model without sequence_parallel_size"
+        ) from None
+    return Visible(kind.is_causal, kind.window)
+
+
+def given_mask(attention_mask: Any, tokens: int) -> Visible | None:
+    """Returns what an attention layer was given for a mask; None where that leaves it to the layer.
+
+    Args:
+        attention_mask: What the model handed on.
+        tokens: This rank's.
+
+    Raises:
+        DeepSpeedConfigError: It is a mask of tokens by tokens, or one of another length.
+    """
+    if attention_mask is None or isinstance(attention_mask, Visible):
+        return attention_mask
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        return replace(Visible(), padding=checked_padding(attention_mask, tokens))
+    kind = f"a {attention_mask.dim()}-D tensor" if isinstance(attention_mask, torch.Tensor) else type(attention_mask)
+    raise DeepSpeedConfigError(
+        f"sequence parallel: attention_mask is {kind}, a mask of tokens by tokens, which is not cut along the "
+        "sequence; leave it out for causal attention, give a padding mask of [batch, tokens], or position_ids "
+        "that begin again with each packed document"
+    )
+
+
+def checked_padding(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Returns the padding mask of this rank's tokens, ``[batch, tokens]``, as bool.
+
+    Raises:
+        DeepSpeedConfigError: It has another number of tokens.
+    """
+    if mask.size(1) != tokens:
+        raise DeepSpeedConfigError(
+            f"sequence parallel: attention_mask is of {mask.size(1)} tokens, but this rank has {tokens}; cut it as the "
+            "other inputs are (UlyssesSPDataLoaderAdapter does)"
+        )
+    return mask.bool()
+
+
+def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCall], torch.Tensor]:
+    """Returns what attends: after the exchange of heads, or at once where heads are not exchanged."""
+    if sharing.ring_group is not None:
+        return _attend_by_ring
+    return _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
+
+
+def _attend_by_ring(call: AttentionCall) -> torch.Tensor:
+    """Attends by the ring. ``query``, ``key`` and ``value`` have this rank's tokens.
+
+    Raises:
+        DeepSpeedConfigError: The layer has attention sinks or dropout.
+    """
+    _refuse_sinks(call)
+    if call.dropout:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.mode: {type(call.module).__name__} has attention dropout {call.dropout}, which the "
+            'ring does not support; set the model\'s attention dropout to 0, or the mode to "ulysses"'
+        )
+    numbers = call.sharing.numbers(call.positions, call.padding)
+    if numbers is not None:
+        numbers = numbers.expand(call.query.size(0), -1)
+    out = ring_attention(
+        call.query, call.key, call.value, call.sharing.ring_group,
+        documents=numbers, is_causal=call.seen.is_causal, window=call.seen.window, scale=call.scale,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _attend_by_sdpa(call: AttentionCall) -> torch.Tensor:
+    _refuse_sinks(call)
+    return attend(
+        call.query,
+        call.key,
+        call.value,
+        documents=call.sharing.documents(call.positions, call.padding, call.query.size(0)),
+        is_causal=call.seen.is_causal,
+        window=call.seen.window,
+        scale=call.scale,
+        dropout=call.dropout,
+    ).transpose(1, 2)
+
+
+def _attend_by_core(call: AttentionCall) -> torch.Tensor:
+    out = _by_core(call)
+    return out.reshape(*out.shape[:2], call.query.size(1), -1)  # some return the heads as one axis
+
+
+def _by_core(call: AttentionCall) -> torch.Tensor:
+    """Attends by the model's own implementation."""
+    sharing, positions, padding = call.sharing, call.positions, call.padding
+    tensors = call.query, call.key, call.value
+    more = {"scaling": call.scale, "dropout": call.dropout, **call.more, "is_causal": call.seen.is_causal}
+
+    def core(*args: Any, position_ids: torch.Tensor | None) -> torch.Tensor:
+        return call_attention(sharing.core, call.module, *args, position_ids=position_ids, **more)[0]  # type: ignore[no-any-return]
+
+    if (parts := sharing.parts(positions, padding)) > 1:
+        assert positions is not None and padding is not None
+        split = zip(
+            *(tensor.chunk(parts, 2) for tensor in tensors),
+            padding.chunk(parts, 1),
+            positions.chunk(parts, 1),
+            strict=True,
+        )
+        return torch.cat([core(*part, position_ids=at) for *part, at in split], dim=1)
+    if padding is not None and bool(padding.all()):
+        padding = None
+    batch = call.query.size(0)
+    packed = padding is None and batch > 1 and sharing.documents(positions, None, batch) is not None
+    if not packed:
+        return core(*tensors, padding, position_ids=positions)
+    # The library finds documents in the position ids of one sequence only.
+    assert positions is not None
+    rows = zip(*(tensor.split(1) for tensor in tensors), positions.expand(batch, -1).split(1), strict=True)
+    return torch.cat([core(*row, None, position_ids=at) for *row, at in rows])
+
+
+def _refuse_sinks(call: AttentionCall) -> None:
+    if call.more.get("s_aux") is not None:
+        raise DeepSpeedConfigError(
+            f"sequence parallel: {type(call.module).__name__} has attention sinks, which are not supported by this "
+            'core; choose a flash attention that has them as the core, and sequence_parallel.mode "ulysses"'
         )

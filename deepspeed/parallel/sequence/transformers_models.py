@@ -28,9 +28,9 @@ from deepspeed.models.attention import (
     use_attention,
 )
 from deepspeed.models.configurations import attends_across_sequences, is_library_config
+from deepspeed.parallel.sequence.context import NAME, SequenceParallelContext, registered, remember, sharing_of
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
 from deepspeed.parallel.sequence.rotary import know_whole_sequences
-from deepspeed.parallel.sequence.sharing import NAME, SequenceSharing, registered, remember, sharing_of
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
 from deepspeed.uncompiled import uncompiled
 
@@ -44,7 +44,7 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
         group: Torch process group of the ranks that share a sequence.
         core: The implementation that attends to whole sequences; None: the model's own.
-        disable_in_eval: See :class:`SequenceSharing`.
+        disable_in_eval: See :class:`SequenceParallelContext`.
 
     Raises:
         DeepSpeedConfigError: The model cannot be switched, mixes tokens elsewhere, or has too few heads.
@@ -61,23 +61,23 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     use_attention(model, NAME, attention, mask, what)
     inner = unwrapped(model)
     entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
-    _join(model, SequenceSharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
+    _join(model, SequenceParallelContext(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
 
 
 def share_layers(
     pipeline: nn.Module, whole: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False
 ) -> None:
-    """As :func:`share_sequences`, for layers of a Transformers model of which other ranks have others.
+    """Makes a pipeline stage of a Transformers model attend to sequences of which each rank has a part, in place.
 
     Args:
-        pipeline: Has this rank's layers, and on some rank what comes before the first: the model without them.
+        pipeline: Has this stage's layers; the first stage also has what comes before them.
         whole: The model that they are from, with values or without; equal on all ranks, and left as it is.
-        group: As of :func:`share_sequences`.
-        core: Likewise.
-        disable_in_eval: Likewise.
+        group: Torch process group of the ranks that share a sequence.
+        core: The implementation that attends to whole sequences; None: the model's own.
+        disable_in_eval: See :class:`SequenceParallelContext`.
 
     Raises:
-        DeepSpeedConfigError: As of :func:`share_sequences`, on all ranks.
+        DeepSpeedConfigError: On all ranks: the model cannot be switched, mixes tokens elsewhere, or has too few heads.
     """
     what = f"sequence parallel for a pipeline of {type(whole).__name__}"
     core = _checked_core(whole, core, what)
@@ -85,7 +85,11 @@ def share_layers(
     own_configurations(pipeline)
     name_attention(pipeline, NAME)
     entered = [module for module in pipeline.modules() if takes_attention_by_name(module)]
-    _join(pipeline, SequenceSharing(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group), entered)
+    _join(
+        pipeline,
+        SequenceParallelContext(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group),
+        entered,
+    )
 
 
 def _checked_core(model: Any, core: str | None, what: str) -> str:
@@ -100,7 +104,7 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
     return core_of(config, core, what)
 
 
-def _join(model: nn.Module, sharing: SequenceSharing, entered: Iterable[nn.Module]) -> None:
+def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[nn.Module]) -> None:
     """Makes how sequences are shared known to all modules of ``model``; position ids are read where it is entered."""
     remember(model, sharing)
     know_whole_sequences(model)
@@ -146,7 +150,7 @@ def sequence_model_in(model: nn.Module) -> nn.Module:
 
 
 def core_of(config: Any, core: str | None, what: str) -> str:
-    """The implementation that attends to whole sequences.
+    """Returns the implementation that attends to whole sequences.
 
     Raises:
         DeepSpeedConfigError: It is unknown, or needs masks of tokens by tokens.

@@ -20,9 +20,9 @@ from deepspeed.models.attention import takes_attention_by_name
 from deepspeed.models.building import read_configuration
 from deepspeed.models.configurations import heads_of, kv_heads_of, name_or_path_of
 from deepspeed.parallel.sequence import state
+from deepspeed.parallel.sequence.context import sharing_of
 from deepspeed.parallel.sequence.evaluation import share_evaluation
-from deepspeed.parallel.sequence.shares import shares_of_heads
-from deepspeed.parallel.sequence.sharing import sharing_of
+from deepspeed.parallel.sequence.head_assignment import shares_of_heads
 from deepspeed.parallel.sequence.transformers_models import core_of, sequence_model_in, share_layers, share_sequences
 from deepspeed.parallel.sequence.unshared import check_first_forward
 
@@ -215,7 +215,7 @@ def adopt_model(
 
 
 def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
-    """The group that divides heads, and the one around which keys and values go."""
+    """Returns the group that divides heads, and the one around which keys and values go."""
     if mode == "ring":
         return None, group
     heads, key_heads = heads_of(model.config), kv_heads_of(model.config)
@@ -233,7 +233,11 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
     split = mesh.split(SEQUENCE, "ring", ("heads", width))
     made = [
         Job.current().process_groups.mine(
-            split.groups(axis), backend=backend_of(), timeout=default_timeout(), why=f"attention along {axis}"
+            split.groups(axis),
+            backend=backend_of(),
+            timeout=default_timeout(),
+            why=f"attention along {axis}",
+            owner="job",
         )
         for axis in ("heads", "ring")
     ]
@@ -247,7 +251,7 @@ def with_all_data_ranks(config: Any, mpu: Any) -> Any:
 
     Args:
         config: As ``initialize`` got it.
-        mpu: Likewise.
+        mpu: The ``mpu`` that ``initialize`` got.
     """
     if mpu is not state or not isinstance(config, dict):
         return config

@@ -15,7 +15,7 @@ from deepspeed.comm.job.world import is_initialized, ranks_of
 from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.parallel.sequence.wire import uses_of_wires
+from deepspeed.parallel.sequence.exchange import uses_of_transports
 from deepspeed.uncompiled import uncompiled
 
 _ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
@@ -96,7 +96,7 @@ class _FirstForward:
 
     def _counts(self) -> tuple[int, int | None]:
         """Returns the exchanges by ``deepspeed.sequence``, and by calls of the program; None: torch does not count."""
-        return uses_of_wires(), program_calls(self._members)
+        return uses_of_transports(), program_calls(self._members)
 
 
 class _Attention(TorchFunctionMode):
@@ -114,6 +114,6 @@ class _Attention(TorchFunctionMode):
 
 
 def _is_square(args: tuple[Any, ...]) -> bool:
-    """Whether a softmax is over scores of tokens by tokens: ``[..., tokens, tokens]``."""
+    """Returns whether a softmax is over scores of tokens by tokens: ``[..., tokens, tokens]``."""
     scores = args[0] if args else None
     return isinstance(scores, torch.Tensor) and scores.dim() > 2 and scores.size(-1) == scores.size(-2)

@@ -16,9 +16,9 @@ from deepspeed.comm.transports.differentiable import gather_from
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import run_again
-from deepspeed.parallel.sequence.wire import channel_of
 from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
 
@@ -45,7 +45,10 @@ def chunked_cross_entropy(
         labels: ``[...]``.
         ignore_index: Labels that do not count.
         tile_tokens: Tokens of a tile.
-        reduction: As of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
+        reduction: The one of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
+
+    Returns:
+        fp32: 0-dim, or ``[...]`` like ``labels`` with the reduction ``none``.
     """
 
     def losses(tile: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -90,7 +93,7 @@ def vocab_sequence_parallel_cross_entropy(
         reduction: ``none``: one loss per token; else over the tokens that count.
         gather_sequence_loss: Of all tokens, ``[tokens, batch]``; else of this rank's.
         backend: Only ``torch``.
-        own_share: See above.
+        own_share: Back-propagate only this rank's share of the mean.
 
     Raises:
         DeepSpeedConfigError: The indices do not fit the logits, or the backend is another one.

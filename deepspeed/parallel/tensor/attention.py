@@ -1,4 +1,4 @@
-"""What an attention module says of its heads, and what it must be told when they are dealt out."""
+"""What an attention module says of its heads, and what it must be told when they are divided."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tell(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> 
     Args:
         module: The module.
         whole: What it had.
-        heads: How they are dealt.
+        heads: How they are divided.
         place: This rank's.
 
     Returns:
@@ -40,7 +40,7 @@ def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, plac
     Args:
         module: The module.
         whole: What it had.
-        heads: How they are dealt.
+        heads: How they are divided.
         place: This rank's.
     """
     low, high = heads.of_query(place)

@@ -31,7 +31,7 @@ _LABEL = "the comparison of the batch"
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _ForwardRecord:
     """What was gathered of one forward.
 
     Attributes:
@@ -61,7 +61,7 @@ class BatchCheck:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._prints = Fingerprints()
-        self._coming: deque[_Compared] = deque()
+        self._coming: deque[_ForwardRecord] = deque()
 
     def attach(self, model: nn.Module) -> None:
         """Compares before every forward of ``model`` from now on."""
@@ -76,12 +76,14 @@ class BatchCheck:
         if not isinstance(transport, NativeTransport) or not transport.runs_on_stream:
             mine = _vector(names, [(number, int(value)) for number, value in enumerate(prints)])
             rows = transport.gather_small(mine, channel="step", label=_LABEL)
-            self._judge(_Compared(rows, names, shown))
+            self._judge(_ForwardRecord(rows, names, shown))
             return
         self._judge_what_has_come()
         self._coming.append(self._started(transport.device, names, shown, prints))
 
-    def _started(self, device: torch.device, names: list[str], shown: str, prints: list[torch.Tensor]) -> _Compared:
+    def _started(
+        self, device: torch.device, names: list[str], shown: str, prints: list[torch.Tensor]
+    ) -> _ForwardRecord:
         accelerator = get_accelerator()
         on_host = [(number, int(value)) for number, value in enumerate(prints) if value.device.type == "cpu"]
         mine = accelerator.pin_memory(_vector(names, on_host)).to(device, non_blocking=True)
@@ -93,7 +95,7 @@ class BatchCheck:
         rows.copy_(gathered, non_blocking=True)
         event = accelerator.Event()
         event.record()
-        return _Compared(rows, names, shown, event)
+        return _ForwardRecord(rows, names, shown, event)
 
     def _judge_what_has_come(self) -> None:
         while self._coming and (self._coming[0].event.query() or len(self._coming) >= _MOST_BEHIND):
@@ -101,7 +103,7 @@ class BatchCheck:
             oldest.event.synchronize()
             self._judge(oldest)
 
-    def _judge(self, compared: _Compared) -> None:
+    def _judge(self, compared: _ForwardRecord) -> None:
         rows = compared.rows.tolist()
         if all(row == rows[0] for row in rows):
             return
@@ -158,8 +160,8 @@ def same_random_states(channel: Channel) -> None:
     states = {"host": torch.get_rng_state()}
     if device.device_name() != "cpu":
         states["device"] = device.get_rng_state()
-    told = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states.values()])
-    rows = channel.transport.gather_small(told, channel="call", label="the comparison of random states")
+    checksums = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states.values()])
+    rows = channel.transport.gather_small(checksums, channel="call", label="the comparison of random states")
     if bool((rows == rows[0]).all()):
         return
     log_dist("tensor parallelism: the ranks that share layers go on with the random state of the first of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -14,21 +15,36 @@ from deepspeed.comm.transports.transport import Transport
 
 
 def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
-    """The channel along the tensor axis of a mesh. Every rank of the job must call it, in the same order.
+    """Returns the channel along the tensor axis of a mesh. Every rank of the job must call it, in the same order.
 
     Args:
         mesh: Of the job.
         device: Where activations live.
-        timeout: As of ``Axis.transport``.
+        timeout: Time limit of a communicator that is made; None: torch's.
     """
-    axis = Job.current().axis_over(
-        mesh.groups(TENSOR), TENSOR, why="the parts of layers", device=device, timeout=timeout
-    )
-    return over(axis.transport(device=device, timeout=timeout))
+    return connect_lists(mesh.groups(TENSOR), "the parts of layers", device, timeout)
+
+
+def connect_lists(
+    lists: Sequence[Sequence[int]], why: str, device: torch.device | None, timeout: timedelta | None
+) -> Channel:
+    """Returns the channel between the ranks of this rank's list. Every rank of the job must call it, in the same order.
+
+    Models whose lists and words are equal share a communicator, as layers exchange in the order of the program.
+
+    Args:
+        lists: Of ranks of the job, each in exactly one.
+        why: What travels, in words.
+        device: Where activations live.
+        timeout: Time limit of a communicator that is made; None: torch's.
+    """
+    job = Job.current()
+    axis = job.axis_over(lists, TENSOR, why=why, device=device, timeout=timeout)
+    return over(job.connector.over(axis.group, device))
 
 
 def over(transport: Transport) -> Channel:
-    """A channel over a transport that nothing else uses."""
+    """Returns a channel over a transport that nothing else uses."""
     transport.axis = TENSOR
     transport.owner = transport.next_owner()
     return channel_over(transport)

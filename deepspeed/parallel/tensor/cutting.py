@@ -23,11 +23,11 @@ from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
 from deepspeed.models.head import takes_loss_function, use_loss_function
 from deepspeed.parallel.expert.auto import spread_modules
-from deepspeed.parallel.stages import raise_for_all_stages, told_by_stages
+from deepspeed.parallel.stages import gather_from_stages, raise_for_all_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
-from deepspeed.parallel.tensor.channel import connect, over
+from deepspeed.parallel.tensor.channel import connect, connect_lists
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
 from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
@@ -117,28 +117,30 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether :func:`cut_model` has cut it."""
+    """Returns whether :func:`cut_model` has cut it."""
     return isinstance(getattr(model, CUT, None), CutModel)
 
 
-class _NothingSaid(DeepSpeedConfigError):
+class _NoPlanError(DeepSpeedConfigError):
     """Nothing says how a model is cut; a stage of a pipeline may have no layers to cut."""
 
 
 def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
-    """The rules for what this rank has of a model. Every rank raises what is wrong with those of any stage."""
+    """Returns the rules for what this rank has of a model. Every rank raises what is wrong with those of any stage."""
     rules: dict[str, CutRule] = {}
-    said: DeepSpeedConfigError | None = None
+    problem: DeepSpeedConfigError | None = None
     try:
         rules = rules_for(model, section)
     except DeepSpeedConfigError as error:
-        said = error
-    raise_for_all_stages(model, device, len(rules), said, _NothingSaid, label="the tensor-parallel cuts of the stages")
+        problem = error
+    raise_for_all_stages(
+        model, device, len(rules), problem, _NoPlanError, label="the tensor-parallel cuts of the stages"
+    )
     return rules
 
 
 def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
-    """The rules for a model, from the first source that has any.
+    """Returns the rules for a model, from the first source that has any.
 
     Raises:
         DeepSpeedConfigError: None has.
@@ -160,7 +162,7 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
             if inputs_of(model) is None
             else "its structure shows no pair of layers around a residual sum"
         )
-        raise _NothingSaid(
+        raise _NoPlanError(
             f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "
             f"brings no tensor-parallel plan, and {structure}. Write tensor_parallel.partition_config: layer_specs "
             'with patterns for the layers that take the residual stream (partition_type "column") and for those that '
@@ -207,8 +209,8 @@ def _holders(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device)
         for _, heads in layout.heads.values()
         if heads.size > heads.key_value
     }
-    told = told_by_stages(model, device, sorted(mine), label="the key/value heads of the stages")
-    kinds = {tuple(map(tuple, kind)) for entries in told for kind in entries}
+    gathered = gather_from_stages(model, device, sorted(mine), label="the key/value heads of the stages")
+    kinds = {tuple(map(tuple, kind)) for entries in gathered for kind in entries}
     if not kinds:
         return None
     if len(kinds) > 1:
@@ -219,9 +221,7 @@ def _holders(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device)
     (kind,) = kinds
     sets = sorted(set(kind))
     lists = [group[low:high] for group in mesh.groups(TENSOR) for low, high in sets]
-    timeout = comm.default_timeout()
-    axis = Job.current().axis_over(lists, TENSOR, why="shared heads", device=device, timeout=timeout)
-    return over(axis.transport(device=device, timeout=timeout))
+    return connect_lists(lists, "shared heads", device, comm.default_timeout())
 
 
 def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:

@@ -36,7 +36,7 @@ from deepspeed.zero.tiling.parts import Holders, part_of_placements, say_holders
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _ParameterPlacement:
     """How a parameter lay on its mesh."""
 
     mesh: Any
@@ -45,7 +45,7 @@ class _Placed:
     stride: tuple[int, ...]
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
-        """The local tensor as a ``DTensor``; its gradient comes back whole where the parameter is."""
+        """Returns the local tensor as a ``DTensor``; its gradient comes back whole where the parameter is."""
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
         found: torch.Tensor = dtensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -112,13 +112,13 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether it is a ``DTensor``; torch's module for them is not imported for that."""
+    """Returns whether it is a ``DTensor``; torch's module for them is not imported for that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def _parts_of(name: str, parameter: Any) -> Any:
-    """The part of every rank of its mesh; None for a parameter that all of them have whole."""
+    """Returns the part of every rank of its mesh; None for a parameter that all of them have whole."""
     if all(placement.is_replicate() for placement in parameter.placements):
         return None
     size = parameter.device_mesh.size()
@@ -129,7 +129,7 @@ def _plain(parameter: Any) -> nn.Parameter:
     local = parameter.detach().to_local().contiguous()
     made = nn.Parameter(local, requires_grad=parameter.requires_grad)
     made.__dict__.update({key: value for key, value in parameter.__dict__.items() if not key.startswith("_")})
-    made.__dict__["_ds_placed"] = _Placed(
+    made.__dict__["_ds_placed"] = _ParameterPlacement(
         parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
     )
     return made
@@ -137,7 +137,7 @@ def _plain(parameter: Any) -> nn.Parameter:
 
 def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], waypoints: Waypoints) -> None:
     """Puts the new parameters into a module, whose forward sees them as they were."""
-    placed: dict[str, _Placed] = {}
+    placed: dict[str, _ParameterPlacement] = {}
     for key, value in module._parameters.items():
         made = exchanged.get(id(value))
         if made is not None:
@@ -155,7 +155,9 @@ def _announce_backward(waypoints: Waypoints, _module: nn.Module, _args: Any, out
             tensor.register_hook(lambda _gradient: waypoints.reach("a backward through layers of DTensors"))
 
 
-def _placing(name: str, module: nn.Module, placed: dict[str, _Placed], waypoints: Waypoints) -> Callable[..., Any]:
+def _placing(
+    name: str, module: nn.Module, placed: dict[str, _ParameterPlacement], waypoints: Waypoints
+) -> Callable[..., Any]:
     original = module.forward
     place = f"the layer {name!r}, whose parameters are DTensors"
 

@@ -12,7 +12,7 @@ from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.parallel.optimizer_states import refuse_whole_states
-from deepspeed.parallel.sequence.sharing import left_alone
+from deepspeed.parallel.sequence.context import left_alone
 from deepspeed.parallel.tensor.cutting import CUT, CutModel, cut_model, is_cut
 from deepspeed.parallel.tensor.dtensors import adopt_dtensors, is_dtensor
 from deepspeed.parallel.tensor.marks import read_marks

@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention_modules import AttentionHeads, attention_of
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle, is_linear, is_transposed
-from deepspeed.parallel.tensor.split import Dealt, Heads, Split, UnitRun
+from deepspeed.parallel.tensor.split import Heads, Split, UnitAssignment, UnitRun
 from deepspeed.zero.holder import full_shape
 
 _COLUMNS = (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED)
@@ -77,7 +77,7 @@ class Layout:
     Attributes:
         size: Ranks that share a layer.
         layers: In the order of the model.
-        heads: Of the attention modules whose heads are dealt out, by name, with what they were.
+        heads: Of the attention modules whose heads are divided, by name, with what they were.
     """
 
     size: int
@@ -151,7 +151,7 @@ class _Builder:
         shape = full_shape(self.modules[name].weight)  # type: ignore[arg-type]
         if found is None or shape[1] != found[1].query:
             raise self._error(name, f"has {shape[1]} columns, which are not those of the heads of a module above it")
-        split = self._of_heads(found, Dealt.AS_QUERIES, 1)
+        split = self._of_heads(found, UnitAssignment.AS_QUERIES, 1)
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, 1, split),))
 
     def _column(self, name: str, rule: CutRule) -> LayerCut:
@@ -205,14 +205,14 @@ class _Builder:
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
 
     def _bare_parameter(self, name: str, rule: CutRule) -> LayerCut:
-        """A parameter that its module uses by itself: weights of experts, one number per head."""
+        """Returns a parameter that its module uses by itself: weights of experts, one number per head."""
         shape = full_shape(self.model.get_parameter(name))
         if rule.way not in (*_COLUMNS, *_ROWS):
             return LayerCut(name, rule.way, rule.source)
         dim = max(len(shape) - (2 if rule.way in _COLUMNS else 1), 0)
         found = self._attention_above(name)
         if found is not None and shape[dim] % found[1].query == 0 and not rule.parts:
-            split = self._of_heads(found, Dealt.AS_QUERIES, shape[dim] // found[1].query)
+            split = self._of_heads(found, UnitAssignment.AS_QUERIES, shape[dim] // found[1].query)
         else:
             each = shape[dim] // _count(rule)
             grain = _EXPERTS_GRAIN if each % _EXPERTS_GRAIN == 0 and each >= self.size * _EXPERTS_GRAIN else 1
@@ -249,20 +249,20 @@ class _Builder:
             and extent == packed
             and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule))
         ):
-            stretches = (
-                UnitRun(0, query, width, Dealt.AS_QUERIES),
-                UnitRun(whole, keys, width, Dealt.AS_KEYS),
-                UnitRun(whole + of_keys, keys, width, Dealt.AS_KEYS),
+            runs = (
+                UnitRun(0, query, width, UnitAssignment.AS_QUERIES),
+                UnitRun(whole, keys, width, UnitAssignment.AS_KEYS),
+                UnitRun(whole + of_keys, keys, width, UnitAssignment.AS_KEYS),
             )
-            return self._of_stretches(found, stretches)
+            return self._of_runs(found, runs)
         if width and extent == packed and keys < query:  # by groups: the queries of a key/value head, key, value
             if keys < self.size:
                 raise self._packs_too_few(name, query, keys)
-            return self._of_heads(found, Dealt.AS_KEYS, packed // keys, keys)
+            return self._of_heads(found, UnitAssignment.AS_KEYS, packed // keys, keys)
         if keys < query and extent == of_keys:
-            return self._of_heads(found, Dealt.AS_KEYS, width, keys)
+            return self._of_heads(found, UnitAssignment.AS_KEYS, width, keys)
         if extent % query == 0:
-            return self._of_heads(found, Dealt.AS_QUERIES, extent // query)
+            return self._of_heads(found, UnitAssignment.AS_QUERIES, extent // query)
         return None
 
     def _is_interleaved(self, name: str, rule: CutRule) -> bool:
@@ -281,7 +281,7 @@ class _Builder:
             return fitting[-1] if self._attention_above(name) is None else fitting[0]
         found = self._attention_above(name)
         if found is not None and extent % found[1].query == 0:
-            return self._of_heads(found, Dealt.AS_QUERIES, extent // found[1].query)
+            return self._of_heads(found, UnitAssignment.AS_QUERIES, extent // found[1].query)
         if any(where.startswith(f"{block}.") for where, _ in self.given) or not self.given:
             return Split.evenly(extent, self.size, parts=_count(rule))
         raise self._error(
@@ -297,22 +297,24 @@ class _Builder:
         attention = self.attention[above]
         return None if attention is None else (above, attention)
 
-    def _of_heads(self, found: tuple[str, AttentionHeads], dealt: Dealt, unit: int, units: int | None = None) -> Split:
-        return self._of_stretches(found, (UnitRun(0, found[1].query if units is None else units, unit, dealt),))
+    def _of_heads(
+        self, found: tuple[str, AttentionHeads], assignment: UnitAssignment, unit: int, units: int | None = None
+    ) -> Split:
+        return self._of_runs(found, (UnitRun(0, found[1].query if units is None else units, unit, assignment),))
 
-    def _of_stretches(self, found: tuple[str, AttentionHeads], stretches: tuple[UnitRun, ...]) -> Split:
+    def _of_runs(self, found: tuple[str, AttentionHeads], runs: tuple[UnitRun, ...]) -> Split:
         name, attention = found
         heads = Heads(attention.query, attention.key_value, self.size)
         problem = heads.problem()
         if problem is not None:
             raise self._error(name, f"cannot be cut: {problem}")
         self.layout.heads[name] = attention, heads
-        return Split(stretches, self.size, heads)
+        return Split(runs, self.size, heads)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def _weight_of(self, name: str, rule: CutRule) -> tuple[_Shaped, int]:
-        """The weight of a linear layer, and its dimension of output features."""
+    def _weight_of(self, name: str, rule: CutRule) -> tuple[_ShapeAttributes, int]:
+        """Returns the weight of a linear layer, and its dimension of output features."""
         module = self.modules[name]
         inner: nn.Module = getattr(module, "base_layer", module)  # type: ignore[assignment]
         weight = getattr(inner, "weight", None)
@@ -321,7 +323,7 @@ class _Builder:
         plain = type(inner).forward is nn.Linear.forward or type(inner).__name__ in _PLAIN or is_transposed(inner)
         if not plain:
             raise self._error(name, f"is a {type(inner).__name__} with a forward of its own")
-        return _Shaped(full_shape(weight)), 1 if is_transposed(inner) else 0
+        return _ShapeAttributes(full_shape(weight)), 1 if is_transposed(inner) else 0
 
     def _check_width(self, name: str, split: Split, what: str) -> None:
         if split.ranks_without_units():
@@ -338,9 +340,9 @@ class _Builder:
             )
 
     def _error(self, name: str, problem: str) -> DeepSpeedConfigError:
-        said = self.rules[name].source if name in self.rules else "the model's heads"
+        origin = self.rules[name].source if name in self.rules else "the model's heads"
         return DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size {self.size}: {name!r} {problem} (said by {said}). Choose another "
+            f"tensor_parallel.autotp_size {self.size}: {name!r} {problem} (said by {origin}). Choose another "
             f"autotp_size, or leave the layer whole: tensor_parallel.partition_config.layer_specs with the pattern "
             f'{".*" + re.escape(name.rpartition(".")[2])!r} and partition_type "skip", for it and the layers that it '
             "works with"
@@ -401,7 +403,7 @@ class _Builder:
 
 
 @dataclass(frozen=True)
-class _Shaped:
+class _ShapeAttributes:
     shape: tuple[int, ...]
 
 
@@ -414,25 +416,25 @@ def _count(rule: CutRule) -> int:
 
 
 def _result(split: Split) -> Split:
-    """How what a column-parallel layer gives is dealt when its packed parts have been joined into one."""
-    first = split.stretches[0]
-    if len(split.stretches) == 1 and first.dealt is Dealt.EVENLY:
+    """Returns how what a column-parallel layer gives is divided when its packed parts have been joined into one."""
+    first = split.runs[0]
+    if len(split.runs) == 1 and first.assignment is UnitAssignment.EVENLY:
         return split
-    if split.heads is not None and len(split.stretches) > 1:
+    if split.heads is not None and len(split.runs) > 1:
         return Split((first,), split.size, split.heads)
-    if len({(s.units, s.unit, s.dealt) for s in split.stretches}) == 1:
+    if len({(s.units, s.unit, s.assignment) for s in split.runs}) == 1:
         return Split((first,), split.size, split.heads)
     return split
 
 
 def block_of(name: str) -> str:
-    """The repeated block that a module is in: its name up to the last number, or the module above it."""
+    """Returns the repeated block that a module is in: its name up to the last number, or the module above it."""
     found = re.match(r"(.*\.\d+)\.", name)
     return found.group(1) if found else name.rpartition(".")[0]
 
 
 def describe(layout: Layout) -> str:
-    """A table of what is cut, a line per kind of layer."""
+    """Returns a table of what is cut, a line per kind of layer."""
     rows: dict[tuple[str, str, str], int] = {}
     for layer in layout.layers:
         if layer.way is CutStyle.WHOLE and not layer.note:

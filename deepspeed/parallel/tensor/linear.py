@@ -143,7 +143,7 @@ class _Row(torch.autograd.Function):
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
-    """What ``torch.autocast`` would let a linear layer compute in; None: it is off."""
+    """Returns what ``torch.autocast`` would let a linear layer compute in; None: it is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
@@ -202,7 +202,7 @@ class ColumnLinear(nn.Linear):
         return _column(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:
-        """The layer as a whole, and this rank's part."""
+        """Returns the layer as a whole, and this rank's part."""
         return _shown(self, "column")
 
 
@@ -220,7 +220,7 @@ class RowLinear(nn.Linear):
         return _row(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:
-        """The layer as a whole, and this rank's part."""
+        """Returns the layer as a whole, and this rank's part."""
         return _shown(self, "row")
 
 

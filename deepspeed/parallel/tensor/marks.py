@@ -47,10 +47,10 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     everybody = Job.current().axis_of().transport("outside engines", device=device, timeout=comm.default_timeout())
     what = "the marks of parameters that the program has cut"
     marked, problem = _marked(model)
-    said = gather_json(everybody, (bool(marked), problem, _has_cut(model)), label=what)
-    if problems := [words for _, words, _ in said if words]:
+    reports = gather_json(everybody, (bool(marked), problem, _has_cut(model)), label=what)
+    if problems := [words for _, words, _ in reports if words]:
         raise DeepSpeedConfigError(problems[0])
-    if not any(is_cut for _, _, is_cut in said):
+    if not any(is_cut for _, _, is_cut in reports):
         log_dist(
             f"the {mesh} has {mesh.size(TENSOR)} ranks that share layers: expected tensor_parallel.autotp_size "
             f"{mesh.size(TENSOR)} or parameters that the program has cut and marked (tensor_model_parallel = True), "
@@ -58,16 +58,16 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
             "without a tensor axis (num_mp 1)",
             level=logging.WARNING,
         )
-    if not any(has_some for has_some, _, _ in said):
+    if not any(has_some for has_some, _, _ in reports):
         return
     channel = connect(mesh, device, comm.default_timeout())
     mine = [mark for mark, _ in marked]
-    told = [
+    gathered = [
         [(name, tuple(shape), dim, stride) for name, shape, dim, stride in marks]
         for marks in gather_json(channel.transport, mine, label=what)
     ]
-    if any(other != mine for other in told):
-        raise DeepSpeedConfigError(_difference(told))
+    if any(other != mine for other in gathered):
+        raise DeepSpeedConfigError(_difference(gathered))
     for (name, shape, dim, stride), parameter in marked:
         whole = (*shape[:dim], shape[dim] * channel.size, *shape[dim + 1 :])
         intervals = [_intervals(whole[dim], stride, place, channel.size) for place in range(channel.size)]
@@ -89,7 +89,7 @@ def _has_cut(model: nn.Module) -> bool:
 
 
 def _marked(model: nn.Module) -> tuple[list[tuple[_Mark, nn.Parameter]], str]:
-    """The parameters with their marks, and what is wrong with one, or nothing."""
+    """Returns the parameters with their marks, and what is wrong with one, or nothing."""
     found: list[tuple[_Mark, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         given: Any = getattr(parameter, "partition_dim", None)
@@ -110,18 +110,18 @@ def _intervals(extent: int, stride: int, place: int, size: int) -> list[tuple[in
     return [((turn * size + place) * each, (turn * size + place + 1) * each) for turn in range(stride)]
 
 
-def _difference(told: list[list[_Mark]]) -> str:
+def _difference(gathered: list[list[_Mark]]) -> str:
     rank, number = next(
         (rank, number)
-        for number in range(max(map(len, told)) + 1)
-        for rank in range(1, len(told))
-        if told[rank][number : number + 1] != told[0][number : number + 1]
+        for number in range(max(map(len, gathered)) + 1)
+        for rank in range(1, len(gathered))
+        if gathered[rank][number : number + 1] != gathered[0][number : number + 1]
     )
-    said = [_shown(told[place], number) for place in (0, rank)]
+    first, other = (_shown(gathered[place], number) for place in (0, rank))
     return (
-        f"ranks that share layers have marked them differently: tensor rank 0 {said[0]}, tensor rank {rank} {said[1]}. "
-        "Build the same layers on all of them, of equal size, with the same partition_dim and partition_stride; or say "
-        "which part a parameter is with deepspeed.zero.tiling.parts.say_part"
+        f"ranks that share layers have marked them differently: tensor rank 0 {first}, tensor rank {rank} "
+        f"{other}. Build the same layers on all of them, of equal size, with the same partition_dim and "
+        "partition_stride; or say which part a parameter is with deepspeed.zero.tiling.parts.say_part"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm.transports.channel import Channel, Pending
+from deepspeed.comm.transports.channel import Channel, PendingSum
 from deepspeed.parallel.tensor.split import Split, widths
 from deepspeed.uncompiled import uncompiled
 
@@ -43,7 +43,7 @@ class SharedInput:
         self._arrived = 0
         self._sum: torch.Tensor | None = None
 
-    def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> Pending | None:
+    def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> PendingSum | None:
         """Adds ``gradient @ weight``; starts the sum if no other user is expected.
 
         Args:
@@ -138,13 +138,13 @@ def slice_of(
 
 
 def mine_of(values: torch.Tensor, split: Split, place: int) -> torch.Tensor:
-    """A rank's part along the last dimension, contiguous."""
+    """Returns a rank's part along the last dimension, contiguous."""
     parts = [values[..., low:high] for low, high in split.intervals(place)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def join(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
-    """The whole, along the last dimension, from everybody's part."""
+    """Returns the whole, along the last dimension, from everybody's part."""
     if all(len(split.intervals(place)) == 1 for place in range(split.size)) and split.heads is None:
         return torch.cat(parts, dim=-1)
     whole = parts[0].new_empty((*parts[0].shape[:-1], split.extent))

@@ -81,7 +81,7 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
-    """The configuration together with what :func:`tp_model_init` was told about ``model``.
+    """Returns the configuration together with what :func:`tp_model_init` was told about ``model``.
 
     Raises:
         DeepSpeedConfigError: They contradict each other.
@@ -101,8 +101,8 @@ def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
         )
     _check_dtype(root, request)
     given = {key: value for key, value in (request.config or {}).items() if key not in section.model_fields_set}
-    told = TensorParallel.model_validate(given | {"autotp_size": request.size})
-    update = {key: getattr(told, key) for key in told.model_fields_set}
+    parsed = TensorParallel.model_validate(given | {"autotp_size": request.size})
+    update = {key: getattr(parsed, key) for key in parsed.model_fields_set}
     return root.model_copy(update={"tensor_parallel": section.model_copy(update=update)})
 
 

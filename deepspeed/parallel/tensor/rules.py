@@ -26,19 +26,19 @@ class CutStyle(Enum):
     """What happens to a layer or a parameter."""
 
     COLUMN = "column"
-    """Output features are dealt out."""
+    """Output features are divided."""
     ROW = "row"
-    """Input features are dealt out, the output is summed."""
+    """Input features are divided, the output is summed."""
     COLUMN_GATHERED = "column, gathered"
-    """Output features are dealt out, the output is gathered."""
+    """Output features are divided, the output is gathered."""
     ROW_SLICED = "row, whole input"
-    """Input features are dealt out; the input is whole and is sliced."""
+    """Input features are divided; the input is whole and is sliced."""
     VOCABULARY = "vocabulary"
-    """Rows of an embedding are dealt out."""
+    """Rows of an embedding are divided."""
     WIDTH = "width"
-    """Columns of an embedding are dealt out."""
+    """Columns of an embedding are divided."""
     PER_HEAD = "a column per head"
-    """An embedding of which every head adds one column to its scores: columns are dealt with the heads."""
+    """An embedding of which every head adds one column to its scores: columns are divided with the heads."""
     SUMMED = "whole, gradient summed"
     """Whole, but fed by what is cut: the gradient is summed."""
     LATENT = "whole, rotary part summed"
@@ -175,13 +175,13 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, possibly inside an adapter."""
+    """Returns whether it is a linear layer, possibly inside an adapter."""
     inner = getattr(module, "base_layer", module)
     return isinstance(inner, nn.Linear) or is_transposed(inner)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is Transformers' ``Conv1D``, a linear layer with a weight of (in, out)."""
+    """Returns whether it is Transformers' ``Conv1D``, a linear layer with a weight of (in, out)."""
     return type(module).__name__ in ("Conv1D", "ColumnConv1D", "RowConv1D") and getattr(module, "nf", None) is not None
 
 
@@ -201,9 +201,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _of_spec(spec: LayerPartition, name: str, source: str) -> CutRule:
-    said = f"{source} (one of {', '.join(map(repr, spec.patterns[:2]))})"
+    origin = f"{source} (one of {', '.join(map(repr, spec.patterns[:2]))})"
     if spec.partition_type == "skip":
-        return CutRule(CutStyle.SUMMED if spec.grad_allreduce else CutStyle.WHOLE, said)
+        return CutRule(CutStyle.SUMMED if spec.grad_allreduce else CutStyle.WHOLE, origin)
     is_column = spec.partition_type == "column"
     dim = (0 if is_column else 1) if spec.partition_dim is None else spec.partition_dim
     if dim != (0 if is_column else 1):
@@ -212,11 +212,11 @@ def _of_spec(spec: LayerPartition, name: str, source: str) -> CutRule:
             f"{spec.partition_type}-parallel; expected {0 if is_column else 1}, or leave the key out"
         )
     way = (CutStyle.COLUMN_GATHERED if spec.gather_output else CutStyle.COLUMN) if is_column else CutStyle.ROW
-    return CutRule(way, said, _parts(spec, dim))
+    return CutRule(way, origin, _parts(spec, dim))
 
 
 def _parts(spec: LayerPartition, dim: int) -> tuple[int, ...]:
-    """What is packed along the cut dimension, from the view that ``shape`` describes."""
+    """Returns what is packed along the cut dimension, from the view that ``shape`` describes."""
     if spec.shape is None or dim >= len(spec.shape):
         return ()
     entry: Any = spec.shape[dim]

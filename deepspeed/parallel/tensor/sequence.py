@@ -159,7 +159,7 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
 
 
 def _region(row: str, columns: list[str], block: str) -> str:
-    """The innermost module around a row-parallel layer that also has the column-parallel ones that feed it."""
+    """Returns the innermost module around a row-parallel layer that also has the column-parallel ones that feed it."""
     above = row.rpartition(".")[0]
     while len(above) > len(block) and not any(name.startswith(f"{above}.") for name in columns):
         above = above.rpartition(".")[0]
@@ -186,7 +186,7 @@ def cut_sequences(model: nn.Module, plan: ScatterPlan, channel: Channel) -> None
 
     Args:
         model: The model.
-        plan: As of :func:`plan_of`.
+        plan: Result of :func:`plan_of`.
         channel: The ranks.
     """
     cut = CutSequence(channel)

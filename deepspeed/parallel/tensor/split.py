@@ -1,7 +1,7 @@
-"""How one dimension of a weight is dealt to the ranks that share a layer. Pure arithmetic.
+"""How one dimension of a weight is divided among the ranks that share a layer. Pure arithmetic.
 
-A dimension is a row of *stretches*; each has equal *units* that stay whole (a head, a column), and every rank gets a
-consecutive part of the units of each stretch. A plain linear layer is one stretch of single rows; query, key and value
+A dimension is a row of *runs*; each has equal *units* that stay whole (a head, a column), and every rank gets a
+consecutive part of the units of each run. A plain linear layer is one run of single rows; query, key and value
 packed in one weight are three; the halves of a gated MLP two.
 
 Attention needs more than even parts: a query head must lie beside the key/value head that it uses. So heads are dealt
@@ -20,7 +20,7 @@ Interval = tuple[int, int]
 
 
 def even(count: int, size: int, place: int) -> Interval:
-    """The part of ``count`` units that place ``place`` of ``size`` gets; the first places get one more."""
+    """Returns the part of ``count`` units that place ``place`` of ``size`` gets; the first places get one more."""
     each, more = divmod(count, size)
     low = place * each + min(place, more)
     return low, low + each + (place < more)
@@ -47,7 +47,7 @@ class Heads:
         return self.query // self.key_value
 
     def problem(self) -> str | None:
-        """Why the heads cannot be dealt, or None."""
+        """Returns why the heads cannot be divided, or None."""
         if self.query % self.key_value:
             return f"{self.query} query heads are no multiple of {self.key_value} key/value heads"
         if self.size > self.query:
@@ -60,14 +60,14 @@ class Heads:
         return None
 
     def of_key_value(self, place: int) -> Interval:
-        """The key/value heads of a rank; at least one."""
+        """Returns the key/value heads of a rank; at least one."""
         if self.size <= self.key_value:
             return even(self.key_value, self.size, place)
         head, _ = self._shared(place)
         return head, head + 1
 
     def of_query(self, place: int) -> Interval:
-        """The query heads of a rank."""
+        """Returns the query heads of a rank."""
         if self.size <= self.key_value:
             low, high = even(self.key_value, self.size, place)
             return low * self.shared_by, high * self.shared_by
@@ -80,7 +80,7 @@ class Heads:
         return (place, place + 1) if self.size <= self.key_value else self._shared(place)[1]
 
     def _shared(self, place: int) -> tuple[int, Interval]:
-        """The one key/value head of a rank, and all ranks that have it."""
+        """Returns the one key/value head of a rank, and all ranks that have it."""
         for head in range(self.key_value):
             first, last = even(self.size, self.key_value, head)
             if first <= place < last:
@@ -88,8 +88,8 @@ class Heads:
         raise AssertionError(f"no head for rank {place} of {self.size}")
 
 
-class Dealt(Enum):
-    """How the units of a stretch are dealt."""
+class UnitAssignment(Enum):
+    """Which ranks get the units of a run."""
 
     EVENLY = "evenly"
     AS_QUERIES = "as query heads"
@@ -98,19 +98,19 @@ class Dealt(Enum):
 
 @dataclass(frozen=True)
 class UnitRun:
-    """A stretch of a dimension.
+    """A run of equal units in a dimension.
 
     Attributes:
         start: Its first index.
         units: How many units it has.
         unit: Indices of one.
-        dealt: Who gets them.
+        assignment: Who gets them.
     """
 
     start: int
     units: int
     unit: int = 1
-    dealt: Dealt = Dealt.EVENLY
+    assignment: UnitAssignment = UnitAssignment.EVENLY
 
     @property
     def stop(self) -> int:
@@ -120,15 +120,15 @@ class UnitRun:
 
 @dataclass(frozen=True)
 class Split:
-    """How a dimension is dealt.
+    """How a dimension is divided among the ranks.
 
     Attributes:
-        stretches: In order; together the whole dimension.
+        runs: In order; together the whole dimension.
         size: Ranks that share the layer.
-        heads: For stretches that are dealt as heads.
+        heads: For runs that are divided as heads are.
     """
 
-    stretches: tuple[UnitRun, ...]
+    runs: tuple[UnitRun, ...]
     size: int
     heads: Heads | None = None
 
@@ -150,14 +150,14 @@ class Split:
     @property
     def extent(self) -> int:
         """Of the whole dimension."""
-        return self.stretches[-1].stop
+        return self.runs[-1].stop
 
     def intervals(self, place: int) -> list[Interval]:
-        """What a rank has of the dimension, in order; neighbours are joined, empty ones left out."""
+        """Returns what a rank has of the dimension, in order; neighbours are joined, empty ones left out."""
         found: list[Interval] = []
-        for stretch in self.stretches:
-            low, high = self._units(stretch, place)
-            start, stop = stretch.start + low * stretch.unit, stretch.start + high * stretch.unit
+        for run in self.runs:
+            low, high = self._units(run, place)
+            start, stop = run.start + low * run.unit, run.start + high * run.unit
             if start == stop:
                 continue
             if found and found[-1][1] == start:
@@ -167,35 +167,35 @@ class Split:
         return found
 
     def width(self, place: int) -> int:
-        """How many indices a rank has."""
+        """Returns how many indices a rank has."""
         return sum(stop - start for start, stop in self.intervals(place))
 
     def holders(self, place: int) -> Interval:
-        """The ranks that have exactly what this one has."""
+        """Returns the ranks that have exactly what this one has."""
         alone = (place, place + 1)
-        if self.heads is None or any(stretch.dealt is not Dealt.AS_KEYS for stretch in self.stretches):
+        if self.heads is None or any(run.assignment is not UnitAssignment.AS_KEYS for run in self.runs):
             return alone
         return self.heads.holders(place)
 
     def shares_a_part(self) -> bool:
-        """Whether some stretch, but not all, is held by several ranks: such a tensor is neither cut nor whole."""
-        kinds = {stretch.dealt for stretch in self.stretches}
+        """Returns whether some run, but not all, is held by several ranks: such a tensor is neither cut nor whole."""
+        kinds = {run.assignment for run in self.runs}
         shared = self.heads is not None and self.heads.size > self.heads.key_value
-        return shared and Dealt.AS_KEYS in kinds and len(kinds) > 1
+        return shared and UnitAssignment.AS_KEYS in kinds and len(kinds) > 1
 
     def ranks_without_units(self) -> list[int]:
         """Ranks that would have nothing."""
         return [place for place in range(self.size) if self.width(place) == 0]
 
-    def _units(self, stretch: UnitRun, place: int) -> Interval:
-        if stretch.dealt is Dealt.EVENLY:
-            return even(stretch.units, self.size, place)
+    def _units(self, run: UnitRun, place: int) -> Interval:
+        if run.assignment is UnitAssignment.EVENLY:
+            return even(run.units, self.size, place)
         assert self.heads is not None
-        if stretch.dealt is Dealt.AS_KEYS:
+        if run.assignment is UnitAssignment.AS_KEYS:
             return self.heads.of_key_value(place)
         return self.heads.of_query(place)
 
 
 def widths(split: Split) -> Sequence[int]:
-    """How many indices each rank has."""
+    """Returns how many indices each rank has."""
     return [split.width(place) for place in range(split.size)]

@@ -122,7 +122,7 @@ def _is_outermost(name: str) -> bool:
 
 
 def _vocabulary(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRule]:
-    """The embedding and the output layer of a language model."""
+    """Returns the embedding and the output layer of a language model."""
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
     for module, way in ((input_embedding(model), CutStyle.VOCABULARY), (output_head(model), CutStyle.COLUMN_GATHERED)):
@@ -217,7 +217,7 @@ class _Graph:
         return {name for name, node in self.others.items() if node in cut}
 
     def _residual_sum(self, name: str, start: Node) -> Node | None:
-        """The sum of this layer's output with the stream that its input came from."""
+        """Returns the sum of this layer's output with the stream that its input came from."""
         before = _ancestors(self.inputs[name])
         reached, stack = {start}, [start]
         while stack:
@@ -236,7 +236,7 @@ class _Graph:
         return None
 
     def _reached(self, start: Node, ends: set[Node]) -> set[Node]:
-        """All that depends on a node, without what lies behind ``ends``."""
+        """Returns all that depends on a node, without what lies behind ``ends``."""
         reached, stack = {start}, [start]
         while stack:
             node = stack.pop()
@@ -254,7 +254,7 @@ def _parents(node: Node) -> list[Node]:
 
 
 def _is_leaf(node: Node) -> bool:
-    """A parameter, or a view of one."""
+    """Returns whether a node is that of a parameter, or of a view of one."""
     return not any(_parents(node)) if type(node).__name__ != "AccumulateGrad" else True
 
 

@@ -93,10 +93,10 @@ class ConsistencyCheck:
         least = 1e-3 * typical[len(typical) // 2] if typical else 0.0
         for name, expected in self.gradients.items():
             failure = failure or _difference(f"the gradient of {name!r}", gradients[name], expected, least)
-        told = channel.transport.gather_small(
+        gathered = channel.transport.gather_small(
             torch.tensor([int(failure is not None)]), channel="call", label="the comparison of the cut model"
         )
-        if bool(told.any()):
+        if bool(gathered.any()):
             found = failure or "another rank of the tensor group found a difference"
             raise DeepSpeedConfigError(
                 f"tensor_parallel.verify: the cut {type(model).__name__} computes something else than the whole one: "
@@ -118,7 +118,7 @@ def _why_not(model: nn.Module, device: torch.device, *, is_asked: bool) -> str:
 
 
 def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
-    """A small input of a Transformers model, the same on all ranks; None where it is not known.
+    """Returns a small input of a Transformers model, the same on all ranks; None where it is not known.
 
     Args:
         model: The model.
@@ -146,7 +146,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def _ask(
     model: nn.Module, inputs: dict[str, Any], whole: dict[str, nn.Parameter]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The model's output and the gradients of ``whole`` for a loss that looks at every element."""
+    """Returns the model's output and the gradients of ``whole`` for a loss that looks at every element."""
     with _undisturbed(model), torch.enable_grad():
         result = model(**inputs)
         output = result if isinstance(result, torch.Tensor) else result[0]

@@ -109,7 +109,7 @@ def vocab_parallel_cross_entropy(
 
 
 def causal_loss(channel: Channel) -> Any:
-    """A causal language model's loss, as Transformers calls it, for logits that are cut over the vocabulary.
+    """Returns a causal language model's loss, as Transformers calls it, for logits that are cut over the vocabulary.
 
     Args:
         channel: The ranks.

@@ -142,9 +142,9 @@ class ForwardProfile:
         get_accelerator().synchronize()
         node = self._of[module]
         while self._open:  # an exception may have left calls open inside this one
-            entered, begun = self._open.pop()
+            entered, started = self._open.pop()
             if entered is node:
-                node.seconds += time.perf_counter() - begun
+                node.seconds += time.perf_counter() - started
                 node.calls += 1
                 return
 

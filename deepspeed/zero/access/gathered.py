@@ -104,7 +104,7 @@ def _unique(params: Any) -> list[torch.Tensor]:
 
 
 def with_addresses(tensors: Iterable[torch.Tensor]) -> list[Entry]:
-    """Those of ``tensors`` whose values a holder keeps, with their addresses."""
+    """Returns those of ``tensors`` (of any shape) whose values a holder keeps, with their addresses."""
     found: list[Entry] = []
     for tensor in tensors:
         address = address_of(tensor)
@@ -211,7 +211,7 @@ class GatheredBlock:
 
     def _lend(self, entries: list[Entry]) -> None:
         """Brings the parts of the parameters together in tensors of their own."""
-        parcels: list[Piece] = []
+        pieces: list[Piece] = []
         tensors = []
         for _, address in entries:
             holder = address.holder
@@ -220,9 +220,9 @@ class GatheredBlock:
             tensors.append(tensor)
             fragment = holder.fragment(address.tile)
             mine = None if fragment is None else holder.shard[fragment.in_slice]
-            parcels += assemble(holder.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
+            pieces += assemble(holder.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
         if entries:
-            self._transport.move(parcels, label=f"the values of {_label(entries)}")
+            self._transport.move(pieces, label=f"the values of {_label(entries)}")
         for (parameter, address), tensor in zip(entries, tensors, strict=True):
             loan = address.holder.loans[address.tile]
             loan.tensor = tensor
@@ -247,10 +247,10 @@ class GatheredBlock:
         try:
             if self._modifier is not None and self._entries:
                 misfit = self._misfit()
-                told = compare_calls(self._transport, self._words("leaving"), [int(error is not None), misfit + 1])
-                failed = any(flag or number for flag, number in told)
+                reports = compare_calls(self._transport, self._words("leaving"), [int(error is not None), misfit + 1])
+                failed = any(flag or number for flag, number in reports)
                 if failed and error is None:
-                    self._raise_for(told)
+                    self._raise_for(reports)
                 if not failed:
                     self._publish()
             elif error is None:
@@ -259,14 +259,14 @@ class GatheredBlock:
             self.give_back(restore=self._modifier is None or failed)
 
     def _misfit(self) -> int:
-        """The first parameter whose data the block replaced by something of another shape; -1 for none."""
+        """Returns the first parameter whose data the block replaced by something of another shape; -1 for none."""
         for index, (parameter, address) in enumerate(self._entries):
             if tuple(parameter.shape) != address.shape:
                 return index
         return -1
 
-    def _raise_for(self, told: list[list[int]]) -> None:
-        for rank, (flag, number) in enumerate(told):
+    def _raise_for(self, reports: list[list[int]]) -> None:
+        for rank, (flag, number) in enumerate(reports):
             if flag:
                 raise CallOrderError(
                     f"GatheredParameters: rank {rank} left the block with an exception; edits were dropped on all ranks"
@@ -333,7 +333,7 @@ class GatheredBlock:
     def _publish(self) -> None:
         """The modifier's values reach every rank that keeps them: everybody, or the owner of each part."""
         assert self._modifier is not None
-        parcels: list[Piece] = []
+        pieces: list[Piece] = []
         arriving: list[tuple[Holder, Fragment, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._lent]:
             _back_in_place(parameter, address)
@@ -342,15 +342,15 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._lent]:
             holder, values = address.holder, parameter.data.view(-1)
             if self._stays_full(address):
-                parcels.append(Piece(modifier, None, values))
+                pieces.append(Piece(modifier, None, values))
                 continue
             fragment = holder.fragment(address.tile)
             place = None if fragment is None else values[fragment.in_tile]
             if fragment is not None and place is not None:
                 arriving.append((holder, fragment, place))
-            parcels += scatter(holder.layout, address.tile, self._transport.rank, modifier, values, place)
+            pieces += scatter(holder.layout, address.tile, self._transport.rank, modifier, values, place)
         if self._present or self._lent:  # every rank takes part, also one that has nothing to send or get
-            self._transport.move(parcels, label=f"the changes of {_label(self._entries)}")
+            self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
         for holder, fragment, values in arriving:
             holder.keep_fragment(fragment, values)
         for parameter, address in [*self._present, *self._lent]:
@@ -367,11 +367,11 @@ class GatheredBlock:
         replicas = self._group.combine
         if replicas is not None and not self._group.spans_parts and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
-            parcels = [Piece(copy, None, values) for values in edited]
-            replicas.move(parcels, label=f"the changes of {_label(self._entries)}")
+            pieces = [Piece(copy, None, values) for values in edited]
+            replicas.move(pieces, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
-        """Whether every rank goes on using the full values after this block."""
+        """Returns whether every rank goes on using the full values after this block."""
         holder, loan = address.holder, address.holder.loans[address.tile]
         if loan.depth > 1 or not holder.is_sharded:
             return True
@@ -382,7 +382,7 @@ class GatheredBlock:
 
 
 def checksum(values: Sequence[Any]) -> int:
-    """A number that is equal on all ranks for equal values."""
+    """Returns a number that is equal on all ranks for equal values."""
     return zlib.crc32(repr(values).encode())
 
 
@@ -392,7 +392,7 @@ def _label(entries: list[Entry]) -> str:
 
 
 def _is_away(entry: Entry) -> bool:
-    """Whether the values are not on this rank at the moment."""
+    """Returns whether the values are not on this rank at the moment."""
     holder, tile = entry[1].holder, entry[1].tile
     loan = holder.loans.get(tile)
     return holder.state is not State.FULL and (loan is None or loan.tensor is None)
@@ -415,7 +415,7 @@ def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
 
 
 def _master_values(address: Address) -> torch.Tensor | None:
-    """The values of a resident parameter as its fp32 master has them, where that is separate and whole here."""
+    """Returns the values of a resident parameter as its fp32 master has them, where that is separate and whole here."""
     holder = address.holder
     master = holder.owner.master_of(holder) if holder.owner is not None and not holder.is_sharded else None
     if master is None or master.out is None or master.layout.num_slices > 1:
@@ -424,7 +424,7 @@ def _master_values(address: Address) -> torch.Tensor | None:
 
 
 def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> bool:
-    """Whether the values differ from those that the block began with, as far as this rank can tell by itself."""
+    """Returns whether the values differ from those at the block's start, as far as this rank can tell by itself."""
     if parameter._version != loan.version:
         return True
     values = loan.backup if loan.backup is not None else _master_values(address)
@@ -475,7 +475,10 @@ def keep_full(address: Address, values: torch.Tensor) -> None:
 
 
 def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
-    """``parameter.all_gather()``: full until :func:`partition`. Every rank must call it."""
+    """Makes parameters full, in their own shapes, until :func:`partition`: ``parameter.all_gather()``.
+
+    Every rank must call it.
+    """
     with untouched():
         for entries in by_group(with_addresses(_unique(params))):
             away = [entry for entry in entries if _is_away(entry)]
@@ -489,10 +492,10 @@ def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
 
 
 def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
-    """``parameter.partition()``: ends :func:`gather_until_partition`.
+    """Shards parameters again that :func:`gather_until_partition` made full: ``parameter.partition()``.
 
     Args:
-        params: Parameters; those that are not full for their own sake are let pass.
+        params: Parameters of any shape; those that are not full for their own sake are let pass.
         keep_values: Each rank keeps its part of the values that it has now; otherwise edits are dropped.
     """
     with untouched():

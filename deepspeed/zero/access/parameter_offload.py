@@ -16,16 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed import comm
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import zero_group
+from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.start.device import local_device
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
-from deepspeed.zero.build import build_runtime
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import Memory
 from deepspeed.zero.tiling.layout import Limits
@@ -38,7 +38,7 @@ class ParameterCoordinator:
         self._runtime = runtime
 
     def is_invalid_trace(self) -> bool:
-        """Whether no order is known, so that the next pass is recorded."""
+        """Returns whether no order is known, so that the next pass is recorded."""
         return not self._runtime.schedule.knows_orders
 
     def _invalidate_trace(self) -> None:
@@ -73,6 +73,8 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         module: The model.
     """
 
+    _lease: Lease | None = None  # of an engine's model it is the engine's
+
     def __init__(
         self,
         module: nn.Module,
@@ -100,9 +102,9 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             comm.init_distributed()
         group = zero_group(mpu) if dp_process_group is None and mpu is not None else dp_process_group
         device = local_device()
-        gather, reduce = (
-            Job.current().axis_of(group).transport(device=device, timeout=comm.default_timeout()) for _ in range(2)
-        )
+        axis, timeout = Job.current().axis_of(group), comm.default_timeout()
+        with Job.current().process_groups.leased() as lease:
+            gather, reduce = (axis.transport(device=device, timeout=timeout) for _ in range(2))
         limits = Limits(persistence=param_persistence_threshold, model_persistence=model_persistence_threshold)
         gathers = GatherLimits(
             prefetch=prefetch_bucket_size, max_live=max_live_parameters, max_reuse_distance=max_reuse_distance
@@ -120,9 +122,10 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             device=device,
             param_memories={memory.home: memory},
             master_memories={memory.home: memory},
-            landing=lambda home, ledger: Landing(home),
+            destination=lambda home, ledger: GradientDestination(home),
         )
-        self._adopt(build_runtime(module, options, Groups.of(BucketGroup.over(gather, reduce)), {}))
+        self._adopt(build_runtime(module, options, Groups.of(BucketGroup.over(gather, reduce), lease=lease), {}))
+        self._lease = lease
 
     def _adopt(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime
@@ -132,7 +135,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
 
     @classmethod
     def of(cls, runtime: ZeroRuntime) -> DeepSpeedZeRoOffload:
-        """The object for a model that an engine has sharded."""
+        """Returns the object for a model that an engine has sharded."""
         made = cls.__new__(cls)
         made._adopt(runtime)
         return made
@@ -161,7 +164,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         self._runtime.hooks.install()
 
     def get_param_coordinator(self, training: bool = True) -> ParameterCoordinator:
-        """The order of gathers."""
+        """Returns the order of gathers."""
         return self.param_coordinator
 
     def partition_all_parameters(self) -> None:
@@ -171,8 +174,10 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
     empty_partition_cache = partition_all_parameters
 
     def destroy(self) -> None:
-        """Takes the hooks from the model."""
+        """Takes the hooks from the model, and gives back the communicators that were made for this object."""
         self._runtime.destroy()
+        if self._lease is not None:
+            self._lease.give_back()
 
 
 def _is_offloaded(section: Any) -> bool:

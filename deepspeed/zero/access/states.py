@@ -33,7 +33,7 @@ _NOTHING, _ELEMENTS, _SCALAR, _UNKNOWN = range(4)
 
 
 @dataclass(frozen=True)
-class _Trained:
+class _TrainedParam:
     """A parameter that an engine trains."""
 
     address: Address
@@ -52,11 +52,11 @@ class _Trained:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank keeps all of the state."""
+        """Returns whether this rank keeps all of the state."""
         return self.master.layout.num_slices == 1
 
     def mine(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view of this rank's part in a tensor that is aligned with the master."""
+        """Returns a view of this rank's part in a tensor that is aligned with the master."""
         fragment = self.master.fragment(self.address.tile)
         return flat[:0] if fragment is None else flat[fragment.in_slice]
 
@@ -67,7 +67,7 @@ class _Trained:
         return flat[:0] if fragment is None else flat[fragment.in_tile]
 
     def tile_of_full(self, value: torch.Tensor) -> torch.Tensor:
-        """What this rank's model has of a whole value."""
+        """Returns what this rank's model has of a whole value."""
         return value if self.holders is None else self.holders.tile_of(value, self.address.shape)
 
     def gradient(self) -> torch.Tensor | None:
@@ -88,7 +88,7 @@ class _Trained:
         return next((r for r in self.master.runs if r.span.start <= fragment.slice_start < r.span.stop), None)
 
     def states(self) -> dict[str, Any]:
-        """The optimizer state of that run."""
+        """Returns the optimizer state of that run."""
         run = self.run()
         if run is None or self.runtime.optimizer is None:
             return {}
@@ -102,17 +102,17 @@ class _Trained:
         return value.view(-1)[start : start + fragment.numel]
 
 
-def _trained(parameter: torch.Tensor) -> _Trained | None:
+def _trained(parameter: torch.Tensor) -> _TrainedParam | None:
     address = address_of(parameter)
     if address is None or not isinstance(address.holder, Bucket) or address.holder.owner is None:
         return None
     runtime = address.holder.owner
     runtime.drop_failed_backward()
     master = runtime.master_of(address.holder)
-    return None if master is None else _Trained(address, runtime, master, holders_of(parameter))
+    return None if master is None else _TrainedParam(address, runtime, master, holders_of(parameter))
 
 
-def _need(parameter: torch.Tensor, call: str) -> _Trained:
+def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
     found = _trained(parameter)
     if found is None:
         address = address_of(parameter)
@@ -126,7 +126,7 @@ def _need(parameter: torch.Tensor, call: str) -> _Trained:
     return found
 
 
-def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[list[int]]:
+def _agree(found: _TrainedParam, call: str, numbers: tuple[int, ...] = ()) -> list[list[int]]:
     """Compares the call; nothing to do where this rank has everything.
 
     Returns:
@@ -139,24 +139,24 @@ def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[li
     return rows if members is None else [rows[member] for member in members]
 
 
-def _whole(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
-    """The whole value of the logical parameter."""
+def _whole(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Tensor:
+    """Returns the whole value of the logical parameter."""
     tile = _assemble(found, mine, label)
     return tile if found.holders is None else found.holders.whole(tile, f"{label} of {found.address.name}")
 
 
-def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
-    """The value of this rank's tile from everybody's part."""
+def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Tensor:
+    """Returns the value of this rank's tile from everybody's part."""
     address, master = found.address, found.master
     if found.is_whole:
         return mine.to(found.bucket.device, copy=True).view(address.shape)
     flat = torch.empty(address.numel, dtype=mine.dtype, device=found.bucket.device)
-    parcels = assemble(master.layout, address.tile, master.transport.rank, mine, flat)
-    master.transport.move(parcels, label=f"{label} of {address.name}")
+    pieces = assemble(master.layout, address.tile, master.transport.rank, mine, flat)
+    master.transport.move(pieces, label=f"{label} of {address.name}")
     return flat.view(address.shape)
 
 
-def _check_full(found: _Trained, value: torch.Tensor, call: str) -> None:
+def _check_full(found: _TrainedParam, value: torch.Tensor, call: str) -> None:
     if tuple(value.shape) != found.full_shape:
         raise DeepSpeedConfigError(
             f"{call}: {found.address.name!r} has the full shape {found.full_shape}, the value has "
@@ -164,7 +164,7 @@ def _check_full(found: _Trained, value: torch.Tensor, call: str) -> None:
         )
 
 
-def _check_local(found: _Trained, value: torch.Tensor, call: str) -> None:
+def _check_local(found: _TrainedParam, value: torch.Tensor, call: str) -> None:
     fragment = found.master.fragment(found.address.tile)
     numel = 0 if fragment is None else fragment.numel
     if value.numel() != numel:
@@ -178,7 +178,7 @@ def _check_local(found: _Trained, value: torch.Tensor, call: str) -> None:
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The fp32 master weight of a parameter, whole. Every rank must call it where masters are sharded."""
+    """Returns the fp32 master weight of a parameter, whole. Every rank must call it where masters are sharded."""
     with untouched():
         found = _trained(param)
         if found is None:
@@ -226,6 +226,10 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
     Where other ranks compute with the values too (below stage 3, and where updates are divided among more ranks than
     share the parameters), every rank must call it.
+
+    Args:
+        param: The parameter.
+        value: As many elements as this rank's part has, in any shape and dtype.
     """
     with untouched():
         found = _need(param, "safe_set_local_fp32_param")
@@ -245,7 +249,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         mine.copy_(value.reshape(-1))
 
 
-def _carry_writes(found: _Trained) -> None:
+def _carry_writes(found: _TrainedParam) -> None:
     """What a user wrote into a resident parameter since the last update counts as its master value."""
     bucket, tile = found.bucket, found.address.tile
     if not bucket.is_sharded and tile in bucket.changed_params():
@@ -259,7 +263,7 @@ def _carry_writes(found: _Trained) -> None:
 
 @torch.no_grad()
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The reduced gradient of a parameter, whole, without the loss scale.
+    """Returns the reduced gradient of a parameter, whole, without the loss scale.
 
     Valid between the backward of the last micro-batch and the update. Every rank must call it where gradients are
     sharded. None where there is none: frozen, unused on all ranks, not reduced yet, or used up by the update.
@@ -298,8 +302,9 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         param: The parameter.
-        value: Whole and the same on every rank of the group; every rank must call it. Where gradients are not sharded
-            the update compares which parameters the ranks have set, and raises ``DivergenceError`` if they differ.
+        value: In the full shape, and the same on every rank of the group; every rank must call it. Where gradients are
+            not sharded the update compares which parameters the ranks have set, and raises ``DivergenceError`` if they
+            differ.
 
     Raises:
         CallOrderError: There is no gradient to replace.
@@ -322,15 +327,20 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces this rank's part of the reduced gradient, without the loss scale."""
+    """Replaces this rank's part of the reduced gradient, without the loss scale.
+
+    Args:
+        param: The parameter.
+        value: As many elements as this rank's part has, in any shape and dtype.
+    """
     with untouched():
         found = _need(param, "safe_set_local_grad")
         _check_local(found, value, "safe_set_local_grad")
         _write_gradient(found, value.reshape(-1), "safe_set_local_grad")
 
 
-def _some_rank_has_gradient(found: _Trained, mine: torch.Tensor | None, call: str) -> bool:
-    """Whether a backward has reached the parameter on any rank; the answer is the same on all ranks.
+def _some_rank_has_gradient(found: _TrainedParam, mine: torch.Tensor | None, call: str) -> bool:
+    """Returns whether a backward has reached the parameter on any rank; the answer is the same on all ranks.
 
     Ranks that keep whole gradients are not asked, since some of them may not make the call. Where this rank has not
     used the parameter, a sum that is not zero tells that another one has. A gradient that is exactly zero on all ranks
@@ -352,7 +362,7 @@ def _unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
     return gradient if loss_scale == 1.0 else gradient.div_(loss_scale)
 
 
-def _write_gradient(found: _Trained, value: torch.Tensor, call: str) -> None:
+def _write_gradient(found: _TrainedParam, value: torch.Tensor, call: str) -> None:
     mine = found.gradient()
     if mine is None:
         raise CallOrderError(
@@ -379,10 +389,11 @@ def safe_update_full_grad_vectorized(
 
     Args:
         param_list: Parameters.
-        update_func: Gets the whole unscaled gradient and the parameter, returns the new gradient, equal on every rank.
+        update_func: Gets the unscaled gradient in the full shape and the parameter, returns the new gradient of that
+            shape, equal on every rank.
     """
     with untouched():
-        by_bucket: dict[int, list[tuple[torch.nn.Parameter, _Trained]]] = {}
+        by_bucket: dict[int, list[tuple[torch.nn.Parameter, _TrainedParam]]] = {}
         for param in param_list:
             found = _trained(param)
             if found is not None:
@@ -428,28 +439,28 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         states = found.states()
         value = states.get(optim_state_key)
         kind, code, number = _describe(found, states, value)
-        told = _agree(found, f"safe_get_full_optimizer_state({optim_state_key!r})", (kind, code, number))
-        kinds = [row[0] for row in told]
+        answers = _agree(found, f"safe_get_full_optimizer_state({optim_state_key!r})", (kind, code, number))
+        kinds = [row[0] for row in answers]
         if _UNKNOWN in kinds:
             raise DeepSpeedConfigError(
                 f"safe_get_full_optimizer_state: {found.address.name!r} has no state {optim_state_key!r}"
                 + (f"; it has {', '.join(sorted(states))}" if states else "")
             )
         if _SCALAR in kinds:
-            number = told[kinds.index(_SCALAR)][2]
+            number = answers[kinds.index(_SCALAR)][2]
             return torch.frombuffer(bytearray(number.to_bytes(8, "little", signed=True)), dtype=torch.float64)[
                 0
             ].float()
         if _ELEMENTS not in kinds:
             return None
-        dtype = DTYPES[told[kinds.index(_ELEMENTS)][1]]
+        dtype = DTYPES[answers[kinds.index(_ELEMENTS)][1]]
         empty = torch.empty(0, dtype=dtype, device=found.bucket.device)
         mine = found.state_view(value) if isinstance(value, torch.Tensor) and kind == _ELEMENTS else empty
         return _whole(found, mine, f"the state {optim_state_key}")
 
 
-def _describe(found: _Trained, states: dict[str, Any], value: Any) -> tuple[int, int, int]:
-    """What this rank has of a state: kind, index of the dtype, bits of a scalar."""
+def _describe(found: _TrainedParam, states: dict[str, Any], value: Any) -> tuple[int, int, int]:
+    """Returns what this rank has of a state: kind, index of the dtype, bits of a scalar."""
     if not states:
         return _NOTHING, 0, 0
     if value is None:
@@ -466,7 +477,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
     Args:
         param: The parameter.
-        value: Whole, and the same on every rank of the group; every rank must call it.
+        value: In the full shape, and the same on every rank of the group; every rank must call it.
         optim_state_key: Name of a per-element state, such as ``exp_avg``.
 
     Raises:
@@ -494,14 +505,20 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
 
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Writes this rank's part of one optimizer state."""
+    """Writes this rank's part of one optimizer state.
+
+    Args:
+        param: The parameter.
+        value: As many elements as this rank's part has, in any shape and dtype.
+        optim_state_key: Name of a per-element state, such as ``exp_avg``.
+    """
     with untouched():
         found = _need(param, "safe_set_local_optimizer_state")
         _check_local(found, value, "safe_set_local_optimizer_state")
         _write_state(found, value.reshape(-1), optim_state_key)
 
 
-def _write_state(found: _Trained, value: torch.Tensor, key: str) -> None:
+def _write_state(found: _TrainedParam, value: torch.Tensor, key: str) -> None:
     if found.master.fragment(found.address.tile) is None:
         return
     old = found.states().get(key)

@@ -85,7 +85,7 @@ def _local_numel(parameter: torch.nn.Parameter, address: Address) -> int:
 
 
 def _method(compute: Callable[..., Any]) -> Callable[[torch.nn.Parameter, Address], Any]:
-    """A view that is called: ``parameter.name(...)``."""
+    """Returns a view that is called: ``parameter.name(...)``."""
 
     def bind(parameter: torch.nn.Parameter, address: Address) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

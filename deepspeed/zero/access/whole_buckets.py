@@ -77,14 +77,14 @@ class Source:
         return whole[start : start + described.numel].view(described.shape)
 
     def _read_some(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
-        found, parcels, rank = {}, [], self.transport.rank
+        found, pieces, rank = {}, [], self.transport.rank
         for tile in tiles:
             described, fragment = self.layout.tiles[tile], self.layout.fragment(tile, rank)
             flat = torch.empty(described.numel, dtype=self.flat.dtype, device=self.device)
             mine = None if fragment is None else self.flat[fragment.in_slice]
-            parcels += assemble(self.layout, tile, rank, mine, flat)
+            pieces += assemble(self.layout, tile, rank, mine, flat)
             found[tile] = flat.view(described.shape)
-        self.transport.move(parcels, label=self.label)
+        self.transport.move(pieces, label=self.label)
         return found
 
 
@@ -131,7 +131,7 @@ def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.d
 
 
 def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """See ``DeepSpeedEngine.iter_full``.
+    """Yields ``(name, values)`` of a quantity in full, see ``DeepSpeedEngine.iter_full``.
 
     Ranks that share layers unevenly cut their buckets at other parameters, so the order of buckets is not theirs in
     common. Where layers are cut, values are yielded in the order of the model, and one that comes early waits for its
@@ -162,27 +162,30 @@ def walk_full(
     left_out: Collection[str] = (),
     borrow: bool = False,
 ) -> Iterator[tuple[Tile, torch.Tensor]]:
-    """As :func:`iter_full`.
+    """Yields every tile of a quantity in full, bucket by bucket. Every rank must go through all of it.
 
     Args:
         runtime: The model's.
-        kind: See there.
-        bucket_bytes: See there.
+        kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
+        bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
         left_out: Names of parameters to pass over, the same on all ranks.
         borrow: The caller changes nothing and keeps no tensor beyond its turn, so what is whole here is not copied.
+
+    Yields:
+        ``(tile, values in the shape of the tile)`` for each tile that has the quantity on some rank.
     """
     yield from _walk(runtime, kind, _held(runtime, kind), bucket_bytes, left_out=left_out, borrow=borrow)
 
 
-class _Held(NamedTuple):
+class _TileInfo(NamedTuple):
     """What some rank has of a bucket: numbers of tiles, and the dtype of the quantity."""
 
     tiles: set[int]
     dtype: torch.dtype
 
 
-def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _Held]]:
-    """Every bucket with what there is of a quantity; the same on all ranks that share the buckets."""
+def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _TileInfo]]:
+    """Returns every bucket with what there is of a quantity; the same on all ranks that share the buckets."""
     if not runtime.buckets:
         return []
     runtime.leave_backward("iter_full")
@@ -193,7 +196,7 @@ def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _Held]]:
 def _walk(
     runtime: ZeroRuntime,
     kind: str,
-    present: list[tuple[Bucket, _Held]],
+    present: list[tuple[Bucket, _TileInfo]],
     bucket_bytes: int | None,
     *,
     left_out: Collection[str] = (),
@@ -266,7 +269,7 @@ def _windows(bucket: Bucket, tiles: set[int], itemsize: int, limit: int | None) 
         yield window
 
 
-def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[_Held]:
+def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[_TileInfo]:
     """Per bucket, which tiles have the quantity on some rank, and its dtype; one exchange for all buckets."""
     mine: list[int] = []
     for bucket in runtime.buckets:
@@ -284,7 +287,7 @@ def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[_Held]:
                 "'param', 'fp32', 'grad', and names of states such as 'exp_avg'"
             )
         tiles = {tile for tile, flag in enumerate(flags) if flag}
-        found.append(_Held(tiles if code else set(), DTYPES[code - 1] if code else torch.float32))
+        found.append(_TileInfo(tiles if code else set(), DTYPES[code - 1] if code else torch.float32))
     return found
 
 
@@ -316,5 +319,5 @@ def _contents(runtime: ZeroRuntime, bucket: Bucket, kind: str) -> list[int]:
 
 
 def _number(dtype: torch.dtype) -> int:
-    """Dtypes of parameters outside the list only need to be told from none."""
+    """Returns the index of a dtype in ``DTYPES``; dtypes that are not in it all map to 0."""
     return DTYPES.index(dtype) if dtype in DTYPES else 0

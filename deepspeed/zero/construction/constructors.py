@@ -39,7 +39,7 @@ def zero_wrapper_for_fp_tensor_constructor(
     """Makes a tensor constructor give floating tensors another dtype and tensors without a device a device.
 
     Args:
-        fn: The constructor, such as ``torch.empty``.
+        fn: The constructor, such as ``torch.empty``; the shape of its result stays.
         target_fp_dtype: Dtype of floating results; None leaves them alone.
         target_device: Device where the call names none; None leaves it to torch.
     """
@@ -74,7 +74,7 @@ def _cast(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def constructor_patches(
     dtype: torch.dtype | None, device: torch.device | None, overrides: frozenset[DeepSpeedTensorOverride]
 ) -> list[Patch]:
-    """The replacements of one context, looked up now.
+    """Returns the replacements of one context, looked up now.
 
     Args:
         dtype: Of floating tensors.
@@ -101,7 +101,7 @@ def constructor_patches(
 
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the wrappers of enclosing contexts."""
+    """Returns the function under the wrappers of enclosing contexts."""
     while "_ds_original" in getattr(fn, "__dict__", {}):
         fn = fn._ds_original  # type: ignore[attr-defined]
     return fn

@@ -183,7 +183,7 @@ def _configured_dtype(parsed: ParsedConfig | None) -> torch.dtype | None:
 
 
 def _home(remote_device: str | None, parsed: ParsedConfig | None, device: torch.device) -> torch.device:
-    """Where the shards wait for ``initialize``."""
+    """Returns where the shards wait for ``initialize``."""
     offload = None if parsed is None else parsed.root.zero_optimization.offload_param
     configured = "none" if offload is None else offload.device
     wanted = remote_device if remote_device is not None else configured

@@ -124,7 +124,7 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _accepts(method: Callable[..., Any], count: int) -> bool:
-    """Whether a method can be called with ``count`` positional arguments."""
+    """Returns whether a method can be called with ``count`` positional arguments."""
     try:
         inspect.signature(method).bind(*range(count))
     except (TypeError, ValueError):
@@ -141,7 +141,7 @@ def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether some element still has the pattern (of integers: all of them)."""
+    """Returns whether some element still has the pattern (of integers: all of them)."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point() or tensor.is_complex():

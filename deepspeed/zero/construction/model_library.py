@@ -11,6 +11,8 @@ The passes leave some weights to the constructors, such as the two of a convolut
 ``from_config`` switches torch's initialisers off when ZeRO stage 3 is on, and these weights would be uninitialised
 memory; so the initialisers are switched on again. ``from_pretrained`` has the values in its files.
 
+Files are loaded by :mod:`deepspeed.zero.construction.model_files`.
+
 Only these passes are served. Other code that touches a sharded weight is refused as everywhere.
 """
 
@@ -21,12 +23,15 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.models.construction import stage_3_unmentioned, wrap_passes
+from deepspeed.models.loading import wrap_loading
+from deepspeed.zero.construction.model_files import load_files
 from deepspeed.zero.construction.modules import serving_all_ranks
 
 
 def serve_passes() -> None:
     """Makes the passes find full weights from now on, if transformers has been imported; may be called again."""
     wrap_passes(_served)
+    wrap_loading(load_files)
 
 
 def _served(original: Callable[..., Any]) -> Callable[..., Any]:

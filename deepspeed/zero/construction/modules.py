@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.torch_private import storage_references
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.construction.patches import Patch
@@ -70,7 +71,7 @@ class Construction:
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def begin(self, module: nn.Module) -> bool:
-        """An ``__init__`` of ``module`` starts. Returns whether it is the outermost one."""
+        """Notes that an ``__init__`` of ``module`` starts. Returns whether it is the outermost one."""
         if id(module) in self._unfinished:
             return False
         self._unfinished.append(id(module))
@@ -137,7 +138,7 @@ class Construction:
     # -- uses of parameters that are sharded already -----------------------------------------------------------------
 
     def gather(self, parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Makes a parameter full for code of the model. Every rank runs that code.
+        """Makes a parameter full, in its own shape, for code of the model. Every rank runs that code.
 
         Args:
             parameter: The parameter.
@@ -185,7 +186,7 @@ class Construction:
 
 
 def _can_be_sharded(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter has values of its own: neither sharded, nor lazy, nor on the meta device."""
+    """Returns whether a parameter has values of its own: neither sharded, nor lazy, nor on the meta device."""
     return address_of(parameter) is None and not is_lazy(parameter) and parameter.device.type != "meta"
 
 
@@ -193,8 +194,8 @@ _KNOWN_REFERENCES = 3  # to the storage of a lent tensor: the loan's, the parame
 
 
 def _has_views(parameter: torch.nn.Parameter) -> bool:
-    """Whether code of the model holds a view of a parameter that was gathered for it and may still write to it."""
-    return torch._C._storage_Use_Count(parameter.data.untyped_storage()._cdata) > _KNOWN_REFERENCES
+    """Returns whether code of the model holds a view of a parameter that was gathered for it, and may write to it."""
+    return storage_references(parameter.data.untyped_storage()) > _KNOWN_REFERENCES
 
 
 # -- the active contexts ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 It has the shape of an engine's bucket, one flat layout cut over the ranks, but no buffer for full values and no life of
 its own: parameters become full only in ``GatheredParameters``. ``deepspeed.initialize`` moves the values into the
-final buckets (``zero.construction.filling``). A copied sharded parameter lives in such a bucket too.
+final buckets (``zero.model_states``). A copied sharded parameter lives in such a bucket too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.accelerator.host_allocator import Trimmer
+from deepspeed.accelerator.host_allocator import MallocTrimmer
 from deepspeed.comm.transports.transport import Piece
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
@@ -27,7 +27,7 @@ from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
-_trimmer = Trimmer()
+_trimmer = MallocTrimmer()
 _indices = itertools.count(1 << 20)  # apart from those of engines' buckets, beside which copies are sorted
 
 
@@ -58,8 +58,8 @@ class ProvisionalBucket(Holder):
         # On one rank the parameters keep what they have.
         self.shard = torch.zeros(layout.slice_numel if self.is_sharded else 0, dtype=dtype, device=home)
         nbytes = self.shard.numel() * dtype.itemsize
-        _Books.add(nbytes)
-        weakref.finalize(self, _Books.add, -nbytes).atexit = False
+        _ShardTotals.add(nbytes)
+        weakref.finalize(self, _ShardTotals.add, -nbytes).atexit = False
 
     @override
     def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ class ProvisionalBucket(Holder):
         return copy_sharded(self, tile, parameter, memo)
 
 
-class _Books:
+class _ShardTotals:
     """Bytes of provisional shards of this process."""
 
     held = most = 0
@@ -89,11 +89,11 @@ class _Books:
 
 def note_freed(nbytes: int) -> None:
     """Host memory of full parameters, or of shards that have moved on, was freed."""
-    _trimmer.note(nbytes, _Books.most)
+    _trimmer.note(nbytes, _ShardTotals.most)
 
 
 def copy_of(holder: Holder) -> ProvisionalBucket:
-    """A provisional bucket with the present values of ``holder``; communicates nothing."""
+    """Returns a provisional bucket with the present values of ``holder``; communicates nothing."""
     tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in holder.layout.tiles)
     made = ProvisionalBucket(
         replace(holder.layout, index=next(_indices), tiles=tiles),
@@ -176,7 +176,7 @@ def _shard_kind(
         group=group.name,
     )
     bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, group=group)
-    parcels: list[Piece] = []
+    pieces: list[Piece] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tile, (parameter, _) in enumerate(members):
         remember_class(parameter)
@@ -190,10 +190,10 @@ def _shard_kind(
         place = None if fragment is None else values[fragment.in_tile]
         if fragment is not None and place is not None:
             arriving.append((bucket.shard[fragment.in_slice], place))
-        parcels += scatter(layout, tile, group.gather.rank, 0, values, place)
+        pieces += scatter(layout, tile, group.gather.rank, 0, values, place)
     if not bucket.is_sharded:
         return bucket
-    group.gather.move(parcels, label=f"the first values of {layout.tiles[0].name}")
+    group.gather.move(pieces, label=f"the first values of {layout.tiles[0].name}")
     for place, values in arriving:
         place.copy_(values)
     for tile, (parameter, _) in enumerate(members):

@@ -48,7 +48,7 @@ class SlicesFromFiles:
         return self._groups.peers.size
 
     def start(self, name: str, like: torch.nn.Parameter) -> torch.nn.Parameter:
-        """A sharded parameter in the place of one on the meta device, without its values.
+        """Returns a sharded parameter in the place of one on the meta device, without its values.
 
         Args:
             name: For messages.

@@ -25,7 +25,7 @@ class ProvisionalGroups:
     Args:
         peers: All ranks that build the model.
         device: Where the parameters compute.
-        timeout: As of ``Axis.transport``.
+        timeout: Time limit of a communicator that is made; None: torch's.
     """
 
     def __init__(self, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
@@ -35,26 +35,31 @@ class ProvisionalGroups:
         self._groups = _known.setdefault(peers, {DATA: BucketGroup.over(peers)})
 
     def of(self, name: str, parameter: torch.Tensor) -> BucketGroup:
-        """The group of a parameter. Every rank must call it, with the same one.
+        """Returns the group of a parameter. Every rank must call it, with the same one.
 
         Args:
             name: Of the parameter, for messages.
-            parameter: The parameter.
+            parameter: The parameter, of any shape; only its marks are read.
 
         Raises:
             DeepSpeedConfigError: It belongs to a group that nobody has declared.
         """
         wanted = describe(name, parameter).group
         wanted = DATA if wanted == CUT else wanted  # each model-parallel rank builds its own part
-        if wanted not in self._groups:
-            defined = Job.current().declared.defined().get(wanted)
+        defined = Job.current().declared.defined().get(wanted)
+        if wanted not in self._groups or (defined is not None and self._groups[wanted].ranks != defined.ranks):
             if defined is None:
                 raise DeepSpeedConfigError(
                     f"zero.Init: {name!r} belongs to the group {wanted!r}, which is not defined; call "
                     f"deepspeed.comm.define_group({wanted!r}, ranks) on every rank before the model is built"
                 )
             transport = Job.current().declared.connect(
-                defined, self.peers, "parameters before initialize", device=self._device, timeout=self._timeout
+                defined,
+                self.peers,
+                "parameters before initialize",
+                device=self._device,
+                timeout=self._timeout,
+                owner="job",
             )
             transport.owner = self.peers.owner
             self._groups[wanted] = replace(BucketGroup.over(transport, name=wanted), ranks=defined.ranks)

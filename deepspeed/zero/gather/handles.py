@@ -198,7 +198,7 @@ class SavedTensorHooks:
         return found.clone() if torch.is_grad_enabled() else found
 
     def bucket_of(self, tensor: torch.Tensor) -> Bucket | None:
-        """The bucket in whose memory ``tensor`` lies, or None."""
+        """Returns the bucket in whose memory ``tensor`` (any shape and strides) lies, or None."""
         return self._by_storage.get(storage_key(tensor))
 
 
@@ -217,7 +217,7 @@ _alive: weakref.WeakSet[SavedTensorHooks] = weakref.WeakSet()
 
 
 def bucket_of(tensor: torch.Tensor) -> Bucket | None:
-    """The sharded bucket, of whichever engine, in whose memory ``tensor`` lies, or None."""
+    """Returns the sharded bucket, of whichever engine, in whose memory ``tensor`` (any shape) lies, or None."""
     if tensor.layout is not torch.strided:
         return None
     found = (hooks.bucket_of(tensor) for hooks in _alive)

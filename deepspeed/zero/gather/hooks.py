@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.torch_private import differentiates_a_function
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.gather.handles import SavedTensorHooks
@@ -38,7 +40,7 @@ class _Scope:
     """One running forward of the module with the number ``entry``.
 
     Attributes:
-        entry: See above.
+        entry: Number of the module.
         buckets: What the module needs.
         opened_segment: Whether it has begun the open segment of the schedule.
         pushed_hooks: Whether it has installed the saved-tensor hooks.
@@ -156,8 +158,22 @@ class ForwardHooks:
 
     # -- scopes ------------------------------------------------------------------------------------------------------
 
+    def refuse_transforms(self) -> None:
+        """Raises if a transform of ``torch.func`` that differentiates runs.
+
+        Raises:
+            NotYetSupportedError: It does: its wrappers hide the storage of what is saved.
+        """
+        if self._buckets and differentiates_a_function():
+            raise NotYetSupportedError(
+                "torch.func transforms that differentiate (grad, vjp, jacrev, jvp, ...) cannot run the modules of a "
+                "model at ZeRO stage 3, where parameters are sharded; use stage 0, 1 or 2, or torch.autograd.grad"
+            )
+
     def _enter(self, entry: int, buckets: list[Bucket], _inputs: Any) -> None:
         self._resume()
+        if not self._scopes:
+            self.refuse_transforms()
         scope = _Scope(entry, buckets)
         self._open(scope)
         if len(self._scopes) == 1:
@@ -333,12 +349,12 @@ class ForwardHooks:
 
     @property
     def sees_forwards(self) -> bool:
-        """Whether there are hooks that see each forward begin and end."""
+        """Returns whether there are hooks that see each forward begin and end."""
         return bool(self._buckets)
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is running that is not paused."""
+        """Returns whether a forward of the model is running that is not paused."""
         return bool(self._scopes)
 
     # -- uses outside the own module ---------------------------------------------------------------------------------

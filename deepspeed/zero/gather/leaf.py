@@ -39,12 +39,12 @@ def _has_engine(parameter: torch.nn.Parameter) -> bool:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked as a leaf."""
+    """Returns whether a module is marked as a leaf."""
     return bool(getattr(model, LEAF_FLAG, False))
 
 
 def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
-    """Whether a parameter is gathered together with a leaf module; known after ``initialize``.
+    """Returns whether a parameter is gathered together with a leaf module; known after ``initialize``.
 
     Args:
         model: The parameter; upstream calls it so.
@@ -55,7 +55,7 @@ def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All modules of ``model`` that are marked."""
+    """Returns all modules of ``model`` that are marked."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 

@@ -22,7 +22,7 @@ class LearnedOrder:
         self._unseen: frozenset[int] | None = None  # left out by every pass so far; None before the first
 
     def without(self, skipped: AbstractSet[int]) -> list[int] | None:
-        """The order of a pass that leaves ``skipped`` out; None if it may need what no pass has shown yet."""
+        """Returns the order of a pass that leaves ``skipped`` out; None if it may need what no pass has shown yet."""
         if self._unseen is None or not self._unseen <= skipped:
             return None
         return [index for index in self.order if index not in skipped]

@@ -107,17 +107,17 @@ class GatherSchedule:
         return frozenset(index for index in kept if kept.issuperset(self._leaf_of.get(index, ())))
 
     def stays_after_forward(self, bucket: Bucket) -> bool:
-        """Whether a training forward leaves ``bucket`` gathered for its backward."""
+        """Returns whether a training forward leaves ``bucket`` gathered for its backward."""
         return bucket.index in self._kept_after_forward
 
     @property
     def expects_no_gather(self) -> bool:
-        """Whether no segment is open, or the rest of it gathers nothing, by the agreed order."""
+        """Returns whether no segment is open, or the rest of it gathers nothing, by the agreed order."""
         return self._situation is None or self._order is not None and len(self._issued) >= len(self._order)
 
     @property
     def in_segment(self) -> bool:
-        """Whether a segment is open."""
+        """Returns whether a segment is open."""
         return self._situation is not None
 
     @property
@@ -132,7 +132,7 @@ class GatherSchedule:
 
     @property
     def knows_orders(self) -> bool:
-        """Whether some segment has been recorded."""
+        """Returns whether some segment has been recorded."""
         return bool(self._orders)
 
     def forget_orders(self) -> None:

@@ -85,7 +85,7 @@ NOT_IN_A_GRAPH = (
 
 
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on a sharded parameter: passed on, served by a gather, or refused."""
+    """Runs an operation on a sharded parameter: as it is, or after a gather. Raises if neither is possible."""
     name = getattr(func, "__name__", "")
     attribute = _property_of(func) if name in ("__get__", "__set__") else ""
     if attribute == "data" or name == "detach":
@@ -111,7 +111,7 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _whole_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor with the shape and dtype of all of a parameter, and without values."""
+    """Returns a tensor with the shape and dtype of all of a parameter, and without values."""
     address = address_of(parameter)
     assert address is not None, "a sharded parameter has an address"
     with DisableTorchFunctionSubclass():
@@ -225,7 +225,7 @@ def _refuse_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _keeps_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a conversion leaves the dtype as it is; a move to another device is then left undone, and says so.
+    """Returns whether a conversion keeps the dtype; a move to another device is then left undone, with a warning.
 
     Frameworks move a whole model to the CPU when they are done with it. The shards stay with the engine, which gathers
     them on its own device again when the model is used.
@@ -272,7 +272,12 @@ def _refusal(address: Address | None, operation: str) -> str:
 
 
 def mark_sharded(parameter: torch.nn.Parameter, empty: torch.Tensor) -> None:
-    """Empties ``parameter`` and makes it intercept operations."""
+    """Replaces the values of ``parameter`` by a placeholder and makes it intercept operations.
+
+    Args:
+        parameter: The parameter.
+        empty: 1-D without elements, or the full shape over the memory of one element.
+    """
     if type(parameter) is ShardedParameter:  # it goes from one holder to another
         with DisableTorchFunctionSubclass():
             parameter.data = empty
@@ -284,13 +289,13 @@ def mark_sharded(parameter: torch.nn.Parameter, empty: torch.Tensor) -> None:
 def mark_full(
     parameter: torch.nn.Parameter, view: torch.Tensor, kind: type[torch.nn.Parameter] = torch.nn.Parameter
 ) -> None:
-    """Gives ``parameter`` its values and the class it was made with back."""
+    """Gives ``parameter`` its values back, a view in the full shape, and the class it was made with."""
     parameter.__class__ = kind
     parameter.data = view
 
 
 def plain_class(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
-    """The class to give back to a parameter when it is full."""
+    """Returns the class to give back to a parameter when it is full."""
     kind = type(parameter)
     if kind is not ShardedParameter:
         return kind

@@ -1,4 +1,4 @@
-"""Which modules are gathered as one unit.
+"""Which parameters are gathered as one unit, and which modules gather which buckets.
 
 A unit is a repeated block: a child of a ``ModuleList`` or ``Sequential``. Parameters outside every block belong to the
 unit of the module that owns them. A block that is larger than the granularity and itself holds blocks is taken apart,
@@ -7,12 +7,13 @@ unless it is marked as a leaf (``deepspeed.utils.set_z3_leaf_modules``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from deepspeed.zero.gather.leaf import z3_leaf_module
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gather.leaf import get_z3_leaf_modules, z3_leaf_module
 from deepspeed.zero.holder import full_numel
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -34,7 +35,7 @@ class Unit:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all parameters are the module's own, none of a module below it."""
+        """Returns whether all parameters are the module's own, none of a module below it."""
         own = {id(parameter) for parameter in self.module._parameters.values()}
         return all(id(parameter) in own for parameter in self.params.values())
 
@@ -84,3 +85,52 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 def _numel(module: nn.Module) -> int:
     return sum(full_numel(parameter) for parameter in module.parameters())
+
+
+def buckets_of_leaves(model: nn.Module, sharded: Sequence[Bucket]) -> dict[nn.Module, list[Bucket]]:
+    """Returns the leaf modules with every sharded bucket that they use, tied weights of other units included."""
+    holders = {parameter: bucket for bucket in sharded for parameter in bucket.params}
+    found = {}
+    for module in get_z3_leaf_modules(model):
+        used = {holders[parameter] for parameter in module.parameters() if parameter in holders}
+        found[module] = sorted(used, key=lambda bucket: bucket.index)
+    return found
+
+
+def gathering_modules(
+    model: nn.Module,
+    units: Sequence[Unit],
+    indices: Sequence[Sequence[int]],
+    buckets: Sequence[Bucket],
+    leaves: dict[nn.Module, list[Bucket]],
+) -> list[tuple[nn.Module, list[Bucket]]]:
+    """Returns the modules whose forward gathers buckets, with these; first those that only mark an outermost forward.
+
+    Args:
+        model: The model.
+        units: What is gathered together.
+        indices: For each unit, its buckets.
+        buckets: All of them.
+        leaves: What :func:`buckets_of_leaves` returned.
+    """
+    found = dict(leaves)
+    for unit, own in zip(units, indices, strict=True):
+        found.setdefault(unit.module, [buckets[i] for i in own if buckets[i].is_sharded])
+    between = _between_root_and_units(model, units, [bucket for bucket in buckets if bucket.is_sharded])
+    return [*between, *((module, needed) for module, needed in found.items() if needed)]
+
+
+def _between_root_and_units(
+    model: nn.Module, units: Sequence[Unit], sharded: Sequence[Bucket]
+) -> list[tuple[nn.Module, list[Bucket]]]:
+    """Returns modules between the root and the units, such as an encoder: a program may call one by itself."""
+    known = {unit.module for unit in units}
+    for unit in units:
+        if not unit.is_flat:
+            known.update(unit.module.modules())
+    params = {parameter for bucket in sharded for parameter in bucket.params}
+    return [
+        (module, [])
+        for module in model.modules()
+        if module not in known and any(parameter in params for parameter in module.parameters())
+    ]

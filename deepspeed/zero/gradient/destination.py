@@ -12,7 +12,7 @@ from deepspeed.zero.update.norm import Squares
 CHUNK = 1 << 18
 
 
-class Landing:
+class GradientDestination:
     """Brings reduced gradients to the memory in which the update reads them.
 
     This class serves gradients that are reduced right there: on the device, and in host memory where that is what the
@@ -31,7 +31,7 @@ class Landing:
         return self.home
 
     def land(self, reduced: FlatBuffer) -> FlatBuffer:
-        """The reduced gradient in its memory; ``reduced`` is given up."""
+        """Returns the reduced gradient in its memory; ``reduced`` is given up."""
         return reduced
 
     def add(
@@ -57,7 +57,7 @@ class Landing:
 
 
 def add_into(total: torch.Tensor, part: torch.Tensor, squares: Squares | None) -> None:
-    """``total += part``; the squares of the sum are taken while it is in the cache."""
+    """Adds ``part`` to ``total`` (both 1-D); ``squares`` takes the squares of the sum while it is in the cache."""
     if squares is None:
         total.add_(part)
         return

@@ -42,8 +42,8 @@ class ErrorFeedback:
         layout: The bucket's.
         device: Where gradients are.
         ledger: Books of the memory.
-        to_owner: As of :func:`feedback_numel`.
-        spread: As of :func:`feedback_numel`.
+        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
+        spread: Sums of slices over the ranks with the same ones are cut among these, too.
         may_skip: An update may be skipped, which leaves the errors as they were: twice the memory.
     """
 

@@ -9,6 +9,7 @@ What earlier backwards left is in ``zero.gradient.gradient_sum``.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,13 +19,68 @@ from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, catch_up, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientSum
 from deepspeed.zero.gradient.packing import pack_and_square
-from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
 from deepspeed.zero.update.norm import squared_norm
+
+
+@dataclass(frozen=True)
+class ReductionPolicy:
+    """How gradients are combined.
+
+    Attributes:
+        every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
+        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
+        reduce_dtype: Dtype on the wire, per compute dtype.
+        accumulate_dtype: Dtype of the sum over micro-batches.
+        sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
+        is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
+        divides_first: Divide a gradient before it travels (``prescale_gradients``).
+        predivide: What a gradient is divided by before it travels; the rest of the division follows
+            (``gradient_predivide_factor``).
+        bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
+        overlap: Start reducing during backward.
+        allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
+        may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
+        codes_from: Updates before those whose gradients travel as the codecs of their groups say.
+        is_trial: From then on both ways take turns, and the faster one stays.
+        forget_every: Updates after which what codes have lost is forgotten, of all buckets at once; 0: never.
+    """
+
+    every_micro_batch: bool
+    to_owner: bool
+    reduce_dtype: Callable[[torch.dtype], torch.dtype]
+    accumulate_dtype: torch.dtype
+    sums_travel_as_gradients: bool
+    is_mean: bool = True
+    divides_first: bool = False
+    predivide: float = 1.0
+    bucket_numel: int = 500_000_000
+    overlap: bool = True
+    allow_unused: bool = True
+    may_skip: bool = False
+    codes_from: int = 0
+    is_trial: bool = False
+    forget_every: int = 0
+
+    @property
+    def begins_coded(self) -> bool:
+        """Returns whether the first update's gradients travel as codecs say."""
+        return self.codes_from == 0 and not self.is_trial
+
+    def factors(self, divisor: int) -> tuple[float, float]:
+        """Returns the factors on a gradient before it travels, and on the sum over ranks.
+
+        Args:
+            divisor: Of the bucket's group.
+        """
+        mean = 1.0 / divisor if self.is_mean else 1.0
+        before = mean if self.divides_first else 1.0 / self.predivide
+        return before, mean / before
+
 
 _REDUCTION = 1  # kind of transfer, see transfer_key
 
@@ -72,12 +128,12 @@ class GradientBucket:
         bucket: Bucket,
         policy: ReductionPolicy,
         ledger: Ledger,
-        landing: Landing,
+        destination: GradientDestination,
     ) -> None:
         self.bucket = bucket
         self._group = group = bucket.group
         self._prescale, self._postscale = policy.factors(group.divisor)
-        self._landing = landing
+        self._destination = destination
         self.state = GradientState.IDLE
         self.writes: set[int] = set()
         self._policy = policy
@@ -108,7 +164,7 @@ class GradientBucket:
             shapes,
             dtype=torch.float64 if is_double else policy.accumulate_dtype,
             device=bucket.device,
-            landing=landing,
+            destination=destination,
             ledger=ledger,
         )
         self._before = self.sum.mark()
@@ -238,13 +294,13 @@ class GradientBucket:
 
     @property
     def _will_be_result(self) -> bool:
-        """Whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
+        """Returns whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
         waiting = self.sum.reduced is not None or self.sum.local is not None
         return self._is_local and not waiting and self._postscale * self._prescale == 1.0
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether any gradient arrived in this backward."""
+        """Returns whether any gradient arrived in this backward."""
         return any(self._arrived)
 
     def begin_backward(self, *, is_last: bool = False) -> None:
@@ -261,7 +317,7 @@ class GradientBucket:
         self._before = self.sum.mark()
 
     def is_mixed(self, *, reduced: bool) -> bool:
-        """Whether this backward's gradient has been added to a sum that was there before it.
+        """Returns whether this backward's gradient has been added to a sum that was there before it.
 
         Args:
             reduced: The backward was one that reduces; the others touch nothing but this rank's own sum.
@@ -272,7 +328,7 @@ class GradientBucket:
         """After an exception in backward: throws away what it delivered.
 
         Args:
-            reduced: As of :meth:`is_mixed`.
+            reduced: The backward was one that reduces.
             with_sum: Throw away the sum of earlier micro-batches that it was to be added to.
         """
         for parameter in self.bucket.params:
@@ -311,13 +367,13 @@ class GradientBucket:
             source.tensor.mul_(self._prescale)
         layout = self.bucket.layout
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
-        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_home)
         self._rounds += 1
         feedback = self.feedback if self.is_coded else None
         if feedback is not None:
             feedback.begin_reduction()
-        wire = self._group.gradient_wire if self.is_coded else self._group.early_gradient_wire
-        reduce = wire.reduce_scatter if self._policy.to_owner else wire.all_reduce
+        carrier = self._group.gradient_transport if self.is_coded else self._group.early_gradient_transport
+        reduce = carrier.reduce_scatter if self._policy.to_owner else carrier.all_reduce
         is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
         squares = self.sum.fresh_squares(wanted=is_result)
         work = reduce(
@@ -336,7 +392,7 @@ class GradientBucket:
         self._transfer = _Transfer(work, source, incoming)
 
     def _take_local_sum(self) -> FlatBuffer:
-        """The local sum, with a packed micro-batch added to it, in the dtype that travels.
+        """Returns the local sum, with a packed micro-batch added to it, in the dtype that travels.
 
         It travels once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
         names a dtype for the wire.
@@ -361,7 +417,7 @@ class GradientBucket:
         self.sum.add_reduced(source)
 
     def will_arrive(self) -> bool:
-        """Whether the reduction can be finished without a further call of this rank."""
+        """Returns whether the reduction can be finished without a further call of this rank."""
         return self._transfer is None or self._transfer.work.will_arrive()
 
     def catch_up(self, seconds: float) -> bool | None:
@@ -392,13 +448,13 @@ class GradientBucket:
         """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
         if self.sum.partial is None:
             return
-        transport = self._group.combine_wire if self.is_coded else self._group.early_combine_wire
+        transport = self._group.combine_transport if self.is_coded else self._group.early_combine_transport
         to_owner = self._group.is_spread
         assert transport is not None and self._transfer is None
         feedback = self.feedback if self.is_coded else None
         partial = self.sum.take_partial()
         numel = partial.tensor.numel() // (transport.size if to_owner else 1)
-        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_home)
         self._rounds += 1
         combine = transport.reduce_scatter if to_owner else transport.all_reduce
         work = combine(
@@ -428,7 +484,7 @@ class GradientBucket:
 
     @property
     def _narrows(self) -> bool:
-        """Whether sums over ranks are rounded to the dtype of sums over micro-batches."""
+        """Returns whether sums over ranks are rounded to the dtype of sums over micro-batches."""
         return self.sum.dtype != self._sum_dtype and self._policy.every_micro_batch
 
     # -- for updates that exchange something else than gradients -----------------------------------------------------
@@ -444,9 +500,11 @@ class GradientBucket:
         return None
 
     def take_own_sum(self) -> tuple[FlatBuffer | None, float]:
-        """This rank's own sum over micro-batches, or None, and the factor with which the ranks' mean is the gradient.
+        """Returns ``(own, factor)`` and gives the sum up.
 
-        Of a parameter that other parts of the model have too it is the sum with theirs, which is a collective.
+        ``own`` (1-D, as long as the bucket) is the unreduced sum of this rank's micro-batches, or None without any.
+        ``factor`` times the mean of ``own`` over the ranks is what a reduction would have given. Where other pipeline
+        stages have the parameters too (tied weights), ``own`` is summed with theirs first, which is a collective.
         """
         group, factor = self._group, self._prescale * self._group.reduce.size
         own = None if self.sum.local is None else self.sum.take_local()
@@ -463,7 +521,7 @@ class GradientBucket:
 
     def new_result(self, numel: int) -> FlatBuffer:
         """Zeros for what the update is to read in the place of a gradient: fp32, aligned with the master."""
-        made = self.sum.new_buffer(numel, torch.float32, self._landing.incoming_home)
+        made = self.sum.new_buffer(numel, torch.float32, self._destination.incoming_home)
         made.tensor.zero_()
         return made
 

@@ -2,8 +2,8 @@
 
 Up to three sums wait for the update: *local* (this rank's own micro-batches, the whole bucket), *partial* (over the
 ranks that share slices; those with the same slices have not been asked yet) and *reduced* (over all ranks: what the
-update reads). With one micro-batch there is one, reduced. A backward is compared with the :class:`Mark` that was taken
-when it began: so it is known what it has been added to, and what is left when it is taken out again.
+update reads). With one micro-batch there is one, reduced. A backward is compared with the :class:`GradientSumState`
+that was taken when it began: so it is known what it has been added to, and what is left when it is taken out again.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed.zero.gradient.destination import Landing, add_into
+from deepspeed.zero.gradient.destination import GradientDestination, add_into
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
 from deepspeed.zero.update.norm import Squares, squared_norm
 
 
 @dataclass(frozen=True)
-class Mark:
+class GradientSumState:
     """What a sum was at one moment.
 
     Attributes:
         is_empty: Nothing was there.
         has_local: A local sum was there.
         additions: Backwards that had been added, or had begun to be.
-        used: As of :class:`GradientSum`.
+        used: Per parameter, whether a gradient had arrived since the last update.
     """
 
     is_empty: bool
@@ -54,7 +54,7 @@ class GradientSum:
         shapes: Of each parameter.
         dtype: See the attribute.
         device: Of sums that have not landed.
-        landing: Brings reduced gradients to where the update reads them.
+        destination: Brings reduced gradients to where the update reads them.
         ledger: Books of the memory.
     """
 
@@ -66,14 +66,14 @@ class GradientSum:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        landing: Landing,
+        destination: GradientDestination,
         ledger: Ledger,
     ) -> None:
         self._packed = packed
         self._tiles = starts, shapes
         self.dtype = dtype
         self._device = device
-        self._landing = landing
+        self._destination = destination
         self._ledger = ledger
         self.local: FlatBuffer | None = None
         self.partial: FlatBuffer | None = None
@@ -88,24 +88,24 @@ class GradientSum:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sum waits."""
+        """Returns whether no sum waits."""
         return self.local is None and self.partial is None and self.reduced is None
 
     @property
     def is_packed(self) -> bool:
-        """Whether the reduced gradient lies in the buffer into which gradients are packed (a group of one)."""
+        """Returns whether the reduced gradient lies in the buffer into which gradients are packed (a group of one)."""
         return self.reduced is self._packed
 
-    def mark(self) -> Mark:
-        """What it is now."""
-        return Mark(self.is_empty, self.local is not None, self._additions, tuple(self.used))
+    def mark(self) -> GradientSumState:
+        """Returns what it is now."""
+        return GradientSumState(self.is_empty, self.local is not None, self._additions, tuple(self.used))
 
-    def has_grown_since(self, mark: Mark) -> bool:
-        """Whether a backward has been added, or has begun to be: when it is finished depends on the peers."""
+    def has_grown_since(self, mark: GradientSumState) -> bool:
+        """Returns whether a backward has been added, or has begun to be: when it is finished depends on the peers."""
         return self._additions > mark.additions
 
-    def is_mixed_since(self, mark: Mark, *, reduced: bool) -> bool:
-        """Whether a backward has been added to a sum that was there before it.
+    def is_mixed_since(self, mark: GradientSumState, *, reduced: bool) -> bool:
+        """Returns whether a backward has been added to a sum that was there before it.
 
         Args:
             mark: Taken when it began.
@@ -143,7 +143,7 @@ class GradientSum:
         """Adds gradients that are not packed to the local sum.
 
         Args:
-            grads: By the place of the parameter in the bucket; those left out are zero.
+            grads: By the place of the parameter in the bucket, in the parameter's shape; those left out are zero.
         """
         self.begin_addition()
         self.squares = None
@@ -160,7 +160,7 @@ class GradientSum:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, added)
 
     def take_local(self) -> FlatBuffer:
-        """The local sum, which is this value's no more."""
+        """Returns the local sum, which is this value's no more."""
         assert self.local is not None
         taken, self.local, self._cut = self.local, None, None
         return taken
@@ -174,7 +174,7 @@ class GradientSum:
             incoming.free()
 
     def take_partial(self) -> FlatBuffer:
-        """The partial sum, which is this value's no more."""
+        """Returns the partial sum, which is this value's no more."""
         assert self.partial is not None
         taken, self.partial = self.partial, None
         return taken
@@ -188,13 +188,13 @@ class GradientSum:
         """
         if self.reduced is None:
             # Where that is the packed buffer, the next pack moves it out of the way.
-            self.reduced = self._landing.land(self._narrowed(incoming) if narrows else incoming)
+            self.reduced = self._destination.land(self._narrowed(incoming) if narrows else incoming)
         else:
             self.squares = Squares(self.reduced.tensor.device) if self.takes_squares else None
-            self.reduced = self._landing.add(self.reduced, incoming, self.dtype, self.squares)
+            self.reduced = self._destination.add(self.reduced, incoming, self.dtype, self.squares)
 
     def _narrowed(self, reduced: FlatBuffer) -> FlatBuffer:
-        narrower = self.new_buffer(reduced.tensor.numel(), self.dtype, self._landing.incoming_home)
+        narrower = self.new_buffer(reduced.tensor.numel(), self.dtype, self._destination.incoming_home)
         narrower.tensor.copy_(reduced.tensor)
         reduced.free()
         return narrower
@@ -212,10 +212,10 @@ class GradientSum:
     # -- the update's side -------------------------------------------------------------------------------------------
 
     def read(self) -> torch.Tensor | None:
-        """The reduced gradient, or None."""
+        """Returns the reduced gradient, or None."""
         if self.reduced is None:
             return None
-        self._landing.wait(self.reduced)
+        self._destination.wait(self.reduced)
         return self.reduced.tensor
 
     def of_squares(self) -> torch.Tensor | None:
@@ -232,8 +232,8 @@ class GradientSum:
         """Moves what waits for an update to other memory.
 
         Args:
-            copy: Makes the copy there.
-            home: Where, for the books.
+            copy: Makes the copy of a 1-D tensor there.
+            home: Where it goes, for the ledger.
         """
 
         def moved(old: FlatBuffer) -> FlatBuffer:
@@ -241,7 +241,7 @@ class GradientSum:
             old.free()
             return new
 
-        if self.reduced is not None and self._landing.home is Home.DEVICE:
+        if self.reduced is not None and self._destination.home is Home.DEVICE:
             self.reduced = moved(self.reduced)
         if self.local is not None:
             self.local = moved(self.local)
@@ -250,7 +250,7 @@ class GradientSum:
 
     # -- taking out --------------------------------------------------------------------------------------------------
 
-    def undo_local(self, mark: Mark, *, with_sum: bool) -> None:
+    def undo_local(self, mark: GradientSumState, *, with_sum: bool) -> None:
         """Takes a backward that began at ``mark`` out of the local sum, and what it used.
 
         Args:

@@ -1,14 +1,13 @@
 """Which gradients are reduced when: the buckets of an engine, in one order on all ranks.
 
-What happens to one bucket is in ``zero.gradient.gradient_bucket``, how gradients are combined in
-``zero.gradient.reduction_policy``.
+What happens to one bucket is in ``zero.gradient.gradient_bucket``, with the policy by which gradients are combined.
 
 Where the sum over micro-batches is kept depends on the placement: sharded gradients are reduced after every micro-batch
 and added to the owner's accumulator; replicated ones are added up locally first and reduced once, at the boundary, as
 DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no accumulator: the reduced gradient is
 used as it arrives.
 
-Where only some ranks share the parameters (``comm.job.axes``), the sum has two steps. The first, among those that
+Where only some ranks share the parameters (``comm.job.grid``), the sum has two steps. The first, among those that
 share, is the one above; what it leaves is a *partial* sum. The second, over the ranks with the same slices, waits for
 the end of the backward (never in its midst: a rank of another group may be holding a bucket back, and no gather tells)
 and, where they all keep the whole result, for the boundary.
@@ -29,9 +28,8 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.logging import log_dist, logger
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gradient.destination import Landing
-from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.trial import Trial
 from deepspeed.zero.storage import Ledger
 
@@ -81,7 +79,7 @@ class GradientReducer:
         policy: How gradients are combined.
         peers: The ranks that run the same backwards and agree on the order.
         ledger: Counts the buffers.
-        landings: For each bucket, how its gradients get to where the update reads them.
+        destinations: For each bucket, how its gradients get to where the update reads them.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
         may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
@@ -94,7 +92,7 @@ class GradientReducer:
         policy: ReductionPolicy,
         peers: Transport,
         ledger: Ledger,
-        landings: Sequence[Landing],
+        destinations: Sequence[GradientDestination],
         *,
         on_packed: Callable[[Bucket], None],
         on_stray: Callable[[], None],
@@ -113,7 +111,8 @@ class GradientReducer:
         self._on_stray = on_stray
         self._may_block = may_block
         self.buckets = [
-            GradientBucket(bucket, policy, ledger, landing) for bucket, landing in zip(buckets, landings, strict=True)
+            GradientBucket(bucket, policy, ledger, destination)
+            for bucket, destination in zip(buckets, destinations, strict=True)
         ]
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
         self._combines_late = any(bucket.group.spans_parts for bucket in buckets)
@@ -130,15 +129,15 @@ class GradientReducer:
         self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
         self.listen(range(len(self.buckets)))
 
-    def add(self, bucket: Bucket, landing: Landing) -> None:
+    def add(self, bucket: Bucket, destination: GradientDestination) -> None:
         """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards.
 
         Args:
             bucket: The bucket.
-            landing: How its gradients get to where the update reads them.
+            destination: How its gradients get to where the update reads them.
         """
         assert self._backward is None
-        self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
+        self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, destination))
         self.buckets[-1].is_coded = self.is_coded
         self._largest = max(self._largest, bucket.layout.numel)
         self._orders.clear()
@@ -154,7 +153,7 @@ class GradientReducer:
                     self._hooks[position, index] = hook
 
     def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook of one parameter.
+        """Returns the hook of one parameter.
 
         It must not keep its own parameter alive: torch holds these hooks where the garbage collector cannot see them,
         and the engine, its memory and its process group would never be freed.
@@ -264,7 +263,7 @@ class GradientReducer:
         self._in_flight.append(self.buckets[position])
 
     def _outlast(self, position: int) -> GradientBucket | None:
-        """The oldest reduction once the device has finished it; None where it has not, or need not have.
+        """Returns the oldest reduction once the device has finished it; None where it has not, or need not have.
 
         The host may be far ahead of its device, and every packed buffer stays allocated until its reduction is over.
         The host waits, and not the stream: where a peer holds the bucket back, the transfer ends only after gathers
@@ -359,12 +358,12 @@ class GradientReducer:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward is open."""
+        """Returns whether a backward is open."""
         return self._backward is not None
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a backward is open that other ranks reduce with this one."""
+        """Returns whether a backward is open that other ranks reduce with this one."""
         return self._backward is not None and bool(self._backward.reduces)
 
     @property
@@ -374,12 +373,12 @@ class GradientReducer:
 
     @property
     def has_sums(self) -> bool:
-        """Whether gradients of earlier backwards wait for an update on this rank."""
+        """Returns whether gradients of earlier backwards wait for an update on this rank."""
         return any(not gradients.sum.is_empty for gradients in self.buckets)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether a part of the open backward has been added to sums of earlier micro-batches."""
+        """Returns whether a part of the open backward has been added to sums of earlier micro-batches."""
         backward = self._opened
         return any(self.buckets[p].is_mixed(reduced=p in backward.reduces) for p in backward.reaches)
 
@@ -502,7 +501,7 @@ class GradientReducer:
 
     @property
     def _has_codecs(self) -> bool:
-        return any(not gradients.bucket.group.gradient_wire.is_exact for gradients in self.buckets)
+        return any(not gradients.bucket.group.gradient_transport.is_exact for gradients in self.buckets)
 
     def commit(self) -> None:
         """The update is applied: what reductions have lost of its gradients is added to the next ones."""

@@ -35,12 +35,12 @@ class Trial:
         self._clock = clock
         self._plan = [*((way, False) for way in _FIRST), *((way, True) for way in _COUNTED)]
         self._present: tuple[bool, bool] | None = None
-        self._begun = 0.0
+        self._started = 0.0
         self._took: dict[bool, list[float]] = {False: [], True: []}
         self._decided: bool | None = None
 
     def next(self, peers: Transport) -> bool:
-        """Whether the gradients of the next update travel as codes. Every rank must call it between two updates.
+        """Returns whether the next update's gradients travel as codes. Every rank must call it between two updates.
 
         Args:
             peers: The ranks that decide together: the slowest counts.
@@ -49,8 +49,8 @@ class Trial:
             return self._decided
         now = self._clock()
         if self._present is not None and self._present[1]:
-            self._took[self._present[0]].append(now - self._begun)
-        self._begun = now
+            self._took[self._present[0]].append(now - self._started)
+        self._started = now
         if self._plan:
             self._present = self._plan.pop(0)
             return self._present[0]

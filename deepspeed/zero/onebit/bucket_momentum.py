@@ -56,7 +56,7 @@ class BucketMomentum:
     def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, ledger: Ledger) -> None:
         self.master = master
         self._optimizer = optimizer
-        self._wire = master.bucket.group.reduce
+        self._transport = master.bucket.group.reduce
         layout = master.layout
         trained = [tile for tile, one in enumerate(layout.tiles) if one.param_group >= 0 and one.numel]
         ends = [0]
@@ -64,10 +64,10 @@ class BucketMomentum:
             ends.append(ends[-1] + layout.tiles[tile].numel)
         self._tensors = [_Tensor(tile, *span) for tile, span in zip(trained, _spans(ends), strict=True)]
         self.numel = ends[-1]
-        size = self._wire.size
+        size = self._transport.size
         padded = padded_numel(self.numel, size)
         self.private: FlatBuffer | None = None
-        if not isinstance(self._wire, LocalTransport):
+        if not isinstance(self._transport, LocalTransport):
             self.private = self._buffer(padded + padded // size, ledger)
             self._error = Residual(self.private.tensor[:padded], self.private.tensor[padded:])
         else:
@@ -178,7 +178,7 @@ class BucketMomentum:
                 gradient[self._place_in_bucket(tensor)].mul_(mask[tensor.place])
 
     def _limit(self, rate: float) -> float:
-        """What an element may be at most in that unit, with so much of the learning rate in it.
+        """Returns what an element may be at most in that unit, with so much of the learning rate in it.
 
         One number, as there is one scale: what is owed of an element whose limit were less than the scale would be cut
         off in each exchange, and with it what the element had to say.
@@ -198,22 +198,22 @@ class BucketMomentum:
         """Views of what this rank has lost of it: as it sent, and of its slice."""
         sent, owned = self._error.sent, self._error.owned
         assert owned is not None
-        first = self._wire.rank * owned.numel()
+        first = self._transport.rank * owned.numel()
         lower, upper = max(tensor.start - first, 0), min(tensor.start + tensor.numel - first, owned.numel())
         return sent[tensor.place], owned[lower : max(lower, upper)]
 
     def rescale(self, factor: torch.Tensor) -> None:
-        """The unit of what travels changes; so do the errors. ``factor`` is as long as the message."""
+        """Multiplies the residuals by ``factor`` (1-D, as long as the message), as the unit of the message changes."""
         if self.private is not None:
             assert self._error.owned is not None
             self._error.sent.mul_(factor)
-            self._error.owned.mul_(self._wire.my_slice(factor))
+            self._error.owned.mul_(self._transport.my_slice(factor))
 
     def _key(self, owner: int) -> int:
         return transfer_key(owner, self.master.bucket.index, _MOMENTUM, self.rounds)
 
     def _old(self) -> list[torch.Tensor | None]:
-        """The momentum of each tensor of the message before this update; None: there was no update yet."""
+        """Returns the momentum of each tensor of the message before this update; None: there was no update yet."""
         if self.momentum is not None:
             return [self.momentum.tensor[tensor.place] for tensor in self._tensors]
         found = self.of_states("exp_avg")
@@ -309,7 +309,13 @@ class BucketMomentum:
         self.rounds += 1
         label = f"the momentum of {self.master.bucket.label}"
         self._work = OneBitExchange(
-            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label, limit=limit
+            self._transport,
+            message,
+            self.numel,
+            self._error,
+            key=self._key(self._transport.owner),
+            label=label,
+            limit=limit,
         )
 
     def _multiply(self, message: torch.Tensor, by: Sequence[float]) -> None:
@@ -337,7 +343,7 @@ class BucketMomentum:
         if mask is not None and self.private is not None:
             assert self._error.owned is not None
             self._error.sent.mul_(mask)
-            self._error.owned.mul_(self._wire.my_slice(mask))
+            self._error.owned.mul_(self._transport.my_slice(mask))
         for tensor in self._tensors:
             coefficient = self._coefficient(tensor)
             if coefficient != 1.0:

@@ -20,7 +20,7 @@ from deepspeed.ops.onebit.zero_one import LR_OWED, LR_SUM, TRAVELLED, ZeroOneAda
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.momentum import MomentumExchange
-from deepspeed.zero.update.driver import Exchanged, clip_factor
+from deepspeed.zero.update.driver import ExchangeResult, clip_factor
 from deepspeed.zero.update.masters import MasterRun
 from deepspeed.zero.update.norm import squared_norm
 
@@ -41,14 +41,14 @@ class LocalSteps(MomentumExchange):
         super().__init__(optimizer)
 
     @override
-    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
-        """Where the variance is updated, the norm is exact."""
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
+        """Runs this rank's own step, and exchanges what is due. The norm is exact in updates of the variance."""
         self._grow()
         self._open_states()
         if self._apart is None:
             self._take_up()
         taking = self._taking(used)
-        return Exchanged(self._run(used, taking, scale, clip_grad), None, taking)
+        return ExchangeResult(self._run(used, taking, scale, clip_grad), None, taking)
 
     @override
     def restart(self) -> None:
@@ -120,7 +120,7 @@ class LocalSteps(MomentumExchange):
                     state["anchor"].copy_(run.param.data)
 
     def _mean(self, bucket: BucketMomentum, flat: torch.Tensor) -> torch.Tensor:
-        """The exact mean of everybody's gradients."""
+        """Returns the exact mean of everybody's gradients."""
         wire = bucket.master.bucket.group.reduce
         if isinstance(wire, LocalTransport):
             return flat.clone()
@@ -276,7 +276,7 @@ class LocalSteps(MomentumExchange):
         master.bucket.remember_values()
 
     def _from_anchor(self, run: MasterRun) -> torch.Tensor:
-        """How far this rank's weights are from where ranks were together."""
+        """Returns how far this rank's weights are from where ranks were together."""
         optimizer = self.optimizer
         state, group = optimizer.state[run.param], optimizer.param_groups[run.span.param_group]
         farthest = farthest_of(group, optimizer.variance_updates) if optimizer.precondition else math.inf

@@ -14,19 +14,20 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
+from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS
 from deepspeed.comm.codecs.one_bit import one_bit_nbytes, padded_numel
-from deepspeed.comm.codecs.table import WholeSignCodec
+from deepspeed.comm.codecs.table import WholeSignCodec, unpack_signs
 from deepspeed.config.sections.root import Root
 from deepspeed.logging import log_dist
 from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
-from deepspeed.zero.onebit.mean_norm import sketches
 from deepspeed.zero.onebit.refusals import refuse_combinations
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.update.driver import (
     ERROR_FEEDBACK,
-    Exchanged,
+    ExchangeResult,
     MeanGradient,
     PrivateState,
     UpdateParts,
@@ -81,7 +82,7 @@ class MomentumExchange(MeanGradient):
         self._reducer.keeps_own = optimizer.phase is not Phase.WARM_UP
 
     def _line(self, phase: Phase) -> str:
-        """What changes, in bits and bytes of this rank."""
+        """Returns what changes, in bits and bytes of this rank."""
         plain = coded = 0
         for bucket in self.buckets:
             size = bucket.master.bucket.group.reduce.size
@@ -110,10 +111,10 @@ class MomentumExchange(MeanGradient):
         self._is_collected = False  # what is replicated of the optimizer's states
 
     @override
-    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
         """Puts one momentum, made of those of all ranks, where the update reads gradients. Every rank must call it.
 
-        The norm is that of the mean gradient before clipping, within 2 % (``zero.onebit.mean_norm``).
+        The norm is that of the mean gradient before clipping, within 2 % (:class:`Sketch`).
         """
         if not self._reducer.keeps_own:
             return super().exchange(norm, used, scale=scale, clip_grad=clip_grad)
@@ -142,7 +143,7 @@ class MomentumExchange(MeanGradient):
             before.finish()
         for bucket, own, *_ in work:
             bucket.settle(own)
-        return Exchanged(norm, None, used)
+        return ExchangeResult(norm, None, used)
 
     def _norm_of_mean(self, gradients: Sequence[tuple[BucketMomentum, torch.Tensor | None, float]]) -> float:
         """Of this rank's own gradients, each with its multiplier, the norm of the mean over ranks, within 2 %."""
@@ -180,3 +181,76 @@ class MomentumExchange(MeanGradient):
                 numel = padded_numel(bucket.trained_numel, bucket.num_slices)
                 total += 4 * (numel + numel // bucket.num_slices + whole * numel)
         return [(total, f"4 x ({1 + whole} Psi + Psi / N)" if whole else "4 x (Psi + Psi / N)")]
+
+
+BINS = 4096
+"""Numbers that stand for a gradient, fp32; a divisor of ``CHUNK`` and of ``DEVICE_ELEMENTS``."""
+
+
+class Sketch:
+    """Estimates the norm of the mean gradient of one group, which no rank has, by a count sketch.
+
+    Clipping needs that norm. The ranks' own norms are larger by up to the root of the number of ranks, as noise does
+    not cancel in them. What comes out of the codec is mostly its error, as a new gradient is a tenth of the momentum.
+    So elements get random signs and are added up in :data:`BINS` numbers, the same way on all ranks. That is linear:
+    the mean of the ranks' sketches is the sketch of the mean, and the expectation of its squared norm is that of the
+    mean, with a relative deviation of ``sqrt(2 / BINS)`` (2 %), or none with no more elements than bins.
+
+    Args:
+        group: The ranks whose gradients are averaged.
+        seed: Of the signs; equal on all ranks, and another one at every update.
+    """
+
+    def __init__(self, group: BucketGroup, seed: int) -> None:
+        self.group = group
+        self._seed = seed
+        self._numel = 0
+        self._sums = torch.zeros(BINS)
+
+    def add(self, numel: int, gradient: torch.Tensor | None, factor: float) -> None:
+        """Adds a buffer; every rank of the group must add those of equal lengths in the same order.
+
+        Args:
+            numel: Its length.
+            gradient: 1-D, floating; None: zeros.
+            factor: Multiplier of it.
+        """
+        place, self._numel = self._numel, self._numel + numel
+        if gradient is None:
+            return
+        random: torch.Generator | None = None
+        if not gradient.is_meta:  # in a plan there are no values, and no generator for them
+            random = torch.Generator(gradient.device).manual_seed(self._seed * 1_000_003 + place)
+        sums = torch.zeros(BINS, device=gradient.device)
+        at_once = CHUNK if gradient.device.type == "cpu" else DEVICE_ELEMENTS
+        for start in range(0, numel, at_once):
+            part = gradient[start : start + at_once]
+            length = -(-part.numel() // BINS) * BINS
+            bits = torch.randint(0, 256, (length // 8,), dtype=torch.uint8, device=part.device, generator=random)
+            signed = torch.zeros(length, device=part.device)
+            signed[: part.numel()].copy_(part)
+            signed = torch.where(unpack_signs(bits), signed, -signed)
+            sums += signed.view(-1, BINS).sum(0)
+        self._sums += sums.cpu().mul_(factor).roll(place)  # so that few elements meet no others
+
+    def squares(self) -> float:
+        """Returns what this rank adds to the job's sum of squares of the mean; every rank of the group must call it."""
+        rows = self.group.reduce.gather_small(self._sums, channel="step", label="the norm of the mean gradient")
+        if not self.group.counts or self.group.place != 0:
+            return 0.0
+        return rows.double().mean(0).square_().sum().item()
+
+
+def sketches(entries: Sequence[tuple[BucketGroup, int, torch.Tensor | None, float]], seed: int) -> list[Sketch]:
+    """Returns one sketch for each group.
+
+    Args:
+        entries: For each bucket its group and what :meth:`Sketch.add` takes: elements, gradient (1-D or None), factor.
+            The order is the same on all ranks.
+        seed: Of the random signs; equal on all ranks, and another one at every update.
+    """
+    found: dict[int, Sketch] = {}
+    for group, numel, gradient, factor in entries:
+        sketch = found.setdefault(id(group), Sketch(group, seed))
+        sketch.add(numel, gradient, factor)
+    return list(found.values())

@@ -12,7 +12,7 @@ from deepspeed.zero.tiling.layout import BucketLayout
 
 
 def assemble(layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | None, out: torch.Tensor) -> list[Piece]:
-    """All of a tile on every rank, from everybody's fragment.
+    """Returns all of a tile on every rank, from everybody's fragment.
 
     Args:
         layout: How the tile is cut.
@@ -21,14 +21,14 @@ def assemble(layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | No
         mine: 1-D, this rank's fragment, copied at once; may be None or empty where it has none.
         out: 1-D and contiguous, on every rank: the place of the whole flattened tile.
     """
-    parcels = []
+    pieces = []
     for fragment in layout.fragments_of(tile):
         place = out[fragment.in_tile]
         if fragment.rank == rank:
             assert mine is not None
             place.copy_(mine)
-        parcels.append(Piece(fragment.rank, None, place))
-    return parcels
+        pieces.append(Piece(fragment.rank, None, place))
+    return pieces
 
 
 def scatter(

@@ -56,7 +56,7 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
 
     Args:
         name: Of the parameter, for messages.
-        parameter: The parameter; what :func:`in_group` says of it is noted on it.
+        parameter: The parameter, of any shape; what :func:`in_group` says of it is noted on it.
 
     Raises:
         DeepSpeedConfigError: The marks contradict each other.
@@ -83,7 +83,7 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
 
 
 def cut_experts(name: str) -> str:
-    """The group of experts that tensor-parallel ranks have parts of, by that of whole ones, ``ep_size_<n>``."""
+    """Returns the group of experts that tensor-parallel ranks have parts of, by that of whole ones, ``ep_size_<n>``."""
     return f"{name}_cut"
 
 
@@ -113,7 +113,7 @@ def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
 
     Args:
         name: Of the parameter, for the message.
-        parameter: The parameter.
+        parameter: The parameter, of any shape.
 
     Raises:
         NotYetSupportedError: It is a ``DTensor``.

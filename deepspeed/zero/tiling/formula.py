@@ -85,7 +85,7 @@ class MemoryFormula:
 
     @property
     def has_copies(self) -> bool:
-        """Whether several ranks hold the same slices."""
+        """Returns whether several ranks hold the same slices."""
         return any(bucket.replicas > 1 for bucket in self._layout.buckets)
 
     @property
@@ -97,7 +97,7 @@ class MemoryFormula:
         return [(b, p) for b, p in zip(self._layout.buckets, self._placed, strict=True) if b.trainable]
 
     def has_master(self, bucket: BucketLayout, placed: BucketPlacement) -> bool:
-        """Whether a trained bucket has a master besides its compute parameters."""
+        """Returns whether a trained bucket has a master besides its compute parameters."""
         if itemsize(bucket.dtype) < 4 or Home.FILE in (placed.param_home, placed.master_home):
             return True
         return placed.param_home is not placed.master_home and not self._host_is_device

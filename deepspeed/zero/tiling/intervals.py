@@ -28,7 +28,7 @@ class Move:
 
 
 def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
-    """What travels when a tile that lies in the fragments ``old`` shall lie in the fragments ``new``.
+    """Returns what travels when a tile that lies in the fragments ``old`` shall lie in the fragments ``new``.
 
     Args:
         old: Fragments that cover the tile, in order.

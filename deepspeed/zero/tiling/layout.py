@@ -29,7 +29,7 @@ DATA = "data"
 
 
 def round_up(numel: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``numel``."""
+    """Returns the smallest multiple of ``multiple`` that is not below ``numel``."""
     return -(-numel // multiple) * multiple
 
 
@@ -128,7 +128,7 @@ class BucketLayout:
 
     @property
     def has_parts(self) -> bool:
-        """Whether some tile is not just the whole parameter of its name."""
+        """Returns whether some tile is not just the whole parameter of its name."""
         return any(tile.part is not None for tile in self.tiles)
 
     def slice_bounds(self, rank: int) -> tuple[int, int]:
@@ -136,27 +136,32 @@ class BucketLayout:
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def share_bounds(self, position: int, parts: int) -> tuple[int, int]:
-        """As :meth:`slice_bounds`, of ``parts`` equal parts, a multiple of ``num_slices`` that the padding allows."""
+        """Returns the first and last-plus-one element of one of ``parts`` equal parts of the buffer.
+
+        Args:
+            position: Number of the part.
+            parts: How many there are: a multiple of ``num_slices`` by which the padded length can be divided.
+        """
         return position * self.numel // parts, (position + 1) * self.numel // parts
 
     def fragment(self, tile: int, rank: int) -> Fragment | None:
-        """What ``rank`` owns of one tile, or None."""
+        """Returns what ``rank`` owns of one tile, or None."""
         start, (lower, upper) = self.starts[tile], self.slice_bounds(rank)
         first, last = max(start, lower), min(start + self.tiles[tile].numel, upper)
         return Fragment(tile, rank, first - start, first - lower, last - first) if first < last else None
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """What ``rank`` owns of each tile, in buffer order. Tiles that it does not touch are left out."""
+        """Returns what ``rank`` owns of each tile, in buffer order. Tiles that it does not touch are left out."""
         return tuple(part for tile in range(len(self.tiles)) if (part := self.fragment(tile, rank)) is not None)
 
     def fragments_of(self, tile: int) -> list[Fragment]:
-        """What each rank owns of one tile, in order; together they cover it."""
+        """Returns what each rank owns of one tile, in order; together they cover it."""
         start, numel = self.starts[tile], self.tiles[tile].numel
         ranks = range(start // self.slice_numel, -(-(start + numel) // self.slice_numel)) if numel else range(0)
         return [part for rank in ranks if (part := self.fragment(tile, rank)) is not None]
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The runs of ``rank``'s slice, in order; stretches without a param group are left out."""
+        """Returns the runs of ``rank``'s slice, in order; stretches without a param group are left out."""
         lower, upper = self.slice_bounds(rank)
         found: list[Run] = []
         ends = (*self.starts[1:], self.numel)
@@ -230,7 +235,7 @@ Kind = tuple[str, bool, str]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SliceLayout:
     """How a group cuts its buckets.
 
     Attributes:
@@ -274,7 +279,9 @@ class ModelLayout:
     units: tuple[tuple[int, ...], ...]
 
 
-def model_layout(units: Iterable[Sequence[UnitTile]], *, sharing: Mapping[str, Sharing], limits: Limits) -> ModelLayout:
+def model_layout(
+    units: Iterable[Sequence[UnitTile]], *, slice_layouts: Mapping[str, SliceLayout], limits: Limits
+) -> ModelLayout:
     """Decides which tiles share a bucket.
 
     A unit (a repeated block, or what one module owns) makes one bucket per dtype, trainability and group, split where
@@ -283,7 +290,7 @@ def model_layout(units: Iterable[Sequence[UnitTile]], *, sharing: Mapping[str, S
 
     Args:
         units: For each unit its tiles in model order.
-        sharing: How the group of each name cuts its buckets.
+        slice_layouts: How the group of each name cuts its buckets.
         limits: Sizes from the configuration.
     """
     buckets: list[BucketLayout] = []
@@ -299,8 +306,8 @@ def model_layout(units: Iterable[Sequence[UnitTile]], *, sharing: Mapping[str, S
             [t.tile for t in tiles],
             dtype=kind[0],
             trainable=kind[1],
-            num_slices=sharing[kind[2]].ranks,
-            replicas=sharing[kind[2]].copies,
+            num_slices=slice_layouts[kind[2]].ranks,
+            replicas=slice_layouts[kind[2]].copies,
             group=kind[2],
         )
         if small and persistent_numel + made.used_numel <= limits.model_persistence:

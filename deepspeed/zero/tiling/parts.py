@@ -38,20 +38,20 @@ class Holders:
         return self.parts[self.transport.rank]
 
     def whole(self, tile: torch.Tensor, label: str) -> torch.Tensor:
-        """The logical parameter, or something else with an element for each of its. Every holder must call it.
+        """Returns the logical parameter, or something else with an element for each of its. Every holder must call it.
 
         Args:
             tile: This rank's, in the shape of the tile.
             label: What travels.
         """
         packed = torch.cat([tile[box.in_tile].reshape(-1) for box in self.mine.boxes] or [tile.new_empty(0)])
-        told = [
+        gathered = [
             packed if place == self.transport.rank else packed.new_empty(sum(box.numel for box in part.boxes))
             for place, part in enumerate(self.parts)
         ]
-        self.transport.move([Piece(place, None, values) for place, values in enumerate(told)], label=label)
+        self.transport.move([Piece(place, None, values) for place, values in enumerate(gathered)], label=label)
         whole = tile.new_zeros(self.mine.global_shape)
-        for part, values in zip(self.parts, told, strict=True):
+        for part, values in zip(self.parts, gathered, strict=True):
             start = 0
             for box in part.boxes:
                 whole[box.in_whole] = values[start : start + box.numel].view(box.shape)
@@ -72,32 +72,32 @@ class Holders:
 
 
 def say_holders(parameter: torch.Tensor, holders: Holders) -> None:
-    """Says who has the other parts of a parameter, so that accessors can give all of it."""
+    """Notes on a parameter (any shape) who has its other parts, so that accessors can give all of it."""
     setattr(parameter, _HOLDERS, holders)
 
 
 def holders_of(parameter: torch.Tensor) -> Holders | None:
-    """Who has the other parts of a parameter; None where nobody has said."""
+    """Returns who has the other parts of a parameter (any shape); None where nobody has said."""
     return parameter.__dict__.get(_HOLDERS)
 
 
 def say_part(parameter: torch.Tensor, part: TilePart) -> None:
-    """Says which part of a logical parameter ``parameter`` is; ranks with equal parts hold copies."""
+    """Notes which part of a logical parameter ``parameter`` is; ranks with equal parts hold copies of one shape."""
     setattr(parameter, _MARK, part)
 
 
 def says_part(parameter: torch.Tensor) -> bool:
-    """Whether a parameter says that it is a part."""
+    """Returns whether a parameter (any shape) says that it is a part."""
     return hasattr(parameter, _MARK)
 
 
 def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torch.Tensor) -> Tile:
-    """The tile of a parameter.
+    """Returns the tile of a parameter.
 
     Args:
         name: Qualified name in the model.
         shape: Of all that this rank's model has of it.
-        param_group: As of ``Tile``.
+        param_group: Index of the optimizer param group, or -1 for none.
         parameter: Asked for its part.
 
     Raises:
@@ -116,7 +116,7 @@ def part_of_placements(
     coordinate: Sequence[int],
     placements: Sequence[Any],
 ) -> TilePart:
-    """The part that a rank has of a ``DTensor``.
+    """Returns the part that a rank has of a ``DTensor``.
 
     Along each axis of the mesh, in order, what the axes before left to the rank is cut into chunks as ``torch.chunk``
     cuts: all of the first's length but the last ones, which may be shorter or empty.

@@ -67,12 +67,12 @@ class TilePart:
 
     @classmethod
     def all_of(cls, name: str, shape: tuple[int, ...]) -> TilePart:
-        """A logical parameter as a whole, which has another name on its rank: one of several experts, say."""
+        """Returns a logical parameter as a whole, which has another name on its rank: one of several experts, say."""
         return cls(name, shape, Tile(name, shape).boxes)
 
     @classmethod
     def cut(cls, name: str, global_shape: tuple[int, ...], dim: int, intervals: Sequence[tuple[int, int]]) -> TilePart:
-        """The part of a tile that holds, one after the other along ``dim``, some intervals of it.
+        """Returns the part of a tile that holds, one after the other along ``dim``, some intervals of it.
 
         Args:
             name: Of the logical parameter.
@@ -139,15 +139,15 @@ class Tile:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some elements belong to no logical parameter."""
+        """Returns whether some elements belong to no logical parameter."""
         return self.part is not None and sum(box.numel for box in self.part.boxes) < self.numel
 
     def whole(self) -> Tile:
-        """The logical parameter as one tile."""
+        """Returns the logical parameter as one tile."""
         return self if self.part is None else Tile(self.part.name, self.part.global_shape, self.param_group)
 
     def holds_same(self, other: Tile) -> bool:
-        """Whether two tiles of one logical parameter have every element at the same place."""
+        """Returns whether two tiles of one logical parameter have every element at the same place."""
         return self.shape == other.shape and (self.part == other.part or self.boxes == other.boxes)
 
 
@@ -198,7 +198,7 @@ def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
 
 
 def _common(one: Region, other: Region) -> Region | None:
-    """The region that lies in both."""
+    """Returns the region that lies in both."""
     first = tuple(map(max, one[0], other[0]))
     shape = tuple(
         min(a + m, b + n) - low for a, m, b, n, low in zip(one[0], one[1], other[0], other[1], first, strict=True)
@@ -207,7 +207,7 @@ def _common(one: Region, other: Region) -> Region | None:
 
 
 def in_common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two boxes of one logical parameter share, as indices into the tile of each; None: nothing."""
+    """Returns what two boxes of one logical parameter share, as indices into the tile of each; None: nothing."""
     common = _common((one.whole, one.shape), (other.whole, other.shape))
     if common is None:
         return None

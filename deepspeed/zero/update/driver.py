@@ -53,7 +53,7 @@ class UpdateParts:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangeResult:
     """What the ranks agree on once they have exchanged.
 
     Attributes:
@@ -119,7 +119,7 @@ class UpdateDriver(ABC):
         """
 
     @abstractmethod
-    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
         """Puts what the update reads where the reducer keeps gradients. Every rank must call it.
 
         Args:
@@ -173,9 +173,9 @@ class MeanGradient(UpdateDriver):
         self._reducer.begin_update(before)
 
     @override
-    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
         factor = 1.0 / scale * clip_factor(norm, clip_grad)
-        return Exchanged(norm, None if factor == 1.0 else factor, used)
+        return ExchangeResult(norm, None if factor == 1.0 else factor, used)
 
     @override
     def end_update(self) -> None:

@@ -72,7 +72,7 @@ class UpdateStrategy:
         """Announces the pieces of one update, in the order in which they will be fetched."""
 
     def fetch(self, piece: UpdateSlice) -> Operands:
-        """The operands of the next piece, ready to be worked on."""
+        """Returns the operands of the next piece, ready to be worked on."""
         grad = piece.gradients.result
         assert grad is not None, f"{piece.master.bucket!r} has no gradient although one was counted"
         part = slice(piece.start, piece.stop)
@@ -103,7 +103,7 @@ class UpdateStrategy:
                 master.bucket.memory.write(target[part], operands.out[part])
 
     def _complete(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
-        """The stretches of staged compute parameters that are to be stored.
+        """Returns the stretches of staged compute parameters that are to be stored.
 
         Those that were updated; parameters without a gradient are left as they are. Only to a file the piece goes as a
         whole, in whole pages, so what is missing is made from the master, which rounds to it.
@@ -122,6 +122,9 @@ class UpdateStrategy:
 
     def finish(self) -> None:
         """Waits for every transfer; also called when the update failed."""
+
+    def close(self) -> None:
+        """Blocks the host until its staging memory may be freed."""
 
 
 class PieceUpdater:
@@ -172,7 +175,7 @@ class PieceUpdater:
                 master.bucket.memory.settle()
 
     def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[UpdateSlice]:
-        """The pieces of a master with something to update: none where others own all that got a gradient."""
+        """Returns the pieces of a master with something to update: none where others own all that got a gradient."""
         numel = master.flat.numel()
         step = self._strategies[master.home].piece_numel or numel
         spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
@@ -229,7 +232,7 @@ class PieceUpdater:
 
 
 def first_state(flat: FlatUpdate, group: dict[str, Any]) -> dict[str, Any]:
-    """The state that a run of ``group`` starts with, per-element states in the length of one block."""
+    """Returns the state that a run of ``group`` starts with, per-element states in the length of one block."""
     probe: dict[str, Any] = {}
     flat.init_flat_state(group, torch.zeros(64), probe)
     return probe

@@ -95,12 +95,12 @@ class MasterBucket:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks own other parts."""
+        """Returns whether other ranks own other parts."""
         return self.layout.num_slices > 1
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's part stands for all copies of it, so that over all ranks each element counts once."""
+        """Returns whether this rank's part counts for all copies of it: each element counts once over all ranks."""
         group = self.bucket.group
         if not self.is_sharded:
             return group.counts and group.place == 0
@@ -112,7 +112,7 @@ class MasterBucket:
         return self.memory.home
 
     def _can_share(self) -> bool:
-        """Whether the compute tensor may be the master: the same kind of memory, and not a file."""
+        """Returns whether the compute tensor may be the master: the same kind of memory, and not a file."""
         return (
             Home.FILE not in (self.home, self.bucket.memory.home)
             and self.bucket.memory.tensor_device == self.memory.tensor_device
@@ -120,7 +120,7 @@ class MasterBucket:
 
     @property
     def writes_out_in_place(self) -> bool:
-        """Whether a kernel that works on ``flat`` can write the compute tensor itself."""
+        """Returns whether a kernel that works on ``flat`` can write the compute tensor itself."""
         return self.out is None or (
             self.bucket.memory.tensor_device == self.memory.tensor_device and self.bucket.memory.home is not Home.FILE
         )
@@ -138,7 +138,7 @@ class MasterBucket:
         Args:
             run: One of ``runs``.
             state: Of the run, in the optimizer; changed.
-            initial: What a new run starts with, see ``update.first_state``.
+            initial: What a new run starts with, see ``update.loop.first_state``.
         """
         for key, first in initial.items():
             present = state.get(key)
@@ -237,11 +237,11 @@ class MasterBucket:
         mine.copy_(torch.where(new == mine.to(new.dtype), mine, new.to(mine.dtype)))
 
     def fragment(self, tile: int) -> Fragment | None:
-        """What this rank owns of the master of one parameter, or None."""
+        """Returns what this rank owns of the master of one parameter, or None."""
         return self.layout.fragment(tile, self.rank)
 
     def whole_tile(self, tile: int) -> torch.Tensor:
-        """The master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
+        """Returns the master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
         assert self.layout.num_slices == 1
         start, described = self.layout.starts[tile], self.layout.tiles[tile]
         return self.flat[start : start + described.numel].view(described.shape)
@@ -260,8 +260,8 @@ class MasterBucket:
         """Moves the master to other memory, or follows the compute tensor that has moved.
 
         Args:
-            copy: Makes the copy; None: the master stays.
-            home: Where to, for the books.
+            copy: Makes the copy of the 1-D master; None: the master stays.
+            home: Where it goes, for the ledger.
         """
         compute = self._compute()
         if self.out is None:
@@ -277,14 +277,18 @@ class MasterBucket:
             run.param.data = self.flat[run.span.start :][: run.param.numel()].view(run.param.shape)
 
     def _compute(self) -> torch.Tensor:
-        """The compute tensor that belongs to this master."""
+        """Returns the compute tensor that belongs to this master."""
         bucket = self.bucket
         if bucket.group.is_spread and bucket.group.combine is not None and self.is_sharded:
             return bucket.group.combine.my_slice(bucket.shard)
         return bucket.shard if self.is_sharded or bucket.is_sharded else bucket.full.tensor
 
     def first_non_finite(self, gradient: torch.Tensor) -> int | None:
-        """Index of the first tile whose part of ``gradient`` (aligned with the master) is not finite, or None."""
+        """Returns the index of the first tile whose part of ``gradient`` is not finite, or None.
+
+        Args:
+            gradient: 1-D, aligned with the master.
+        """
         for fragment in self.fragments:
             if not bool(torch.isfinite(gradient[fragment.in_slice]).all()):
                 return fragment.tile
@@ -304,7 +308,7 @@ def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[s
 
 
 def segment_table(masters: list[MasterBucket], other_parts: object | None = None) -> SegmentTable:
-    """Which parts of which parameters every run holds, for optimizers that need whole-tensor information.
+    """Returns which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
         masters: All of this rank, which are cut over the same ranks.
@@ -329,7 +333,7 @@ def segment_table(masters: list[MasterBucket], other_parts: object | None = None
 
 
 def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:
-    """The trained tensors of buckets whose ranks have parts, in the order of their names."""
+    """Returns the trained tensors of buckets whose ranks have parts, in the order of their names."""
     found: dict[str, tuple[int, bool]] = {}
     first = 0
     for master in masters:

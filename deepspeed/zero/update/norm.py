@@ -55,7 +55,7 @@ class Squares:
 
 
 def norm_from_squares(total: float) -> float:
-    """The norm, rounded to fp32 so that it does not depend on the order of the sum; nan and inf pass."""
+    """Returns the norm, rounded to fp32 so that it does not depend on the order of the sum; nan and inf pass."""
     if not math.isfinite(total):
         return total
     return torch.tensor(math.sqrt(total), dtype=torch.float32).item()

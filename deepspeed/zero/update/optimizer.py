@@ -7,7 +7,6 @@ stage, so that the stage never changes the arithmetic.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from deepspeed.comm.transports.transport import Work
 from deepspeed.comm.watch.agreement import Agreement
-from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
+from deepspeed.errors import CallOrderError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate
 from deepspeed.ops.flat import FlatUpdate, flat_updater
@@ -26,15 +25,14 @@ from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Ledger, StorageKind, storage_key
+from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
 from deepspeed.zero.update.driver import UpdateDriver, UpdateParts
 from deepspeed.zero.update.drivers import driver_of
 from deepspeed.zero.update.loop import PieceUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.update.norm import norm_from_squares
-
-_FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
-_NAME = 240  # bytes of a parameter's name that travel
+from deepspeed.zero.update.step_agreement import StepAgreement
 
 
 @dataclass
@@ -104,7 +102,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._masters = masters
         self._reducer = reducer
         self._groups = groups
-        self._agreement = agreement
+        self._step_agreement = StepAgreement(masters, reducer, groups, agreement)
         self._ledger = ledger
         self._max_skipped = max_skipped
         self._skip_non_finite = skip_non_finite
@@ -146,7 +144,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows the gradients."""
+        """Returns whether the loss scale follows the gradients."""
         return bool(getattr(self.loss_scaler, "dynamic", False))
 
     def override_loss_scale(self, loss_scale: float) -> None:
@@ -171,13 +169,34 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return self.param_groups[0]["lr"]
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """The engine's backward."""
+        """Runs the engine's backward of a 0-dim ``loss``."""
         self._backward(loss, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient, reduced or not."""
         self._leave_backward("optimizer.zero_grad")
         self._reducer.zero_grad()
+
+    # -- losses that are sums (deepspeed.engine.loss_counter) ----------------------------------------------------------
+
+    @property
+    def mean_over(self) -> int:
+        """What the sum over ranks of a gradient that all data-parallel ranks share is divided by."""
+        return self._groups.by_name[DATA].divisor if self._reducer.policy.is_mean else 1
+
+    @property
+    def copies(self) -> int:
+        """Ranks of the job that compute the same losses: those that hold other parts of the model."""
+        return self._groups.job.size // self._groups.peers.size
+
+    def gather_over_job(self, number: float, label: str) -> torch.Tensor:
+        """Returns a number of every rank of the job, 1-D, fp64. Every rank must call it."""
+        mine = torch.tensor([number], dtype=torch.float64)
+        return self._groups.job.gather_small(mine, channel="call", label=label).view(-1)
+
+    def scale_feedback(self, factor: float) -> None:
+        """Multiplies the error feedback of reductions: the unit of gradients has changed."""
+        self._reducer.scale_feedback(factor)
 
     def refresh_fp32_params(self) -> None:
         """Reads the masters again from the compute parameters (after they were loaded or written)."""
@@ -290,21 +309,25 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            CallOrderError: See :meth:`update`.
-            DivergenceError: See there.
-            NonFiniteError: See there.
+            CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
+            DivergenceError: Ranks kept different orders of collectives.
+            NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
         """
         loss = evaluate(closure)
         self.update()
         return loss
 
     @torch.no_grad()
-    def update(self, extra: Sequence[float] = ()) -> StepReport:
+    def update(
+        self, extra: Sequence[float] = (), divisor_of: Callable[[torch.Tensor], float] | None = None
+    ) -> StepReport:
         """Makes the whole update; every rank must call it. A non-finite gradient skips it everywhere.
 
         Args:
             extra: Numbers for all ranks of the job; they are gathered together with the gradient's norm. Every rank
                 must give as many.
+            divisor_of: From the ``extra`` numbers of all ranks to what the gradients are divided by, besides the loss
+                scale; None: nothing.
 
         Returns:
             The norm, whether the update was skipped, and the ``extra`` numbers of all ranks.
@@ -319,18 +342,19 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._reducer.settle()
         self._before_update()
         self._carry_user_writes()
-        total, used, rows = self._agree(extra)
+        total, used, rows = self._step_agreement.exchange(extra)
         if not self._reducer.policy.allow_unused:
-            self._refuse_unused(used)
+            self._step_agreement.refuse_unused(used)
         self._steps += 1
-        scale = self.loss_scale
+        scale = self.loss_scale * (1.0 if divisor_of is None else divisor_of(rows))
         norm = norm_from_squares(total) / scale
         self.overflow = not math.isfinite(total) and (self._skip_non_finite or self.loss_scaler is not None)
         self.last_report = report = StepReport(norm, self.overflow, rows)
         if self.overflow:
-            self._skip(scale)
+            self._skip(self.loss_scale)
         else:
             self._skipped_in_a_row = 0
+            # Of nearly every optimizer: 1 / loss scale times the clip factor, and nothing travels.
             exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
             self.last_report = report = StepReport(exchanged.norm, overflow=False, extra=rows)
             self._apply(exchanged.factor, exchanged.used)
@@ -355,131 +379,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             for index in master.bucket.take_back_changes():
                 master.refresh(index)
 
-    def _agree(self, extra: Sequence[float]) -> tuple[float, list[list[bool]], torch.Tensor]:
-        """Exchanges the numbers that the update needs.
-
-        The host waits for the device once, to read what all ranks have sent. One small exchange over the job also
-        compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
-        ranks, others have other parameters, and the flags travel by themselves.
-
-        Returns:
-            Sum of squares of the whole gradient; per bucket and parameter, whether it got a gradient on any rank that
-            shares it; the ``extra`` numbers of each rank of the job, 2-D, fp64.
-        """
-        groups = self._groups
-        flags = [
-            *_pack_flags([used for gradients in self._reducer.buckets for used in gradients.used]),
-            self._digest_of_writes(),
-        ]
-        squares, on_device = self._own_squares()
-        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *extra]
-        together = groups.job is groups.peers
-        mine = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
-        if on_device is not None:
-            mine = mine.to(on_device.device, non_blocking=True)
-            mine[: len(squares)] += on_device
-        rows = groups.job.gather_small(
-            mine,
-            channel="step",
-            label="the update (optimizer.step)",
-        )
-        _check_order(rows)
-        received = rows[:, len(numbers) - len(extra) : len(numbers)]
-        flag_rows = rows[:, len(numbers) :]
-        if not together:
-            flag_rows = groups.peers.gather_small(
-                torch.tensor(flags, dtype=torch.float64), channel="step", label="which parameters are updated"
-            )
-        flag_rows, writes = flag_rows[:, :-1], flag_rows[:, -1]
-        _check_writes(writes)
-        if bool((flag_rows != flag_rows[0]).any()):
-            self._reducer.note_uneven()
-        counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
-        # A rank that plays all the others (the planner's) may count nothing; elsewhere both are 0 then.
-        total = (counted or copies) if math.isfinite(copies) else counted + copies
-        return total, self._merge_flags(flag_rows), received
-
-    def _digest_of_writes(self) -> float:
-        """Checksum of which gradients the program has set of parameters that all peers share; 0 for none."""
-        shared = self._groups.among_peers
-        names = [
-            gradients.bucket.layout.tiles[index].name
-            for gradients in self._reducer.buckets
-            if gradients.writes and shared(gradients.bucket.group) is None
-            for index in sorted(gradients.writes)
-        ]
-        return float(zlib.crc32("\n".join(names).encode())) if names else 0.0
-
-    def _own_squares(self) -> tuple[list[float], torch.Tensor | None]:
-        """This rank's parts of the sum of squares: what it counts, and what others count.
-
-        Returns:
-            (The two sums, as far as the host knows them; what must be added to them, 1-D fp64 on the device that the
-            exchange of the update accepts, or None.)
-        """
-        squares, accepted = [0.0, 0.0], self._groups.job.small_device
-        on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
-            found = gradients.sum_of_squares()
-            column = 0 if master.counts else 1
-            if found is None:
-                continue
-            if found.device.type in ("cpu", "meta"):
-                squares[column] += found.item()
-            else:
-                on_device[column].append(found)
-        if not any(on_device):
-            return squares, None
-        nothing = next(one for column in on_device for one in column).new_zeros(())
-        sums = torch.stack([torch.stack(column or [nothing]).sum() for column in on_device])
-        if accepted is not None and accepted.type == sums.device.type:
-            return squares, sums
-        return [known + more for known, more in zip(squares, sums.cpu().tolist(), strict=True)], None
-
-    def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
-        """Per bucket and parameter, whether any rank that shares it had a gradient.
-
-        Args:
-            rows: The packed flags of every peer.
-        """
-        count = sum(len(gradients.used) for gradients in self._reducer.buckets)
-        merged: dict[str, list[bool]] = {}
-        used, position = [], 0
-        for gradients in self._reducer.buckets:
-            group = gradients.bucket.group
-            if group.name not in merged:
-                members = self._groups.among_peers(group)
-                merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
-            stop = position + len(gradients.used)
-            # Copies in other parts of the model are summed whole, whichever of them was used.
-            whole = group.spans_parts and (self._reducer.keeps_own or gradients.result is not None)
-            used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
-            position = stop
-        return used
-
-    def _refuse_unused(self, used: list[list[bool]]) -> None:
-        """Raises on every rank, or on none."""
-        names = [
-            tile.name
-            for master, flags in zip(self._masters, used, strict=True)
-            for tile, parameter, flag in zip(master.layout.tiles, master.bucket.params, flags, strict=True)
-            if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
-        ]
-        counts = torch.tensor([len(names)])
-        if not self._groups.knows_everything:
-            label = "the search for parameters without a gradient"
-            counts = self._groups.job.gather_small(counts, channel="step", label=label).view(-1)
-        if bool(counts.any()):
-            self._reducer.clear()
-            names = names or [f"those of rank(s) {torch.nonzero(counts).view(-1).tolist()}"]
-            raise CallOrderError(
-                f"{len(names)} parameter(s) got no gradient on any rank: {', '.join(names[:10])}; zero_optimization."
-                "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
-                "to true"
-            )
-
     def _skip(self, scale: float) -> None:
-        rank, name = self._first_offender()
+        rank, name = self._step_agreement.first_offender()
         self._skipped_in_a_row += 1
         what = f"step {self.steps}: the gradient is not finite, first in {name!r} (slice of rank {rank})"
         if self._skipped_in_a_row == 1:
@@ -496,45 +397,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 f"{self._first_skip}. Lower the learning rate, look at that parameter's inputs, or raise "
                 "max_consecutive_skipped_steps (0 = never stop)"
             )
-
-    def _first_offender(self) -> tuple[int, str]:
-        """Lowest rank and first parameter, in model order, whose gradient is not finite; the same on all ranks."""
-        mine = first = 0
-        names: list[str] = []
-        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
-            names += [tile.name for tile in master.layout.tiles]
-            result = gradients.result
-            if mine == 0:
-                tile = gradients.first_not_finite() if result is None else master.first_non_finite(result)
-                if tile is not None:
-                    mine = first + tile + 1
-            first += len(master.layout.tiles)
-        rows = self._groups.job.gather_small(
-            torch.tensor([mine], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
-        )
-        found = rows.view(-1).tolist()
-        for rank, index in enumerate(found):
-            if index:
-                return rank, self._name_on(rank, names[mine - 1] if mine else "", names[index - 1 :])
-        return 0, "the sum of all gradients"  # every element is finite, their squares are not
-
-    def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
-        """The name of a parameter of ``rank``, which ranks with another part of the model do not know.
-
-        Args:
-            rank: In the job; the same on all ranks.
-            mine: The name that this rank would say.
-            same: Begins with the name, where ranks have the same part of the model.
-        """
-        if self._groups.job is self._groups.peers:
-            return same[0]
-        text = mine.encode()[:_NAME].ljust(_NAME, b"\0")
-        rows = self._groups.job.gather_small(
-            torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64),
-            channel="step",
-            label="the name of a non-finite gradient",
-        )
-        return bytes(rows[rank].tolist()).rstrip(b"\0").decode(errors="replace")
 
     def _apply(self, factor: float | None, used: list[list[bool]]) -> None:
         self._cut_runs(used)
@@ -632,53 +494,3 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
     """The optimizer at stage 3; a name of its own because users and integrations ask for it."""
-
-
-def _number_of_order(groups: Groups) -> int:
-    """Tells the ranks that gather in one order from those that gather in another: the first of them, in the job."""
-    first = groups.gathering.ranks[:1]
-    return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
-
-
-def _check_order(rows: torch.Tensor) -> None:
-    """Raises on every rank where ranks that gather in one order have other checksums of it."""
-    expected: dict[float, float] = {}
-    for _, _, digest, order in rows[:, :4].tolist():
-        if expected.setdefault(order, digest) != digest:
-            raise DivergenceError(
-                "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
-                f"different orders (checksums by rank: {[int(one) for one in rows[:, 2].tolist()]}); nothing was "
-                "updated. Every rank must run the same modules, for as many micro-batches"
-            )
-
-
-def _check_writes(digests: torch.Tensor) -> None:
-    """Raises on every rank where some ranks have set gradients that others have not."""
-    if bool((digests != digests[0]).any()):
-        alike = torch.nonzero(digests == digests[0]).view(-1).tolist()
-        raise DivergenceError(
-            "optimizer.step: every rank must have set the gradients of the same parameters (safe_set_full_grad, "
-            f"safe_set_local_grad), but ranks {alike} have set others than the rest, so copies of the parameters "
-            "would part; nothing was updated. Call them on every rank, with the same parameters and values"
-        )
-
-
-def _pack_flags(flags: list[bool]) -> list[float]:
-    numbers = []
-    for start in range(0, len(flags), _FLAGS_PER_NUMBER):
-        bits = 0
-        for offset, flag in enumerate(flags[start : start + _FLAGS_PER_NUMBER]):
-            bits |= int(flag) << offset
-        numbers.append(float(bits))
-    return numbers
-
-
-def _unpack_flags(rows: torch.Tensor, count: int) -> list[bool]:
-    """Bitwise or over the ranks."""
-    flags: list[bool] = []
-    for column in range(rows.shape[1]):
-        bits = 0
-        for value in rows[:, column].tolist():
-            bits |= int(value)
-        flags += [bool(bits >> offset & 1) for offset in range(_FLAGS_PER_NUMBER)]
-    return flags[:count]

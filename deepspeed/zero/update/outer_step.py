@@ -26,7 +26,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.storage import FlatBuffer, StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula, itemsize
-from deepspeed.zero.update.driver import Exchanged, PrivateState, UpdateDriver, UpdateParts
+from deepspeed.zero.update.driver import ExchangeResult, PrivateState, UpdateDriver, UpdateParts
 from deepspeed.zero.update.masters import MasterBucket
 
 
@@ -64,7 +64,7 @@ class OuterStep(UpdateDriver):
         self.codec, self.has_warm_up = inner.codec, inner.has_warm_up
         self._section = section
         self._across = across
-        self._wire = coded(across, _codec_of(section.wire))
+        self._transport = coded(across, _codec_of(section.wire))
         self._steps = 0  # outer ones so far
         self._since = 0  # updates since the last one
 
@@ -98,7 +98,7 @@ class OuterStep(UpdateDriver):
         self.inner.begin_update(before)
 
     @override
-    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
         return self.inner.exchange(norm, used, scale=scale, clip_grad=clip_grad)
 
     @override
@@ -127,7 +127,7 @@ class OuterStep(UpdateDriver):
             mean = torch.empty(whole, dtype=torch.float32, device=moved.device)
             key = transfer_key(self._across.owner, number, 1, self._steps)
             how = Reduction(1.0 / size, key, "the outer step of the islands", max(whole, 1))
-            self._wire.all_reduce(sent, mean, how).wait()
+            self._transport.all_reduce(sent, mean, how).wait()
             step = mean[: moved.numel()].to(anchor.dtype)
             momentum.mul_(section.outer_momentum).add_(step)
             anchor.sub_(step.add(momentum, alpha=section.outer_momentum), alpha=section.outer_lr)

@@ -150,7 +150,7 @@ def _construction(flag):
     from accelerate import Accelerator, DeepSpeedPlugin
     from transformers import AutoModelForCausalLM
 
-    from tests.construction.pretrained import llama_config, tokens
+    from tests.zero.construction.pretrained import llama_config, tokens
 
     plugin = loops.shard_everything(DeepSpeedPlugin(zero_stage=3, zero3_init_flag=flag))
     accelerator = Accelerator(deepspeed_plugin=plugin)
@@ -187,7 +187,7 @@ def _trains_with_leaf_modules(names, family, model_config, by_environment=False)
     from accelerate import Accelerator, DeepSpeedPlugin
 
     from deepspeed.utils import get_z3_leaf_modules, z3_leaf_parameter
-    from tests.construction.pretrained import tokens
+    from tests.zero.construction.pretrained import tokens
 
     forget_runs()
     torch.manual_seed(3)
@@ -233,7 +233,7 @@ def _trains_with_leaf_modules(names, family, model_config, by_environment=False)
 def _mixtures():
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from tests.construction.pretrained import mixtral_config
+    from tests.zero.construction.pretrained import mixtral_config
 
     _trains_with_leaf_modules("MixtralSparseMoeBlock", AutoModelForCausalLM, mixtral_config(), by_environment=True)
     several = "SwitchTransformersSparseMLP,SwitchTransformersLayerSelfAttention"

@@ -29,7 +29,7 @@ def run_on_devices(body: Callable[..., T], ranks: int, *args: Any, timeout: floa
     """:func:`run_ranks` on GPUs if there are enough, else on the CPU. Bodies begin with :func:`admit_ranks`."""
     if has_gpus(ranks):
         # In new processes: what a test with more ranks than GPUs has replaced stays replaced in its own.
-        return run_ranks(body, ranks, *args, timeout=timeout, backend="cpu:gloo,cuda:nccl", fresh=True)
+        return run_ranks(body, ranks, *args, timeout=timeout, backend="cpu:gloo,cuda:nccl", fresh="interpreter")
     return run_ranks(body, ranks, *args, timeout=timeout, env={"DS_ACCELERATOR": "cpu"})
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.construction.pretrained import tokens
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks, same_on_all_ranks
 from tests.ecosystem.transformers import runs
 from tests.harness import run_ranks
+from tests.zero.construction.pretrained import tokens
 
 pytestmark = needs_transformers
 
@@ -112,7 +112,7 @@ def _bytes(stage, accumulation, wider):
 
     import deepspeed
     from deepspeed.zero.storage import StorageKind
-    from tests.construction.pretrained import llama_config
+    from tests.zero.construction.pretrained import llama_config
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(llama_config(intermediate_size=48 * wider, vocab_size=97 * wider))

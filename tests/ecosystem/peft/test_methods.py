@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.construction.pretrained import tokens
 from tests.ecosystem.support import forget_runs, needs_transformers, on_cpu_ranks
 from tests.ecosystem.transformers import runs
 from tests.harness import run_ranks
+from tests.zero.construction.pretrained import tokens
 
 pytestmark = needs_transformers
 

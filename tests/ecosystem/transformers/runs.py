@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.construction.pretrained import llama_config
+from tests.zero.construction.pretrained import llama_config
 
 STEPS = 6
 

@@ -14,7 +14,7 @@ from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.lion import FusedLion
 from tests.engine.matrix.cells import Cell
-from tests.oracle.models import Batch, build, losses_of, make_batch, param_groups
+from tests.harness.toy_models import Batch, awkward, losses_of, make_batch, param_groups
 from tests.oracle.optimizers import REFERENCES, muon_groups
 from tests.oracle.trainer import ReferenceTrainer, Scale
 from tests.zero.reading import full_masters, full_params
@@ -135,7 +135,7 @@ def _check_refusal(cell: Cell) -> str:
 
 def start(cell: Cell) -> DeepSpeedEngine:
     """The engine of a cell on a fresh model."""
-    model = build()
+    model = awkward()
     kind, name = cell.optimizer.split(" ", 1)
     config = cell.config()
     groups = param_groups(model)
@@ -210,7 +210,7 @@ def reference_of(cell: Cell) -> ReferenceTrainer:
 
     scale = {"fp16": Scale(2.0**9, dynamic=True, window=2, hysteresis=1), "fp16 static": Scale(128, dynamic=False)}
     return ReferenceTrainer(
-        build(),
+        awkward(),
         build_optimizer,
         ranks=cell.ranks,
         compute_dtype=DTYPES.get(cell.precision, torch.float32),

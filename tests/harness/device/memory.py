@@ -136,12 +136,15 @@ class Memory:
         findings: Sentences.
         device: Torch's allocator of device memory, with its counts.
         pinned: Torch's allocator of page-locked memory, with its counts.
+        registered: Bytes of pages that the package has registered with the driver.
+        most_registered: The most there were.
     """
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
         self.device = DeviceAllocator(clocks.over_on)
         self.pinned = PinnedAllocator(clocks.over_on)
+        self.registered = self.most_registered = 0
         self.findings: list[str] = []
         self._blocks: dict[int, Block] = {}
         self._alive: dict[int, _Alive] = {}
@@ -198,6 +201,13 @@ class Memory:
         block.pages = "pinned"
         if block.nbytes and block.part is None:
             block.part = self.pinned.allocate(block.nbytes)
+
+    def register(self, storage: Any) -> None:
+        """Records that the package has registered the pages of a storage with the driver."""
+        block = self.know(storage, on_device=False)
+        block.pages = "registered"
+        self.registered += block.nbytes
+        self.most_registered = max(self.most_registered, self.registered)
 
     def lend(self, block: Block, stream: Actor) -> None:
         """Records that ``stream`` uses a block, whose memory must not be handed out before that is over."""
@@ -272,6 +282,8 @@ class Memory:
         if isinstance(block.part, PinnedBlock):
             self.pinned.free(block.part)
             return
+        if block.pages == "registered":
+            self.registered -= block.nbytes
         for actor, (time, used) in block.last_uses():
             if not host.has_seen(actor, time):
                 self._report(

@@ -57,6 +57,15 @@ class Device:
         return self._memory.pinned
 
     @property
+    def most_registered(self) -> int:
+        """The most bytes of pages that the package had registered with the driver at once."""
+        return self._memory.most_registered
+
+    def forget_most_registered(self) -> None:
+        """Counts the most registered bytes anew from what there is."""
+        self._memory.most_registered = self._memory.registered
+
+    @property
     def findings(self) -> list[str]:
         """The sentences so far."""
         return self._memory.findings
@@ -127,7 +136,7 @@ class _Pages(HostMemorySource):
         made = super().pages(nbytes, pin=False)
         if pin:
             with torch._C.DisableTorchFunction():
-                self._memory.know(made.untyped_storage(), on_device=False).pages = "registered"
+                self._memory.register(made.untyped_storage())
         return made
 
 

@@ -63,7 +63,7 @@ def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float
         return torch.cat(made)
 
     with counter:
-        out = dispatch(x, weights, plan, run, talker=nn.Identity(), in_pieces=in_pieces)
+        out = dispatch(x, weights, plan, run, module=nn.Identity(), in_pieces=in_pieces)
     forward, counter.written = counter.written, 0
     gradient = torch.randn(tokens, M, generator=draws, dtype=torch.float64)
     with counter:
@@ -100,7 +100,7 @@ def _low_precision() -> None:
     x = torch.ones(1, M, dtype=torch.bfloat16)
     plan = plan_routes(torch.arange(4)[:, None], 4)
     weights = torch.tensor([[1.0], [1 / 512], [1 / 512], [1 / 512]])  # in bf16 1 + 1 / 512 would be 1
-    out = dispatch(x, weights, plan, list, talker=nn.Identity())
+    out = dispatch(x, weights, plan, list, module=nn.Identity())
     assert out.dtype == torch.bfloat16
     assert out[0, 0].item() == torch.tensor(1 + 3 / 512).bfloat16().item() != 1.0
 

@@ -7,8 +7,9 @@ import pytest
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import Job
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
+from tests.engine.support import SHARDED, engine_of, inputs, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import tower
 from tests.parallel.expert.test_combinations import _losses, _net
 from tests.parallel.expert.test_parity import compare
 

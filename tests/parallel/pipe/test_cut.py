@@ -43,7 +43,7 @@ def test_no_cut_is_better(name):
     assert best_found >= 4
 
 
-def test_the_loss_counts():
+def test_the_loss_counter():
     equal = [LayerCost(1, 2, 1)] * 8
     assert best_cut(equal, "1f1b", 2, 8).bounds == (0, 4, 8)
     assert best_cut(equal, "1f1b", 2, 8, loss=LayerCost(2, 4, 2)).bounds == (0, 5, 8)

@@ -6,6 +6,7 @@ import queue
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,18 +41,21 @@ class FakeWires:
     def drain(self) -> None:
         self._events.append("drain")
 
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 @dataclass
 class _Incoming:
-    wires: FakeWires
+    transports: FakeWires
     kind: str
     peer: int
 
     def expect(self, count: int) -> None:
-        self.wires.expected[self.kind, self.peer] += count
+        self.transports.expected[self.kind, self.peer] += count
 
     def take(self, micro_batch: int) -> Any:
-        sent, value = self.wires._queues[self.kind, self.peer, self.wires.stage].get(timeout=20)
+        sent, value = self.transports._queues[self.kind, self.peer, self.transports.stage].get(timeout=20)
         assert sent == micro_batch, "messages of a kind arrive in the order in which they were sent"
         if self.kind != ACTIVATIONS:
             return value
@@ -62,13 +66,13 @@ class _Incoming:
 
 @dataclass
 class _Outgoing:
-    wires: FakeWires
+    transports: FakeWires
     kind: str
     peer: int
 
     def send(self, micro_batch: int, value: Any) -> None:
-        self.wires._events.append(f"send {micro_batch}")
-        self.wires._queues[self.kind, self.wires.stage, self.peer].put((micro_batch, value))
+        self.transports._events.append(f"send {micro_batch}")
+        self.transports._queues[self.kind, self.transports.stage, self.peer].put((micro_batch, value))
 
 
 @dataclass
@@ -150,9 +154,9 @@ def _run(name: str, stages: int, **options: Any) -> tuple[list[FakeCompute], lis
         if 0 not in own and options.get("labels_travel"):
             items = [(None, None)] * len(items)
         compute = FakeCompute(own, len(stage_of) - 1, items, **options)
-        wires: Any = FakeWires(stage, queues, compute.events)
+        transports: Any = FakeWires(stage, queues, compute.events)
         computes.append(compute)
-        interpreters.append(Interpreter(wires, stage_of, HOST, compute))
+        interpreters.append(Interpreter(transports, stage_of, HOST, compute))
     with ThreadPoolExecutor(stages) as threads:
         runs = [
             threads.submit(interpreter.run, training_steps(name, stages, COUNT, chunks, stage))
@@ -188,7 +192,7 @@ def test_first_forwards_come_before_the_agreement_and_nothing_is_sent():
     assert first[0] == "forward 0"
     assert first.index("agree") < first.index("send 0")
     assert computes[1].events[0] == "agree", "the last stage computes nothing without the first"
-    assert interpreters[1].wires.expected == {(ACTIVATIONS, 0): COUNT}
+    assert interpreters[1].transports.expected == {(ACTIVATIONS, 0): COUNT}
     later, _ = _run("1f1b", 2, begins=False)
     assert later[0].events[0] == "agree"
 
@@ -201,8 +205,8 @@ def test_labels_reach_the_last_stage(labels_travel):
 
 def _alone(**options: Any) -> tuple[FakeCompute, Interpreter]:
     compute = FakeCompute({0: torch.tensor(2.0, requires_grad=True)}, 0, [(v, 0) for v in _inputs()], **options)
-    wires: Any = FakeWires(0, defaultdict(queue.Queue), compute.events)
-    return compute, Interpreter(wires, (0,), HOST, compute)
+    transports: Any = FakeWires(0, defaultdict(queue.Queue), compute.events)
+    return compute, Interpreter(transports, (0,), HOST, compute)
 
 
 def test_a_failure_names_the_instruction_and_frees_the_buffers():
@@ -220,7 +224,7 @@ def test_instructions_of_the_program():
         pass
 
     compute, interpreter = _alone()
-    with pytest.raises(PipelineError, match=r"Note\(text='a'\).*_INSTRUCTION_MAP"):
+    with pytest.raises(PipelineError, match=r"expected instructions.*Note\(text='a'\)"):
         interpreter.run([[Note(text="a")]])
     heard: list[str] = []
     own: dict[type, Callable[..., None]] = {

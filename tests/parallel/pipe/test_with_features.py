@@ -10,7 +10,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
-from deepspeed.parallel.pipe.schedule.actions import held
+from deepspeed.parallel.pipe.schedule.lists import held
 from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe import support
@@ -132,9 +132,9 @@ def _held(stages: int, count: int, width: int) -> dict[str, tuple[int, int, int]
         engine, *_ = deepspeed.initialize(model=module, config=config)
         _Keeper.most, kept = 0, 0
 
-        def note(*_arguments: Any, wires: Any = engine._interpreter.wires) -> None:
+        def note(*_arguments: Any, transports: Any = engine._interpreter.transports) -> None:
             nonlocal kept
-            kept = wires.kept
+            kept = transports.kept
 
         module.forward_funcs[0].register_forward_hook(note)
         for _ in range(2):

@@ -20,8 +20,8 @@ from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_never_hang import SOON, said_by
-from tests.sequence import net
-from tests.sequence.llama import llama, packed_batch, padded_batch, plain_batch
+from tests.parallel.sequence import net
+from tests.parallel.sequence.llama import llama, packed_batch, padded_batch, plain_batch
 
 COUNT, STEPS, SHARERS = 3, 3, 2
 Told = list[tuple[float, float]]

@@ -6,8 +6,15 @@ the schedules in the form that other programs know.
 
 from __future__ import annotations
 
-from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
-from deepspeed.parallel.pipe.schedule.lists import TRAIN_SCHEDULES, make_inference, make_schedule, place_chunks
+from deepspeed.parallel.pipe.schedule.lists import (
+    TRAIN_SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    make_inference,
+    make_schedule,
+    place_chunks,
+)
 from deepspeed.parallel.pipe.schedule.stage import StageSchedule, inference_steps, training_steps
 
 __all__ = [

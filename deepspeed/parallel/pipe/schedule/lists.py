@@ -1,18 +1,100 @@
-"""The schedules, each a function of sizes that gives the computations of all stages.
+"""The schedules: which computations each stage does, in which order, as a function of sizes.
 
-They may go on beyond the last micro-batch: computations on micro-batches that do not exist are left out afterwards. No
-computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for few of them.
+A *stage* is a place in the pipeline, held by one rank of each model copy. A *chunk* is a run of consecutive layers,
+numbered through the model; a stage holds one chunk or several. An *action* is one computation on one chunk and one
+micro-batch. Transfers and loads of data follow from the actions (:mod:`deepspeed.parallel.pipe.schedule.stage`).
+
+The functions may go on beyond the last micro-batch: computations on micro-batches that do not exist are left out
+afterwards. No computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for
+few of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from deepspeed.parallel.partition import partition_uniform
-from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
+
+
+class Kind(Enum):
+    """A computation on one chunk and one micro-batch; the values are the letters of the literature."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # of inputs and weights
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """The previous chunk's backward waits for this."""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+    @property
+    def gives_weight_gradient(self) -> bool:
+        """This is also the last computation that needs what the forward kept."""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+class Action(NamedTuple):
+    """One computation."""
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind.value}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all stages compute in one step.
+
+    Attributes:
+        name: How the program chose it.
+        micro_batches: How many micro-batches the step has.
+        stage_of: The stage of each chunk.
+        actions: Of each stage, its computations in order.
+    """
+
+    name: str
+    micro_batches: int
+    stage_of: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.actions)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the model."""
+        return len(self.stage_of)
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """Returns the chunks that lie on a stage, in the order of the model."""
+        return tuple(chunk for chunk, owner in enumerate(self.stage_of) if owner == stage)
+
+    @property
+    def is_training(self) -> bool:
+        """There are backwards."""
+        return any(action.kind is not Kind.FORWARD for actions in self.actions for action in actions)
+
+
+def held(actions: tuple[Action, ...]) -> list[int]:
+    """After each computation, for how many micro-batches (of any chunk) the stage keeps what a forward left."""
+    counts, count = [], 0
+    for action in actions:
+        count += (action.kind is Kind.FORWARD) - action.kind.gives_weight_gradient
+        counts.append(count)
+    return counts
 
 
 class _Stage(list[Action]):
@@ -48,7 +130,7 @@ class _Stage(list[Action]):
 
 
 def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2019)."""
+    """Returns all forwards, then all backwards (Huang et al. 2019)."""
     actions = _Stage()
     for _ in range(micro_batches):
         actions.forward(stage)
@@ -58,7 +140,7 @@ def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Acti
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """A forward and a backward in turn, as soon as backwards come (Narayanan et al. 2021).
+    """Returns a forward and a backward in turn, as soon as backwards come (Narayanan et al. 2021).
 
     All stages but the last are one forward further ahead than published. So what a stage waits for is on its way while
     it computes something else, and transfers cost time when the pipeline fills and drains, not for every micro-batch.
@@ -177,7 +259,7 @@ def zbv(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action
 
 
 def dualpipev(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """The V of ZBV with pairs of a forward and a whole backward, which may overlap (DeepSeek-AI 2025).
+    """Returns the V of ZBV with pairs of a forward and a whole backward, which may overlap (DeepSeek-AI 2025).
 
     Only the backwards at the end are split.
     """
@@ -230,7 +312,7 @@ _VEES = ("zbv", "dualpipev")
 
 
 def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple[int, ...]:
-    """The stage of each chunk of the model, in order.
+    """Returns the stage of each chunk of the model, in order.
 
     Args:
         name: One of :data:`TRAIN_SCHEDULES`.
@@ -270,9 +352,16 @@ def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple
 
 @lru_cache(maxsize=16)
 def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | None = None) -> Schedule:
-    """What all stages compute in a training step; any number of micro-batches from 1 will do.
+    """Returns what all stages compute in a training step.
 
-    Arguments and errors as of :func:`place_chunks`.
+    Args:
+        name: Of the schedule.
+        stages: Pipeline stages.
+        micro_batches: Of a step, 1 or more.
+        num_chunks: Chunks per stage; None: as few as the schedule can have.
+
+    Raises:
+        ValueError: The schedule is unknown, does not go with these numbers, or there is no micro-batch.
     """
     stage_of = place_chunks(name, stages, num_chunks)
     if micro_batches < 1:

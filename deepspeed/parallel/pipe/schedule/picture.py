@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import Action, Kind, Schedule
 from deepspeed.parallel.pipe.schedule.simulate import Timeline
 
 _WORDS = {
@@ -62,7 +62,7 @@ def lines(timeline: Timeline, width: int) -> list[str]:
 
 
 def title(schedule: Schedule, timeline: Timeline) -> str:
-    """What a timeline shows, in words; its times are milliseconds."""
+    """Returns what a timeline shows, in words; its times are milliseconds."""
     chunks = schedule.chunks // schedule.stages
     return f"{schedule.name}{f', {chunks} chunks per stage' if chunks > 1 else ''}: {timeline.makespan:g} ms"
 

@@ -26,7 +26,7 @@ class PipeSchedule(ABC):
     Args:
         micro_batches: Micro-batches of the step.
         stages: Stages of the pipeline.
-        stage_id: The stage that is told what to do, from 0.
+        stage_id: The stage that runs the instructions, from 0.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -46,7 +46,7 @@ class PipeSchedule(ABC):
         """Gives the instructions, in order."""
 
     def num_pipe_buffers(self) -> int:
-        """How many micro-batches the stage holds at once, at most."""
+        """Returns how many micro-batches the stage holds at once, at most."""
         return self.micro_batches
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -54,7 +54,7 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> int:
-        """The stage that is told what to do."""
+        """The stage that runs the instructions."""
         return self.stage_id
 
     @property
@@ -107,30 +107,30 @@ class TrainSchedule(PipeSchedule):
             micro_batch, is_forward = self._step_to_micro_batch(step)
             buffer, before = self._buffer_idx(micro_batch), self._buffer_idx(previous)
             is_here, was_here = self._valid_micro_batch(micro_batch), self._valid_micro_batch(previous)
-            told: list[PipeInstruction] = []
+            commands: list[PipeInstruction] = []
             if is_forward:
                 if was_here and not self.is_first_stage:
-                    told.append(SendGrad(before))
+                    commands.append(SendGrad(before))
                 if is_here and not self.is_first_stage:
-                    told.append(RecvActivation(buffer))
+                    commands.append(RecvActivation(buffer))
                 if is_here and (self.is_first_stage or self.is_last_stage):
-                    told.append(LoadMicroBatch(buffer))
+                    commands.append(LoadMicroBatch(buffer))
                 if is_here:
-                    told.append(ForwardPass(buffer))
+                    commands.append(ForwardPass(buffer))
             else:
                 if is_here and not self.is_last_stage:
-                    told.append(RecvGrad(buffer))
+                    commands.append(RecvGrad(buffer))
                 if was_here and not self.is_last_stage:
-                    told.append(SendActivation(before))
+                    commands.append(SendActivation(before))
                 if is_here:
-                    told.append(BackwardPass(buffer))
+                    commands.append(BackwardPass(buffer))
             if step == last:
-                told += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+                commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             previous = micro_batch
-            yield told
+            yield commands
 
     def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
-        """Which micro-batch a step is about (it may not exist), and whether it is a forward."""
+        """Returns which micro-batch a step is about (it may not exist), and whether it is a forward."""
         is_forward = (step_id - self.stage_id) % 2 == 0
         start = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
         return (step_id - start) // 2, is_forward
@@ -156,13 +156,13 @@ class InferenceSchedule(PipeSchedule):
                 transfers.append(RecvActivation(buffer))
             if self.stage_id % 2:
                 transfers.reverse()
-            told: list[PipeInstruction] = []
+            commands: list[PipeInstruction] = []
             if is_here and (self.is_first_stage or self.is_last_stage):
-                told.append(LoadMicroBatch(buffer))
-            told += transfers
+                commands.append(LoadMicroBatch(buffer))
+            commands += transfers
             if is_here:
-                told.append(ForwardPass(buffer))
-            yield told
+                commands.append(ForwardPass(buffer))
+            yield commands
 
 
 class DataParallelSchedule(PipeSchedule):
@@ -175,7 +175,7 @@ class DataParallelSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """One step per micro-batch."""
         for micro_batch in range(self.micro_batches):
-            told: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+            commands: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             if micro_batch == self.micro_batches - 1:
-                told += [ReduceGrads(), OptimizerStep()]
-            yield told
+                commands += [ReduceGrads(), OptimizerStep()]
+            yield commands

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.parallel.pipe.schedule import instructions
-from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import Action, Kind, Schedule
 from deepspeed.parallel.pipe.schedule.stage import PASSES, StageSchedule
 
 _KINDS: dict[type, Kind] = {instruction: kind for kind, instruction in PASSES.items()}

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from deepspeed.parallel.pipe.schedule import instructions
-from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule, held
-from deepspeed.parallel.pipe.schedule.lists import make_inference, make_schedule
+from deepspeed.parallel.pipe.schedule.lists import Action, Kind, Schedule, held, make_inference, make_schedule
 from deepspeed.parallel.pipe.schedule.published import PipeSchedule
 
 PASSES: dict[Kind, type[instructions.BufferOpInstruction]] = {
@@ -36,7 +35,7 @@ class StageSchedule(PipeSchedule):
         self.chunks = schedule.chunks_of(stage_id)
 
     def num_pipe_buffers(self) -> int:
-        """How many activations (of any chunk) the stage holds at once, at most."""
+        """Returns how many activations (of any chunk) the stage holds at once, at most."""
         if not self.schedule.is_training:
             return 1
         return max(held(self.schedule.actions[self.stage_id]), default=0)

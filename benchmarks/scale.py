@@ -1,0 +1,374 @@
+"""Compares predicted step times and memory with published results, record by record.
+
+``benchmarks/data/scale-public.json`` has the results with their sources. Every other record of each source is for
+fitting the constants in ``deepspeed/plan/devices.py``; the other half says how good the constants are.
+Run: ``python -m benchmarks.scale [--out FILE] [--fit]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.devices import DEVICES, Device, DeviceEfficiency, Machine
+from deepspeed.plan.prediction.layout import ParallelLayout
+from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_step
+
+RECORDS = Path(__file__).with_name("data") / "scale-public.json"
+_DEVICE_NAMES = {
+    "A100-SXM4-80GB": "a100",
+    "A100-80GB": "a100",
+    "A100-40GB": "a100-40",
+    "H100-96GB-HBM2e-500W (Grand Teton)": "h100-500w",
+    "H200-141GB": "h200",
+    "H100-80GB": "h100",
+    "H100-SXM-80GB": "h100",
+    "B200 (DGX-B200)": "b200",
+    "GB200 (NVL72)": "gb200",
+    "V100-SXM3-32GB": "v100",
+}
+UNFUSED = ("sc", "korthikanti")  # from before fused attention
+NEMO = ("nemo", "bridge")
+MEGATRON = (*UNFUSED, *NEMO)  # with fused elementwise kernels
+FACTORS = {"sc a100": 1.06, "mosaic h100": 1.25}
+"""Measured over predicted time of operations, of the machines whose programs are older than the constants."""
+HELD = {"contention": 0.32, "a100 bandwidth": 0.86}
+"""Constants that the fit behind the table of devices left at a limit. The limits of ``--fit`` are wider."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One published result.
+
+    Attributes:
+        name: Of the record.
+        source: First word of the record's name, without its digits.
+        machine: Source and device; runs of the same machine share a factor.
+        setups: The setups that the record may mean: several where the source leaves a number open.
+        seconds: Measured seconds of a step; None: not published.
+        memory: Highest bytes on a device; None: not published.
+    """
+
+    name: str
+    source: str
+    machine: str
+    setups: tuple[StepSetup, ...]
+    seconds: float | None
+    memory: float | None
+
+
+def read_runs(path: Path = RECORDS) -> list[PublishedRun]:
+    """Returns the runs of a file. Records without heads or a batch size cannot be predicted and are left out."""
+    found = []
+    for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
+        if record["model"]["heads"] is None or record["batch"]["global_batch_sequences"] is None:
+            continue  # the source leaves out the model or the batch
+        found.append(run_of(record))
+    return found
+
+
+def run_of(record: Mapping[str, Any]) -> PublishedRun:
+    """Returns the run that a record describes, with every setup that the record may mean."""
+    source = record["id"].split("-")[0].rstrip("0123456789.")
+    measured, hardware = record["measured"], record["hardware"]
+    shape, layouts = shape_of(record, source), layouts_of(record, source)
+    machine = machine_of(hardware)
+    seconds = next(
+        (s for name in ("step_s", "step_s_derived", "step_s_derived_from_eq3") if (s := measured.get(name))), None
+    )
+    memory = measured.get("memory_gib") or measured.get("memory_gib_adamw")
+    setups = tuple(StepSetup(shape, layout, machine, record["model"]["seq"]) for layout in layouts)
+    return PublishedRun(
+        record["id"], source, f"{source} {machine.device.name}", setups, seconds, memory and memory * 2**30
+    )
+
+
+def shape_of(record: Mapping[str, Any], source: str) -> DecoderShape:
+    """Returns the model of a record."""
+    model = record["model"]
+    experts = model.get("experts") or 0
+    return DecoderShape(
+        layers=model["layers"],
+        hidden=model["hidden"],
+        heads=model["heads"],
+        vocab=model["vocab"],
+        kv_heads=model.get("kv_heads"),
+        intermediate=model.get("moe_ffn_hidden") if experts else model["ffn_hidden"],
+        head_size=model.get("head_dim"),
+        is_gated=bool(model.get("gated_mlp", True)),
+        experts=experts,
+        experts_per_token=model.get("experts_per_token") or 2,
+        has_fused_attention=source not in UNFUSED,
+        dropout=0.1 if source in UNFUSED else 0.0,
+    )
+
+
+def machine_of(hardware: Mapping[str, Any]) -> Machine:
+    """Returns the machine of a record. Where the record states no network, 400 Gb/s per device are assumed."""
+    device = DEVICES[_DEVICE_NAMES[hardware["gpu"]]]
+    rate = (hardware.get("inter_gbps_per_gpu") or 400) / 8 * 1e9
+    each = hardware["gpus_per_node"]
+    return Machine(device, max(hardware["gpus"] // each, 1), min(each, hardware["gpus"]), device.memory, network=rate)
+
+
+def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
+    """Returns the layouts that a record may mean: several where it leaves out micro-batch, chunks or recomputation."""
+    batch, parallel = record["batch"], record["parallel"]
+    gpus = record["hardware"]["gpus"]
+    tensor, pipe, context = (parallel.get(name) or 1 for name in ("tp", "pp", "cp"))
+    data = gpus // (tensor * pipe * context)
+    stage = parallel.get("zero_stage")
+    recompute = record["recompute"]
+    base = ParallelLayout(
+        tensor=tensor,
+        pipe=pipe,
+        context=context,
+        balances_ring=source != "titan",  # torchtitan of 2024 gives each rank consecutive tokens
+        experts=parallel.get("ep") or 1,
+        data=data,
+        # A pipeline keeps the parameters that it has gathered, so that stage 3 moves what stage 1 does.
+        stage=int(source in NEMO) if stage is None else min(stage, 1) if pipe > 1 else stage,
+        # Scales by row made products as slow as in bf16 (torchao of 2024).
+        is_fp8=record["precision"].startswith("fp8") and "rowwise" not in record["precision"],
+        has_fused_loss=source in ("mosaic", *NEMO),
+        is_compiled=source in MEGATRON or "compile" in record.get("notes", ""),
+        cuts_norms=tensor > 1 and parallel.get("sequence_parallel") is not False,
+        overlaps_tensor="async TP" in record.get("notes", "") or "async" in record["id"] or source in NEMO,
+        overlaps_data=source not in UNFUSED,
+        gradient_bytes=4 if source in ("sc", "korthikanti", "titan") else 2,
+        recompute=_recomputation(recompute),
+    )
+    chunks = [parallel.get("vpp") or 1]
+    if source == "sc":
+        layers = record["model"]["layers"] // pipe
+        chunks = [n for n in (1, 2, 3, 4) if layers % n == 0] if pipe > 1 else [1]
+    micro = [batch["micro_batch"]] if batch["micro_batch"] else [1, 2, 4, 8, 16]
+    recomputes = ["none", "selective", "full"] if "not stated" in recompute else [base.recompute]
+    found = []
+    for each, samples, how in itertools.product(chunks, micro, recomputes):
+        steps, left = divmod(batch["global_batch_sequences"], samples * data)
+        if left or not steps or (each > 1 and steps % pipe):
+            continue
+        made = replace(base, chunks=each, schedule="interleaved" if each > 1 else "1f1b", recompute=how)
+        found.append(replace(made, micro_batch=samples, accumulation=steps))
+    return found
+
+
+def _recomputation(text: str) -> str:
+    """Returns the recomputation of a layout from a record's words."""
+    if text.startswith("full"):
+        return "full"
+    if "attention core" in text:
+        return "attention"
+    return "selective" if text.startswith("selective") else "none"
+
+
+def predicted(
+    run: PublishedRun, reached: Mapping[str, DeviceEfficiency] | None = None, *, is_quick: bool = True
+) -> PredictedStep:
+    """Predicts every setup of a run and returns the fastest step that fits; if no setup fits, the fastest step.
+
+    Args:
+        run: The run.
+        reached: Constants to use instead of those of the table, by ``PublishedRun.machine``.
+        is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
+    """
+    made = []
+    for setup in run.setups:
+        if reached is not None:
+            device = replace(setup.machine.device, efficiency=reached[run.machine])
+            setup = replace(setup, machine=replace(setup.machine, device=device))
+        made.append(predict_step(setup, is_quick=is_quick))
+    fitting = [step for step in made if step.fits] or made
+    return min(fitting, key=lambda step: step.seconds)
+
+
+def split(runs: Iterable[PublishedRun]) -> tuple[list[PublishedRun], list[PublishedRun]]:
+    """Returns the runs for fitting and the runs for testing: of each source, every other timed run."""
+    timed: dict[str, list[PublishedRun]] = defaultdict(list)
+    for run in runs:
+        if run.seconds is not None:
+            timed[run.source].append(run)
+    halves = [[run for of_source in timed.values() for run in of_source[start::2]] for start in (0, 1)]
+    return halves[0], halves[1]
+
+
+# -- fitting -----------------------------------------------------------------------------------------------------------
+
+_FAMILIES = {"a100": "a100", "a100-40": "a100", "h100": "h100", "h200": "h100", "h100-500w": "h100-500w"}
+_LIMITS = {
+    "matmul": (0.3, 0.92),
+    "fp8": (0.25, 0.9),
+    "attention": (0.15, 0.8),
+    "bandwidth": (0.5, 0.9),
+    "half_size": (16, 300),
+    "link": (0.4, 0.95),
+    "network": (0.4, 0.95),
+    "contention": (0.05, 0.5),
+    "factor": (0.8, 1.6),
+}
+"""The lowest and the highest value of each constant that ``--fit`` tries."""
+_SHARED = ("half_size", "link", "network", "contention")
+_FEW_ROUNDS = 10
+
+
+def limits_of(name: str) -> tuple[float, float]:
+    """Returns the limits between which ``--fit`` looks for a constant of :func:`constants`."""
+    return _LIMITS["factor" if name.startswith("factor") else name.split()[-1]]
+
+
+def constants() -> dict[str, float]:
+    """Returns the constants that ``--fit`` changes, as the table of devices has them; shared ones once."""
+    found = {}
+    for family in dict.fromkeys(_FAMILIES.values()):
+        reached = DEVICES[family].efficiency
+        names = ("matmul", "attention", "bandwidth") + (("fp8",) if DEVICES[family].fp8_flops else ())
+        found |= {f"{family} {name}": getattr(reached, name) for name in names}
+    found |= {name: getattr(DEVICES["a100"].efficiency, name) for name in _SHARED}
+    return found | {f"factor {machine}": factor for machine, factor in FACTORS.items()}
+
+
+def reached_of(values: Mapping[str, float], runs: Iterable[PublishedRun]) -> dict[str, DeviceEfficiency]:
+    """Returns the efficiencies of devices with other constants, by ``PublishedRun.machine``.
+
+    Args:
+        values: The constants, as :func:`constants` names them.
+        runs: The runs whose machines are wanted.
+    """
+    found = {}
+    for run in runs:
+        device: Device = run.setups[0].machine.device
+        family = _FAMILIES.get(device.name)
+        own = {key.split()[1]: value for key, value in values.items() if key.split()[0] == family}
+        own |= {name: values[name] for name in _SHARED}
+        own["factor"] = values.get(f"factor {run.machine}", 1.0)
+        found[run.machine] = replace(device.efficiency, **own)
+    return found
+
+
+def fit(runs: list[PublishedRun]) -> dict[str, float]:
+    """Returns constants with a smaller mean absolute error of the logarithm on ``runs``: a descent by coordinates.
+
+    It starts at the table of devices and ends in a local minimum.
+    """
+
+    def loss(values: Mapping[str, float]) -> float:
+        reached = reached_of(values, runs)
+        errors = [abs(math.log(predicted(run, reached).seconds / (run.seconds or 1.0))) for run in runs]
+        return statistics.fmean(min(error, 0.4) for error in errors)
+
+    values, width = constants(), 0.1
+    best = loss(values)
+    for _ in range(_FEW_ROUNDS):
+        for name in values:
+            low, high = limits_of(name)
+            for factor in (1 + width, 1 - width):
+                other = {**values, name: values[name] * factor}
+                if low <= other[name] <= high and (found := loss(other)) < best:
+                    best, values = found, other
+                    break
+        width *= 0.7
+    return values
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _row(run: PublishedRun, step: PredictedStep, half: str) -> str:
+    def pair(measured: float | None, made: float, scale: float) -> str:
+        if measured is None:
+            return f"| {made / scale:,.4g} | "
+        return f"{measured / scale:,.4g} | {made / scale:,.4g} | {made / measured - 1:+.1%}"
+
+    times, memory = pair(run.seconds, step.seconds, 1.0), pair(run.memory, step.device_bytes, 2**30)
+    fits = "yes" if step.fits else "NO"
+    return f"| {run.name} | {half} | {times} | {memory} | {fits} | {step.setup.layout.describe()} |"
+
+
+def report(runs: list[PublishedRun]) -> str:
+    """Returns the table of all records, and the errors of both halves."""
+    fitted, tested = split(runs)
+    names = {run.name: "fit" for run in fitted} | {run.name: "test" for run in tested}
+    reached = reached_of(constants(), runs)
+    steps = {run.name: predicted(run, reached, is_quick=False) for run in runs}
+    lines = ["# Predicted step time and memory of published runs", "", _HOW, ""]
+    lines += ["| half | records | median error | by source: median, worst |", "|---|---|---|---|"]
+    for title, half in (("fit", fitted), ("test", tested)):
+        errors: dict[str, list[float]] = defaultdict(list)
+        for run in half:
+            errors[run.source].append(abs(steps[run.name].seconds / (run.seconds or 1.0) - 1))
+        everything = [error for of_source in errors.values() for error in of_source]
+        each = "; ".join(f"{name} {statistics.median(of):.1%}, {max(of):.1%}" for name, of in errors.items())
+        lines.append(f"| {title} | {len(half)} | {statistics.median(everything):.1%} | {each} |")
+    of_memory = [abs(steps[run.name].device_bytes / run.memory - 1) for run in runs if run.memory is not None]
+    refused = [run.name for run in runs if not steps[run.name].fits]
+    lines += ["", f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "]
+    lines[-1] += f"{max(of_memory):.1%}. Refused although it ran: {', '.join(refused) or 'none'}."
+    pairs = [(steps[run.name], run) for run in runs if run.seconds]
+    lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs):.2f}; "]
+    sources = dict.fromkeys(run.source for _, run in pairs)
+    by_source = {name: [pair for pair in pairs if pair[1].source == name] for name in sources}
+    lines[-1] += (
+        ", ".join(f"{name} {_rank_correlation(own):.2f} of {len(own)}" for name, own in by_source.items()) + "."
+    )
+    lines.append("")
+    lines += ["Constants: " + ", ".join(f"{name} {value:.3g}" for name, value in constants().items()) + ".", ""]
+    lines.append(
+        "| record | half | measured s | predicted s | error | measured GiB | predicted GiB | error | fits | layout |"
+    )
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines += [_row(run, steps[run.name], names.get(run.name, "memory only")) for run in runs]
+    return "\n".join(lines) + "\n"
+
+
+_HOW = (
+    "Made by `python -m benchmarks.scale --out FILE` from `benchmarks/data/scale-public.json`. Every other record of "
+    "each source is for fitting the constants of `deepspeed/plan/devices.py`; the rest test them. The constants are "
+    "rounded and near a fit; `docs/design/prediction.md` says what `--fit` gives. The test is not blind: what "
+    "operations cost, how records are read, and the limits of two constants ("
+    + ", ".join(f"{name} {value}" for name, value in HELD.items())
+    + ") were chosen with the errors of both halves in sight. Where a source leaves out the "
+    "micro-batch, the chunks or what is recomputed, the fastest prediction that fits is taken. Two machines have a "
+    "factor of their own: " + ", ".join(f"{name} {factor}" for name, factor in FACTORS.items()) + "."
+)
+
+
+def _rank_correlation(pairs: list[tuple[PredictedStep, PublishedRun]]) -> float:
+    """Spearman's rank correlation of model FLOP/s, predicted and measured."""
+    made = [step.model_flops for step, _ in pairs]
+    seen = [step.model_flops * step.seconds / (run.seconds or 1.0) for step, run in pairs]
+
+    def ranks(values: list[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [order.index(place) for place in range(len(values))]
+
+    return statistics.correlation(ranks(made), ranks(seen))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--fit", action="store_true", help="fit the constants and print them; they are not written")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="another file of records")
+    options = parser.parse_args()
+    runs = read_runs(options.records)
+    if options.fit:
+        print(json.dumps({name: round(value, 3) for name, value in fit(split(runs)[0]).items()}, indent=2))
+        return
+    text = report(runs)
+    print(text)
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

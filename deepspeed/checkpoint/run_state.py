@@ -1,0 +1,194 @@
+"""What of an engine a checkpoint holds, handed over as one value so that this package knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.sections.checkpoint import Checkpoint
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.tiling.layout import DATA
+from deepspeed.zero.tiling.tiles import Tile
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+@dataclass
+class RunState:
+    """One training run on one rank.
+
+    Attributes:
+        model: The wrapped model.
+        runtime: Its sharded parameters.
+        optimizer: The ZeRO optimizer, or None.
+        lr_scheduler: The schedule, or None.
+        dataloader: The engine's own loader, or None.
+        counters: Values of :data:`COUNTERS`.
+        config: The configuration as the caller gave it.
+        settings: The ``checkpoint`` section.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        stage: ZeRO stage.
+        dp_world_size: Ranks with the same part of the model, among which ZeRO shards.
+        model_size: Ranks with other parts of one copy of the model.
+        version: Of this package.
+        token_schedule: How many tokens random-LTD keeps, or None.
+        compression: The schedule of a compressed model, or None.
+        use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
+        renamings: Returns beginnings of names in checkpoints of other kinds of this model, to its own.
+    """
+
+    model: nn.Module
+    runtime: ZeroRuntime
+    optimizer: DeepSpeedZeroOptimizer | None
+    lr_scheduler: Any
+    dataloader: Any
+    counters: dict[str, int]
+    config: dict[str, Any]
+    settings: Checkpoint
+    precision: str
+    stage: int
+    dp_world_size: int
+    model_size: int
+    version: str
+    token_schedule: Any = None
+    compression: Any = None
+    use_fp32_weights: bool = True
+    renamings: Callable[[], Iterable[Mapping[str, str]]] = tuple
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer over runs, or None."""
+        return self.optimizer.optimizer if self.optimizer is not None else None
+
+    def schedule_state(self) -> dict[str, Any] | None:
+        """Returns the state of the learning-rate schedule; None where there is none, or it has no state."""
+        state_dict = getattr(self.lr_scheduler, "state_dict", None)
+        return state_dict() if callable(state_dict) else None
+
+    def settle(self) -> None:
+        """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value.
+
+        Ranks whose weights differ come together; every rank must call it.
+        """
+        self.runtime.places.take_back()
+        if self.optimizer is not None:
+            self.optimizer.carry_user_writes()
+            self.optimizer.driver.synchronise()
+        self.runtime.take_back_frozen()
+
+    def sampler_state(self) -> dict[str, Any] | None:
+        """Returns where a sampler stands that all ranks share, or None."""
+        state = getattr(self.dataloader, "sampler_state", None)
+        return state() if callable(state) else None
+
+    def data_position(self) -> dict[str, Any] | None:
+        """Where all ranks together stand in the data, where that can be told for any number of ranks; else None."""
+        position = getattr(self.dataloader, "position", None)
+        return position() if callable(position) else None
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers by name, each tensor once."""
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, buffer in self._named_buffers():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[name] = buffer
+        return found
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def state_dict_names(self) -> Iterator[str]:
+        """Names of parameters and persistent buffers in the order of the model's state dict, tied ones each time."""
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            buffers = (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+            for name in (*module._parameters, *buffers):
+                if getattr(module, name) is not None:
+                    yield f"{prefix}.{name}" if prefix else name
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters and buffers, to the name they are stored under."""
+        logical = {tile.name: tile.logical for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
+        canonical = {id(parameter): name for parameter, name in self.runtime.param_names.items()}
+        found = {
+            name: logical[canonical[id(parameter)]]
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if canonical.get(id(parameter), name) != name
+        }
+        first: dict[int, str] = {}
+        for name, buffer in self._named_buffers():
+            if first.setdefault(id(buffer), name) != name:
+                found[name] = first[id(buffer)]
+        return found
+
+    def extra_state_owners(self) -> dict[str, nn.Module]:
+        """Modules with a state of their own (``get_extra_state``), by state-dict key."""
+        default = nn.Module.get_extra_state
+        return {
+            f"{prefix}._extra_state" if prefix else "_extra_state": module
+            for prefix, module in self.model.named_modules()
+            if type(module).get_extra_state is not default
+        }
+
+    @property
+    def num_groups(self) -> int:
+        """Param groups of the optimizer."""
+        return len(self.torch_optimizer.param_groups) if self.torch_optimizer is not None else 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every logical parameter that this rank has something of."""
+        return {tile.logical: tile.global_shape for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
+
+    @property
+    def is_one_part(self) -> bool:
+        """Returns whether the same ranks share every parameter, and there are no others."""
+        return self.model_size == 1 and all(bucket.layout.group == DATA for bucket in self.runtime.buckets)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """How the ranks stand: what belongs to one of them fits where they stand alike."""
+        return {"data": self.dp_world_size, "model": self.model_size}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Extra state of modules, by state-dict key."""
+        return {key: module.get_extra_state() for key, module in self.extra_state_owners().items()}
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Returns whether the model's layers lie on several ranks, whose names differ."""
+        return callable(getattr(self.model, "tied_layer_names", None))
+
+    def layer_names(self) -> dict[int, str]:
+        """Of a pipeline, with what the names of its tied layers begin, by the layers' numbers; empty for others."""
+        names = getattr(self.model, "tied_layer_names", None)
+        return names() if callable(names) else {}
+
+    def trained_names(self) -> list[list[str]]:
+        """Names of the logical parameters of each param group, in the order of the model."""
+        order = {name: position for position, name in enumerate(self.state_dict_names())}
+        return [_names(sorted(tiles, key=lambda tile: order[tile.name])) for tiles in self._trained_tiles()]
+
+    def group_names(self) -> list[list[str]]:
+        """Names of the logical parameters of each param group, in layout order."""
+        return [_names(tiles) for tiles in self._trained_tiles()]
+
+    def _trained_tiles(self) -> list[list[Tile]]:
+        groups: list[list[Tile]] = [[] for _ in range(self.num_groups)]
+        for master in self.runtime.masters:
+            for tile in master.layout.tiles:
+                if 0 <= tile.param_group < len(groups):
+                    groups[tile.param_group].append(tile)
+        return groups
+
+
+def _names(tiles: Iterable[Tile]) -> list[str]:
+    return list(dict.fromkeys(tile.logical for tile in tiles))

@@ -1,0 +1,156 @@
+"""``ds_plan --predict`` and ``ds_plan --search``: how long a step takes, and which layouts are the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.devices import Machine, in_words
+from deepspeed.plan.pipeline import pipeline_of
+from deepspeed.plan.prediction.cost_shares import costs_turned_off
+from deepspeed.plan.prediction.layout import RECOMPUTATIONS
+from deepspeed.plan.prediction.layout_options import layout_of
+from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
+from deepspeed.plan.prediction.show import step_text
+from deepspeed.plan.prediction.step import StepSetup, predict_step
+from deepspeed.plan.show import as_text, seconds_in_words
+
+_FLAGS = {
+    "fp8": ("is_fp8", "linear layers multiply in fp8"),
+    "compiled": ("is_compiled", "elementwise operations are fused"),
+    "fused-loss": ("has_fused_loss", "one kernel computes the loss from 16-bit logits"),
+    "cut-norms": ("cuts_norms", "tensor.sequence_parallel_norms, also beside stages"),
+    "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks run beside products, in pieces"),
+}
+_NUMBERS = {
+    "shard-ranks": ("shard_ranks", int, "ranks that share states, where these are not all that share a batch"),
+    "lighter-ends": ("lighter_ends", int, "layers that the first and the last chunk have less"),
+    "gradient-bytes": ("gradient_bytes", int, "bytes of an element of the gradients, 2 or 4"),
+    "imbalance": ("imbalance", float, "rows of the busiest experts over those of the mean"),
+}
+
+
+def add_prediction_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of both to the parser of ``ds_plan``."""
+    group = parser.add_argument_group("predicted time, of a decoder by its sizes")
+    group.add_argument("--predict", action="store_true", help="predict the time of a step, without a play")
+    group.add_argument("--search", type=int, metavar="SAMPLES", help="rank layouts for a step of so many samples")
+    group.add_argument("--recompute", choices=RECOMPUTATIONS, help="what runs again in backward; default: none")
+    group.add_argument("--context", type=int, help="ranks that share sequences as a ring")
+    for name, (_, what) in _FLAGS.items():
+        group.add_argument(f"--{name}", action="store_true", help=what)
+    group.add_argument("--whole-vocabulary", action="store_true", help="tensor ranks have the whole embedding and head")
+    group.add_argument("--no-overlap", action="store_true", help="gradients travel after the backward")
+    for name, (_, kind, what) in _NUMBERS.items():
+        group.add_argument(f"--{name}", type=kind, help=what)
+
+
+def refuse_without_prediction(options: argparse.Namespace) -> None:
+    """Raises for options that only a prediction takes, where none is asked for.
+
+    Raises:
+        DeepSpeedConfigError: There is one.
+    """
+    if options.predict or options.search is not None:
+        return
+    given = [f"--{name}" for name in _FLAGS if getattr(options, name.replace("-", "_"))]
+    given += [f"--{name}" for name in _NUMBERS if getattr(options, name.replace("-", "_")) is not None]
+    given += [f"--{name}" for name in ("recompute", "context") if getattr(options, name) is not None]
+    given += [f"--{name}" for name in ("whole-vocabulary", "no-overlap") if getattr(options, name.replace("-", "_"))]
+    if given:
+        raise DeepSpeedConfigError(f"{', '.join(given)}: only with --predict or --search; add one of them")
+
+
+def run_prediction(
+    options: argparse.Namespace,
+    shape: Any,
+    machine: Machine,
+    config: dict[str, Any],
+    show: Callable[[str], None],
+    width: int,
+) -> int:
+    """Predicts or searches, and prints.
+
+    Args:
+        options: Of the command line.
+        shape: The model.
+        machine: Where it runs.
+        config: The configuration.
+        show: Prints.
+        width: Columns.
+
+    Returns:
+        0 if the step, or any layout, fits; 1 if not.
+
+    Raises:
+        DeepSpeedConfigError: The model is not given by its sizes, or cannot be divided so.
+    """
+    if not isinstance(shape, DecoderShape):
+        raise DeepSpeedConfigError(
+            "--predict and --search take a decoder by its sizes (--layers --hidden --heads --vocab); give these "
+            "instead of --model"
+        )
+    if options.context is not None and options.sequence is not None:
+        raise DeepSpeedConfigError("--context and --sequence are both given; keep one: --context is a ring")
+    given: dict[str, Any] = {
+        field: True for name, (field, _) in _FLAGS.items() if getattr(options, name.replace("-", "_"))
+    }
+    given |= {field: getattr(options, name.replace("-", "_")) for name, (field, _, _) in _NUMBERS.items()}
+    given |= {"is_ring": True} if options.context is not None else {}
+    given |= {"cuts_vocabulary": False} if options.whole_vocabulary else {}
+    given |= {"overlaps_data": False} if options.no_overlap else {}
+    given["recompute"] = options.recompute or ("full" if options.activation_checkpointing else None)
+    found = layout_of(
+        config,
+        machine.ranks,
+        pipeline=pipeline_of(config, options.pipe or 1, options.schedule, options.num_chunks),
+        tensor=options.tensor,
+        sequence=options.context or options.sequence,
+        ep=options.ep,
+        micro_batch=options.micro_batch,
+        accumulation=options.accumulation,
+        **given,
+    )
+    if options.search is not None:
+        base = replace(found, cuts_norms=True)
+        ranking = search_layouts(shape, machine, options.sequence_length, options.search, base=base)
+        show(json.dumps(_ranking_dict(ranking), indent=2) + "\n" if options.json else ranking_text(ranking, width))
+        return 0
+    step = predict_step(StepSetup(shape, found, machine, options.sequence_length))
+    told = {**step.to_dict(), "would_help_seconds": dict(costs_turned_off(step))}
+    show(json.dumps(told, indent=2) + "\n" if options.json else step_text(step, width))
+    return 0 if step.fits else 1
+
+
+def _ranking_dict(ranking: LayoutSearch) -> dict[str, Any]:
+    return {
+        "tried": ranking.tried,
+        "best": [{**each.step.to_dict(), "reason": each.reason} for each in ranking.best],
+        "others": dict(ranking.refused.most_common()),
+    }
+
+
+def ranking_text(ranking: LayoutSearch, width: int) -> str:
+    """Returns the table of a search: the best layouts, and why the others are not among them."""
+    table = Table(title=f"The best of {ranking.tried:,} layouts", title_justify="left")
+    for heading in ("step", "tokens/s", "device", "layout", "why here"):
+        table.add_column(heading, justify="left" if heading in ("layout", "why here") else "right")
+    for each in ranking.best:
+        step = each.step
+        table.add_row(
+            seconds_in_words(step.seconds),
+            f"{step.tokens_per_second:,.0f}",
+            in_words(step.device_bytes),
+            step.setup.layout.describe(),
+            each.reason,
+        )
+    lines = [f"{number:,}: {reason}" for reason, number in ranking.refused.most_common()]
+    return as_text([table, Text("The others:\n" + "\n".join(lines) + "\n")], width)

@@ -1,0 +1,144 @@
+"""Which machine of a cluster this is, by the variables of whoever starts one command per machine.
+
+Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and say in the
+environment which machine it is. Schedulers that start one process per rank are read by
+:mod:`deepspeed.comm.start.environment`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from deepspeed.errors import CommunicationError
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """One machine among those that run the same command.
+
+    Attributes:
+        index: Number of the machine, from 0; rank 0 runs on machine 0.
+        count: Number of machines.
+        devices: Ranks per machine; None where nobody says.
+        address: Name or address of machine 0.
+        port: Port where rank 0 listens; None where nobody says.
+        hosts: Names or addresses of all machines in order; empty where nobody says.
+        way: Whose variables these are, for the log.
+        run: Name of the run, the same on all its machines and for no other run; empty where nobody says.
+    """
+
+    index: int
+    count: int
+    devices: int | None
+    address: str
+    port: int | None
+    hosts: tuple[str, ...]
+    way: str
+    run: str = ""
+
+
+def find_cluster_node(environ: Mapping[str, str]) -> ClusterNode | None:
+    """Returns this machine's place among several; None where no variables of a cluster are set, or for one machine.
+
+    Raises:
+        CommunicationError: A variable is missing or makes no sense.
+    """
+    for read in _READERS:
+        node = read(environ)
+        if node is not None and node.count > 1:
+            if not 0 <= node.index < node.count:
+                raise CommunicationError(
+                    f"{node.way}: machine {node.index} of {node.count}: expected a number from 0 to {node.count - 1}; "
+                    "correct the variables"
+                )
+            return node
+    return None
+
+
+def _torch_runtime(environ: Mapping[str, str]) -> ClusterNode | None:
+    """Reads the arguments of torchrun that torch runtimes give as variables."""
+    way = "PET_* variables of a torch runtime"
+    text = environ.get("PET_NNODES", "")
+    if not text or text == "1":
+        return None
+    if ":" in text:
+        raise CommunicationError(
+            f"{way}: PET_NNODES={text} lets the number of machines change, which needs torch's elastic agent; start "
+            "the script with torchrun, or set one number"
+        )
+    per_node = environ.get("PET_NPROC_PER_NODE", "")
+    port = _number(environ, "PET_MASTER_PORT", way) if environ.get("PET_MASTER_PORT") else None
+    return ClusterNode(
+        index=_number(environ, "PET_NODE_RANK", way),
+        count=_number(environ, "PET_NNODES", way),
+        devices=int(per_node) if per_node.isdecimal() else None,
+        address=_text(environ, "PET_MASTER_ADDR", way),
+        port=port,
+        hosts=(),
+        way=way,
+        run=environ.get("PET_RDZV_ID", ""),
+    )
+
+
+def _skypilot(environ: Mapping[str, str]) -> ClusterNode | None:
+    way = "SkyPilot's variables"
+    if not environ.get("SKYPILOT_NODE_IPS"):
+        return None
+    hosts = tuple(environ["SKYPILOT_NODE_IPS"].split())
+    devices = environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
+    return ClusterNode(
+        index=_number(environ, "SKYPILOT_NODE_RANK", way),
+        count=len(hosts),
+        devices=int(devices) if devices.isdecimal() and int(devices) > 0 else None,
+        address=hosts[0],
+        port=None,
+        hosts=hosts,
+        way=way,
+        run=environ.get("SKYPILOT_TASK_ID", ""),
+    )
+
+
+def _sagemaker(environ: Mapping[str, str]) -> ClusterNode | None:
+    way = "SageMaker's variables"
+    text = environ.get("SM_HOSTS", "")
+    if not text:
+        return None
+    try:
+        hosts = json.loads(text)
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise CommunicationError(f"{way}: SM_HOSTS: expected a JSON list of names, found {text!r}; correct it")
+    here = _text(environ, "SM_CURRENT_HOST", way)
+    if here not in hosts:
+        raise CommunicationError(f"{way}: SM_CURRENT_HOST {here!r} is not among SM_HOSTS {hosts}; correct it")
+    devices = environ.get("SM_NUM_GPUS", "")
+    return ClusterNode(
+        index=hosts.index(here),
+        count=len(hosts),
+        devices=int(devices) if devices.isdecimal() and int(devices) > 0 else None,
+        address=hosts[0],
+        port=None,
+        hosts=tuple(hosts),
+        way=way,
+        run=environ.get("TRAINING_JOB_NAME", ""),
+    )
+
+
+_READERS: tuple[Callable[[Mapping[str, str]], ClusterNode | None], ...] = (_torch_runtime, _skypilot, _sagemaker)
+
+
+def _number(environ: Mapping[str, str], name: str, way: str) -> int:
+    text = _text(environ, name, way)
+    if not text.isdecimal():
+        raise CommunicationError(f"{way}: {name}: expected a whole number, found {text!r}; correct it")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str, way: str) -> str:
+    text = environ.get(name, "")
+    if not text:
+        raise CommunicationError(f"{way}: {name} is not set; set it on every machine")
+    return text

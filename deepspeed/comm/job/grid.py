@@ -1,0 +1,229 @@
+"""A grid of ranks: along one axis they share the slices of a buffer, along the other they hold the same slices.
+
+Neighbours share (they are near each other: a node): the mesh has the axes ``replicate`` and, faster, ``shard``.
+
+Where something is cut over *all* ranks of the grid, a rank's part must lie inside the slice that it holds. So parts are
+numbered by *position*: first along the sharing axis, then along the other (:class:`GridTransport`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
+from deepspeed.comm.job.new_groups import Owner
+from deepspeed.comm.job.world import size_of
+from deepspeed.comm.transports.connect import warm_up
+from deepspeed.comm.transports.transport import Piece, Transport, Work
+from deepspeed.errors import DeepSpeedConfigError
+
+SHARD, REPLICATE = "shard", "replicate"
+
+
+def grid_mesh(size: int, shard_size: int) -> Mesh:
+    """``size`` ranks of which ``shard_size`` neighbours share slices; those along the other axis hold the same ones."""
+    return data_mesh(size).split(DATA, REPLICATE, (SHARD, shard_size))
+
+
+class _TwoStepGather:
+    """A gather in two steps; the second is asked for when the first has been waited for."""
+
+    def __init__(self, grid: GridTransport, flat: torch.Tensor, key: int, label: str) -> None:
+        self._grid = grid
+        self._flat: torch.Tensor | None = flat
+        self._key = key
+        self._label = label
+        self._first = grid.replicas_axis.all_gather(grid.shard_axis.my_slice(flat), key=key, label=label)
+
+    def will_arrive(self) -> bool:
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
+        return self._flat is None
+
+    def wait(self) -> None:
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
+        if self._flat is None:
+            return
+        flat, self._flat = self._flat, None
+        self._first.wait()
+        self._grid.shard_axis.all_gather(flat, key=self._key, label=self._label).wait()
+
+
+class GridTransport(Transport):
+    """All ranks of a grid, numbered by position. Gathers and moves only: sums go along one axis at a time.
+
+    Attributes:
+        shard_axis: The ranks that share slices.
+        replicas_axis: The ranks that hold the same slices.
+    """
+
+    name = "grid"
+
+    def __init__(self, shard_axis: Transport, replicas_axis: Transport, everyone: Transport) -> None:
+        position = shard_axis.rank * replicas_axis.size + replicas_axis.rank
+        super().__init__(everyone.group, position, everyone.size)
+        self.ranks = everyone.ranks
+        self.shard_axis = shard_axis
+        self.replicas_axis = replicas_axis
+        self.belongs_to(everyone)
+        self.is_watched_by(everyone.watch)
+
+    @override
+    def rank_at(self, position: int) -> int:
+        along_shards, along_replicas = divmod(position, self.replicas_axis.size)
+        return along_replicas * self.shard_axis.size + along_shards
+
+    @override
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        return _TwoStepGather(self, flat, key, label)
+
+    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
+        """Gathers everybody's small 1-D tensor as rows of a 2-D one on the host, in rank order; blocks.
+
+        Rows are in the order of ranks, not of positions. Every rank of the grid must call it.
+        """
+        return self.peers.gather_small(tensor, channel=channel, label=label)
+
+    @override
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        self.peers.move(
+            [
+                replace(
+                    piece,
+                    source=self.rank_at(piece.source),
+                    target=None if piece.target is None else self.rank_at(piece.target),
+                )
+                for piece in pieces
+            ],
+            label=label,
+        )
+
+    @override
+    def next_move(self, label: str = "") -> int:
+        return self.peers.next_move(label)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The transports of one engine over a grid of ranks.
+
+    Attributes:
+        gather: Carries parameters between the ranks that share slices.
+        reduce: Carries gradients between them.
+        combine: Carries what the ranks with the same slices tell each other.
+        positions: All ranks, by position.
+    """
+
+    gather: Transport
+    reduce: Transport
+    combine: Transport
+    positions: GridTransport
+
+
+def create_grid(
+    shard_size: int,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+    by_nodes: bool = False,
+    islands: int = 1,
+) -> Grid:
+    """Makes the transports of a grid. Every rank of the default group must call it, in the same order.
+
+    Args:
+        shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
+        group: The ranks of the grid; they must be all there are, or one of the islands. None: the default group.
+        device: Where the buffers live.
+        timeout: Time limit of a communicator that is made.
+        by_nodes: Gather in two steps where the groups span nodes, see :func:`gathering_by_nodes`.
+        islands: How many such groups of consecutive ranks there are, each with a grid of its own.
+
+    Raises:
+        DeepSpeedConfigError: ``group`` has fewer ranks than there are, or nodes are cut.
+    """
+    job = Job.current()
+    everyone = job.axis_of(group).transport(device=device, timeout=timeout)
+    if everyone.size * islands != size_of():
+        raise DeepSpeedConfigError(
+            f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
+            f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
+        )
+    mesh = grid_mesh(everyone.size, shard_size)
+    made = _axes_of(everyone, mesh, islands, device, timeout)
+    if by_nodes:
+        made["gather"] = gathering_by_nodes(
+            made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
+        )
+    for transport in (*made.values(), everyone):
+        warm_up(transport)
+    return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
+
+
+def island_groups(size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
+    """The process group of this rank's island, and that of the ranks with its place on theirs. Every rank must call it.
+
+    Args:
+        size: All ranks of the job.
+        island_size: Consecutive ranks of one island; divides ``size``.
+        device: Where the buffers live.
+        timeout: Time limit of a communicator that is made.
+    """
+    mesh = grid_mesh(size, island_size)
+    return (
+        _group_along(mesh.groups(SHARD), "islands", device, timeout, "job"),
+        _group_along(mesh.groups(REPLICATE), "meetings of islands", device, timeout, "job"),
+    )
+
+
+def gathering_by_nodes(
+    plain: Transport,
+    everyone: Transport,
+    groups: Sequence[Sequence[int]],
+    *,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+) -> Transport:
+    """Returns a transport that gathers between nodes first; arguments and errors as of ``Connector.by_nodes``."""
+    return Job.current().connector.by_nodes(plain, everyone, groups, device=device, timeout=timeout)
+
+
+def _axes_of(
+    everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
+) -> dict[str, Transport]:
+    sharing, same = (
+        [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
+        for axis in (SHARD, REPLICATE)
+    )
+    shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
+    reduce_group = (
+        shard_group if not everyone.needs_one_order else _group_along(sharing, "their gradients", device, timeout)
+    )
+    same_group = _group_along(same, "the ranks with the same slices", device, timeout)
+    made = {}
+    for name, group, axis in (
+        ("gather", shard_group, SHARD),
+        ("reduce", reduce_group, SHARD),
+        ("combine", same_group, REPLICATE),
+    ):
+        made[name] = Job.current().connector.part_of(everyone, group)
+        made[name].axis = axis
+    return made
+
+
+def _group_along(
+    groups: Sequence[Sequence[int]],
+    why: str,
+    device: torch.device | None,
+    timeout: timedelta | None,
+    owner: Owner = "engine",
+) -> Any:
+    job = Job.current()
+    backend = job.ranks.backend_for(job.ranks.world, device)
+    return job.process_groups.mine(groups, backend=backend, timeout=timeout, why=why, owner=owner)

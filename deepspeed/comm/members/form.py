@@ -1,0 +1,149 @@
+"""Ends the job of former members and starts that of a plan, in the same process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.members.links import LostMember, MemberLinks
+from deepspeed.comm.members.member import JobPlan
+from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group
+from deepspeed.comm.start.rendezvous import somebody_listens
+from deepspeed.comm.start.timeout import default_timeout
+from deepspeed.errors import CommunicationError
+
+_FORM_SECONDS = 60.0  # for the start of a process group among processes that are all there
+_CONNECT_SECONDS = 2.0
+# Gloo cannot be interrupted where a member dies while it connects: it waits so long for a key of the store, and five
+# times as long for a connection.
+_GLOO_SECONDS = 6.0
+_RETRY_SECONDS = 0.02
+
+
+def waits_give_up(job: Job) -> Callable[[LostMember], None]:
+    """Returns what makes the waits of a job raise when a member is lost."""
+    watch = job.watched.watch
+    watch.hears_losses = True
+
+    def give_up(lost: LostMember) -> None:
+        watch.give_up(
+            f"{lost.member.name} was lost: its process has ended, or its machine does not answer. With "
+            "elasticity.continue the other ranks go on inside `with step:` of deepspeed.elasticity.ElasticSteps"
+        )
+
+    return give_up
+
+
+class JobManager:
+    """Starts the process groups of a run whose ranks change, one after the other.
+
+    Args:
+        links: Of this process.
+    """
+
+    def __init__(self, links: MemberLinks) -> None:
+        self._links = links
+        self._served: Any = None  # the store of the present job, on its rank 0
+        self._next: Any = None  # that of the job to come
+
+    def open_store(self, host: str) -> int:
+        """Opens a store for the next job, on its rank 0; returns the port."""
+        self._next = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_FORM_SECONDS)
+        )
+        return int(self._next.port)
+
+    def end_job(self) -> None:
+        """Destroys the process group there is; no other rank needs to come. Communicators that hang are aborted."""
+        job = Job.current()
+        if dist.is_initialized():
+            if not serves_host_only(dist.get_backend()):
+                distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        job.close()
+
+    def start_job(self, plan: JobPlan) -> None:
+        """Starts the process group of ``plan``. All its members must call it.
+
+        Raises:
+            CommunicationError: A member was lost, or did not come in time.
+        """
+        me = next(member for member in plan.members if member.number == self._links.number)
+        self._links.on_loss = self._break_off
+        try:
+            self._links.connect(_FORM_SECONDS)
+            self._export(plan, me.rank, me.host)
+            store = self._reach(plan)
+            self._start(plan, me.rank, store)
+        except (RuntimeError, OSError) as error:
+            self._next = None
+            if isinstance(error, CommunicationError):
+                raise
+            raise CommunicationError(
+                f"the process group of {len(plan.members)} ranks could not be started: {error}"
+            ) from error
+        self._served, self._next = self._next, None
+        self._links.on_loss = waits_give_up(Job.current())
+        if self._links.lost:  # before anybody would have been told
+            raise CommunicationError("a member was lost while the process group was started")
+
+    def _break_off(self, _lost: LostMember) -> None:
+        """A member was lost while the group is started: without the store, nobody waits for it any longer."""
+        self._next = None
+
+    @staticmethod
+    def _export(plan: JobPlan, rank: int, host: str) -> None:
+        here = sum(member.host == host for member in plan.members)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(len(plan.members)),
+            LOCAL_WORLD_SIZE=str(here),
+            MASTER_ADDR=plan.address[0],
+            MASTER_PORT=str(plan.address[1]),
+        )
+
+    def _reach(self, plan: JobPlan) -> Any:
+        """Returns the store that rank 0 of ``plan`` holds.
+
+        Rank 0 drops the store when a member is lost, perhaps between the look and the connection, for which torch would
+        try again until its time limit; so that limit is short.
+        """
+        host, port = plan.address
+        deadline = time.monotonic() + _FORM_SECONDS
+        while not self._links.lost and time.monotonic() < deadline:
+            if not somebody_listens(host, port):
+                time.sleep(_RETRY_SECONDS)
+                continue
+            try:
+                store = dist.TCPStore(
+                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+                )
+            except RuntimeError:  # it was there a moment ago
+                continue
+            store.set_timeout(timedelta(seconds=_FORM_SECONDS))
+            return store
+        raise CommunicationError(f"rank 0 does not answer at {host}:{port}")
+
+    @staticmethod
+    def _start(plan: JobPlan, rank: int, store: Any) -> None:
+        backend = default_backend()
+        device = None if serves_host_only(backend) else local_device()
+        start_world_group(
+            backend,
+            device,
+            store=dist.PrefixStore(f"epoch{plan.epoch}", store),
+            rank=rank,
+            world_size=len(plan.members),
+            timeout=timedelta(seconds=_GLOO_SECONDS),
+        )
+        distributed_c10d._set_pg_timeout(default_timeout())
+        store.set_timeout(default_timeout())
+        Job.current().watched.begin()

@@ -1,0 +1,80 @@
+"""How a new process joins a run that goes on: it asks a member, and is started as a rank at a step boundary."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from typing import Any
+
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.members.form import JobManager
+from deepspeed.comm.members.links import MemberLinks
+from deepspeed.comm.members.member import JobPlan, RunMember
+from deepspeed.comm.members.run_members import RunMembership
+from deepspeed.comm.start.timeout import default_timeout
+from deepspeed.errors import CommunicationError
+from deepspeed.logging import log_dist
+from deepspeed.ports import address_towards
+
+JOIN = "DEEPSPEED_ELASTIC_JOIN"
+"""Environment variable of a process that joins a run: ``host:port/token``, as the run's first lines give it."""
+
+
+def join_run(where: str) -> None:
+    """Asks the member at ``where`` to let this process in, waits for the next step boundary, and starts the job there.
+
+    Raises:
+        CommunicationError: Nobody answers there, or the run ended first.
+    """
+    place, _, token = where.rpartition("/")
+    host, _, port = place.rpartition(":")
+    if not (host and port.isdigit() and token):
+        raise CommunicationError(f"{JOIN}: expected host:port/token as rank 0 of the run printed it, found {where!r}")
+    own_host = address_towards(host)
+    if own_host is None:
+        raise CommunicationError(f"{JOIN}: there is no route to {host}; give an address that this machine can reach")
+    links = MemberLinks(own_host, token)
+    me = RunMember(-1, -1, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")), links.address)
+    peer, answer, rest = _knock((host, int(port)), token, me, where)
+    plan = JobPlan.from_json(answer["plan"])
+    links.settle(plan.members, int(answer["number"]))
+    links.adopt(peer, int(answer["sender"]), rest)
+    starter = JobManager(links)
+    starter.start_job(plan)
+    Job.current().members = RunMembership(links, starter, plan)
+    log_dist(f"joined a run: rank {os.environ['RANK']} of {len(plan.members)}", ranks=[-1])
+
+
+def _knock(
+    place: tuple[str, int], token: str, me: RunMember, where: str
+) -> tuple[socket.socket, dict[str, Any], bytes]:
+    """Returns the connection to a member, its answer with the plan, and the bytes that came after the answer."""
+    patience = default_timeout().total_seconds()
+    deadline = time.monotonic() + patience
+    try:
+        peer = socket.create_connection(place, timeout=patience)
+        peer.sendall(json.dumps({"kind": "knock", "token": token, "member": me.to_json()}).encode() + b"\n")
+        received = b""
+        while b"\n" not in received and time.monotonic() < deadline:
+            data = peer.recv(1 << 16)
+            if not data:
+                raise OSError("the run closed the connection")
+            received += data
+    except OSError as error:
+        raise CommunicationError(
+            f"{JOIN}={where.rpartition('/')[0]}: could not join ({error}). Check that the run still goes on and that "
+            "the address and the token are those that its rank 0 printed last"
+        ) from error
+    line, _, rest = received.partition(b"\n")
+    message = json.loads(line)
+    if message.get("kind") != "plan":
+        raise CommunicationError(f"{JOIN}: the run came to its end before this process could join")
+    return peer, message, rest
+
+
+def new_token() -> str:
+    """Returns a secret for a run."""
+    return secrets.token_hex(16)

@@ -1,0 +1,388 @@
+"""A connection between every two processes of a run: when a process ends, all others see it at once.
+
+The kernel closes the sockets of a process whatever ends it, so a loss is seen in milliseconds and needs no time limit.
+A machine or a network that goes down closes nothing; there TCP's keep-alive decides after about ten seconds.
+
+One thread per process reads all links. It puts messages into an inbox, which the training thread reads, and makes
+pending waits of the training thread raise when a member is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.comm.members.member import RunMember
+from deepspeed.errors import CommunicationError
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+_SEND_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.02
+_LONGEST_LINE = 1 << 22
+_UNCERTAIN = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
+
+
+@dataclass(frozen=True)
+class LostMember:
+    """A member whose link has ended without a farewell.
+
+    Attributes:
+        member: Which.
+        seen: When, in seconds of the monotonic clock.
+        is_certain: Its socket was closed, so the process has ended. Otherwise its machine does not answer.
+    """
+
+    member: RunMember
+    seen: float
+    is_certain: bool
+
+
+@dataclass
+class _Link:
+    """One connected socket; ``number`` is that of the member at the other end, None until it has said it."""
+
+    peer: socket.socket
+    number: int | None = None
+    received: bytes = b""
+    knock: dict[str, Any] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class MemberLinks:
+    """The links of this process.
+
+    Args:
+        host: The address to listen at, which the other members can reach.
+        token: A secret of the run: who does not know it is not let in.
+
+    Attributes:
+        address: Where this process listens: host and port.
+        token: As given.
+        number: Of this process among the members; -1: it has none yet.
+        on_loss: Called in the watching thread when a member is lost; None: nobody asks.
+    """
+
+    def __init__(self, host: str, token: str) -> None:
+        self.token = token
+        self.number = -1
+        self.on_loss: Callable[[LostMember], None] | None = None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._members: dict[int, RunMember] = {}
+        self._links: dict[int, _Link] = {}
+        self._knocking: list[_Link] = []
+        self._lost: dict[int, LostMember] = {}
+        self._gone: set[int] = set()  # said farewell, or were taken out of the run
+        self._inbox: deque[tuple[int, dict[str, Any]]] = deque()
+        self._changed = threading.Condition()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for end in (self._listener, self._wake_reader):
+            end.setblocking(False)
+            self._selector.register(end, selectors.EVENT_READ)
+        self._new: deque[_Link] = deque()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._serve, name="deepspeed-members", daemon=True)
+        self._thread.start()
+
+    # -- what the training thread asks ---------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> dict[int, LostMember]:
+        """Members that were lost since :meth:`settle`, by number."""
+        with self._changed:
+            return dict(self._lost)
+
+    @property
+    def departed(self) -> set[int]:
+        """Numbers of members whose programs have come to their end."""
+        with self._changed:
+            return set(self._gone)
+
+    @property
+    def knocks(self) -> list[dict[str, Any]]:
+        """What processes have said that want to join through this one."""
+        with self._changed:
+            return [link.knock for link in self._knocking if link.knock is not None]
+
+    @property
+    def living(self) -> list[RunMember]:
+        """Members that this process is linked with, and itself, in the order of their numbers."""
+        with self._changed:
+            there = [m for n, m in self._members.items() if n == self.number or n in self._links]
+        return sorted(there, key=lambda member: member.number)
+
+    @property
+    def members(self) -> list[RunMember]:
+        """The members of the run as it was settled last, in the order of their numbers."""
+        with self._changed:
+            return sorted(self._members.values(), key=lambda member: member.number)
+
+    def drop(self, number: int) -> None:
+        """Ends the link to a member that others have lost; it is lost to this process too."""
+        with self._changed:
+            link = self._links.get(number)
+        if link is not None:
+            with contextlib.suppress(OSError):
+                link.peer.shutdown(socket.SHUT_RDWR)  # the watching thread finds its end
+
+    def wait_for_loss(self, seconds: float) -> bool:
+        """Waits until a member is lost; returns whether one is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._lost), seconds)
+
+    def settle(self, members: Sequence[RunMember], me: int) -> None:
+        """Takes ``members`` for those of the run from now on; what was lost before is forgotten.
+
+        Args:
+            members: All, this process included.
+            me: Number of this process.
+        """
+        kept = {member.number for member in members}
+        with self._changed:
+            self.number = me
+            self._gone |= {number for number in self._lost if number not in kept}
+            self._lost = {number: lost for number, lost in self._lost.items() if number in kept}
+            self._members = {member.number: member for member in members}
+
+    def connect(self, seconds: float) -> None:
+        """Links this process with every member. All members must call it.
+
+        Raises:
+            CommunicationError: One did not come in time, or was lost.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            missing = [m for number, m in self._members.items() if number < self.number and number not in self._links]
+        for member in missing:  # the younger one connects
+            self.adopt(self._reach(member, deadline), member.number)
+        with self._changed:
+            everybody = set(self._members) - {self.number}
+            self._changed.wait_for(
+                lambda: bool(self._lost) or everybody <= self._links.keys(), max(deadline - time.monotonic(), 0.0)
+            )
+            absent = sorted(everybody - self._links.keys())
+            if self._lost or absent:
+                raise CommunicationError(
+                    f"the members {absent or sorted(self._lost)} of the run could not be linked within {seconds:.0f} s"
+                )
+
+    def send(self, number: int, message: dict[str, Any]) -> None:
+        """Sends a message to a member. If it cannot be sent, the member is found to be lost."""
+        with self._changed:
+            link = self._links.get(number)
+        if link is not None:
+            _send(link, message)
+
+    def answer_knocks(self, message: dict[str, Any], numbers: dict[str, int]) -> None:
+        """Sends a message to the processes that want to join through this one, and takes them as members.
+
+        Args:
+            message: For all of them.
+            numbers: The number of each, by :func:`knock_key`; those that are not in it wait on.
+        """
+        with self._changed:
+            waiting = list(self._knocking)
+        for link in waiting:
+            assert link.knock is not None
+            number = numbers.get(knock_key(link.knock))
+            if number is not None:
+                _send(link, {**message, "number": number, "sender": self.number})
+                with self._changed:
+                    self._knocking.remove(link)
+                    link.number = number
+                    self._links[number] = link
+
+    def receive(self, seconds: float) -> tuple[int, dict[str, Any]] | None:
+        """Returns the next message with the number of its sender; None if none comes, or a member is lost meanwhile."""
+        with self._changed:
+            known = len(self._lost)
+            self._changed.wait_for(lambda: bool(self._inbox) or len(self._lost) > known, seconds)
+            return self._inbox.popleft() if self._inbox else None
+
+    def close(self) -> None:
+        """Says farewell to all members and ends."""
+        with self._changed:
+            links = [*self._links.values(), *self._knocking]
+        for link in links:
+            _send(link, {"kind": "farewell"})
+        self._is_over = True
+        self._wake()
+        self._thread.join(_SEND_SECONDS)
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    def _reach(self, member: RunMember, deadline: float) -> socket.socket:
+        while True:
+            try:
+                peer = socket.create_connection(member.address, timeout=_CONNECT_SECONDS)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline or self.lost:
+                    raise CommunicationError(
+                        f"{member.name} does not take links at {member.address[0]}:{member.address[1]} ({error}). "
+                        "Check that its host can be reached from here"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+        peer.sendall(_line({"kind": "hello", "token": self.token, "number": self.number}))
+        return peer
+
+    def adopt(self, peer: socket.socket, number: int, received: bytes = b"") -> None:
+        """Takes a connected socket as the link to a member.
+
+        Args:
+            peer: The socket.
+            number: Of the member.
+            received: Bytes of messages that were read from the socket already.
+        """
+        link = _Link(prepared(peer), number, received)
+        with self._changed:
+            self._links[number] = link
+            self._new.append(link)
+            self._changed.notify_all()
+        self._wake()
+
+    # -- the watching thread -------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"x")
+
+    def _serve(self) -> None:
+        while not self._is_over:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                else:
+                    self._read(key.data)
+            with self._changed:
+                while self._new:
+                    link = self._new.popleft()
+                    self._selector.register(link.peer, selectors.EVENT_READ, link)
+        for key in list(self._selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._wake_writer.close()
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:  # gone again
+            return
+        self._selector.register(prepared(peer), selectors.EVENT_READ, _Link(peer))
+
+    def _read(self, link: _Link) -> None:
+        try:
+            data = link.peer.recv(1 << 16)
+            is_certain = True
+        except BlockingIOError:
+            return
+        except OSError as error:
+            data, is_certain = b"", error.errno not in _UNCERTAIN
+        if not data:
+            self._end(link, is_certain=is_certain)
+            return
+        *lines, link.received = (link.received + data).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            messages = [None]
+        for message in messages:
+            if not isinstance(message, dict) or not self._take(link, message):
+                self._end(link, is_certain=True)  # a stranger
+                return
+        if len(link.received) > _LONGEST_LINE:
+            self._end(link, is_certain=True)
+
+    def _take(self, link: _Link, message: dict[str, Any]) -> bool:
+        """Handles a message; returns whether the link may go on."""
+        kind = message.get("kind")
+        if link.number is None and link.knock is None:
+            if not hmac.compare_digest(str(message.get("token", "")), self.token):
+                return False
+            if kind == "hello" and type(message.get("number")) is int:
+                with self._changed:
+                    link.number = message["number"]
+                    self._links[link.number] = link
+                    self._changed.notify_all()
+                return True
+            if kind == "knock" and isinstance(message.get("member"), dict):
+                with self._changed:
+                    link.knock = message["member"]
+                    self._knocking.append(link)
+                return True
+            return False
+        with self._changed:
+            if link.number is None:
+                return True  # it has to wait
+            if kind == "farewell":
+                self._gone.add(link.number)
+            else:
+                self._inbox.append((link.number, message))
+            self._changed.notify_all()
+        return True
+
+    def _end(self, link: _Link, *, is_certain: bool) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.peer)
+        link.peer.close()
+        lost: LostMember | None = None
+        with self._changed:
+            if link in self._knocking:
+                self._knocking.remove(link)
+            if link.number is not None and self._links.get(link.number) is link:
+                del self._links[link.number]
+                member = self._members.get(link.number)
+                if member is not None and link.number not in self._gone:
+                    lost = self._lost[link.number] = LostMember(member, time.monotonic(), is_certain)
+            self._changed.notify_all()
+        if lost is not None and self.on_loss is not None:
+            self.on_loss(lost)
+
+
+def knock_key(member: dict[str, Any]) -> str:
+    """Returns what tells a process that wants to join from others: where it listens."""
+    return json.dumps(member.get("address"))
+
+
+def prepared(peer: socket.socket) -> socket.socket:
+    """Returns a connected socket that does not block and notices a machine that is down."""
+    peer.setblocking(False)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in _KEEP_ALIVE.items():
+        if hasattr(socket, option):  # macOS lacks some
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return peer
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _send(link: _Link, message: dict[str, Any]) -> None:
+    """Sends a message whole. A link that is closed is found so by the watching thread."""
+    data, deadline = memoryview(_line(message)), time.monotonic() + _SEND_SECONDS
+    with link.lock:
+        while data and time.monotonic() < deadline:
+            try:
+                data = data[link.peer.send(data) :]
+            except BlockingIOError:
+                time.sleep(_RETRY_SECONDS)
+            except OSError:
+                return

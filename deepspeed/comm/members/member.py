@@ -1,0 +1,95 @@
+"""One process of a run whose ranks may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunMember:
+    """A process of the run.
+
+    Attributes:
+        number: Unique in the run; it stays with the process when ranks are numbered anew.
+        rank: Its rank in the present job; -1: it has none yet.
+        host: Its machine.
+        pid: Its process.
+        local_rank: Its rank on the machine, which decides about the device.
+        address: Where it listens for links: host and port.
+    """
+
+    number: int
+    rank: int
+    host: str
+    pid: int
+    local_rank: int
+    address: tuple[str, int]
+
+    @property
+    def name(self) -> str:
+        """Rank, host and process in words."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def to_json(self) -> dict[str, Any]:
+        """For messages."""
+        return {**asdict(self), "address": list(self.address)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunMember:
+        """Reads what :meth:`to_json` wrote."""
+        host, port = values["address"]
+        return cls(**{**values, "address": (str(host), int(port))})
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The next job of a run: who takes part, and where its process group is started.
+
+    Attributes:
+        epoch: Counts the jobs of the run from 0.
+        members: By rank.
+        address: Where rank 0 opens the store: host and port.
+        source: Generation and epoch of the copies that training goes on from; None: each rank has its state, or the
+            last checkpoint is loaded.
+        lost: Members of the job before that are gone.
+        newcomers: Numbers of members that have no state.
+    """
+
+    epoch: int
+    members: tuple[RunMember, ...]
+    address: tuple[str, int]
+    source: tuple[int, int] | None = None
+    lost: tuple[RunMember, ...] = ()
+    newcomers: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """For messages."""
+        return {
+            "epoch": self.epoch,
+            "members": [member.to_json() for member in self.members],
+            "address": list(self.address),
+            "source": None if self.source is None else list(self.source),
+            "lost": [member.to_json() for member in self.lost],
+            "newcomers": list(self.newcomers),
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> JobPlan:
+        """Reads what :meth:`to_json` wrote."""
+        source = values["source"]
+        host, port = values["address"]
+        return cls(
+            int(values["epoch"]),
+            tuple(RunMember.from_json(each) for each in values["members"]),
+            (str(host), int(port)),
+            None if source is None else (int(source[0]), int(source[1])),
+            tuple(RunMember.from_json(each) for each in values["lost"]),
+            tuple(int(number) for number in values["newcomers"]),
+        )
+
+
+def numbered(members: Sequence[RunMember]) -> tuple[RunMember, ...]:
+    """Returns the members with the ranks 0, 1, 2, ... in their order."""
+    return tuple(replace(member, rank=rank) for rank, member in enumerate(members))

@@ -1,0 +1,173 @@
+"""How the members that are left agree on the next job of the run.
+
+The living member with the lowest number leads. Every member tells it that it is ready, which copies of model states it
+holds, and whom it has lost; the leader waits for all of them and sends a plan. Whenever a further member is lost,
+everybody looks anew who leads, and says again that it is ready: so the death of a leader, or of several members at
+once, is no special case. A plan that names a lost member is ignored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.comm.members.links import MemberLinks, knock_key
+from deepspeed.comm.members.member import JobPlan, RunMember, numbered
+from deepspeed.errors import CommunicationError
+
+_NUMBERS_PER_EPOCH = 1 << 20  # a number is never used again, whatever has become of an earlier plan
+_LOOK_SECONDS = 0.5  # how long a member waits for a message before it looks at the links again
+
+
+@dataclass(frozen=True)
+class ReadyMember:
+    """What a member says when it is ready for another job.
+
+    Attributes:
+        epoch: Of the last plan that it has taken.
+        held: Copies that it holds, as ``elasticity.copies`` lists them.
+        knocks: Processes that want to join through it.
+    """
+
+    epoch: int
+    held: list[Any]
+    knocks: list[dict[str, Any]]
+
+
+ChooseSource = Callable[[Sequence[RunMember], Mapping[int, ReadyMember]], tuple[int, int] | None]
+"""Returns generation and epoch of the copies to go on from, of members and what they hold; None: the last checkpoint.
+
+Raises an error that ends the run where nothing is left to go on from.
+"""
+
+
+class Regroup:
+    """One agreement on the next job.
+
+    Args:
+        links: Of this process.
+        epoch: Of the last plan that this process has taken.
+        held: Copies that this process holds.
+        choose: Called on the leader.
+        open_store: Opens the store of the next job at an address of the leader, and returns the port.
+        patience: The longest wait for the other members, in seconds.
+    """
+
+    def __init__(
+        self,
+        links: MemberLinks,
+        epoch: int,
+        held: list[Any],
+        choose: ChooseSource,
+        open_store: Callable[[str], int],
+        patience: float,
+    ) -> None:
+        self._links = links
+        self._mine = ReadyMember(epoch, held, links.knocks)
+        self._choose = choose
+        self._open_store = open_store
+        self._patience = patience
+        self._ready: dict[int, ReadyMember] = {}
+        self._epochs = epoch
+
+    def run(self) -> JobPlan:
+        """Returns the plan that all members that are left have agreed on. All of them must call it.
+
+        Raises:
+            CommunicationError: They did not all come in time, or too few are left to be sure that no others go on too.
+        """
+        deadline = time.monotonic() + self._patience
+        told: tuple[int, ...] = ()
+        while time.monotonic() < deadline:
+            living = self._links.living
+            numbers = tuple(member.number for member in living)
+            leader = numbers[0]
+            if numbers != told:
+                told = numbers
+                self._refuse_split(living)
+                self._ready[self._links.number] = self._mine
+                if leader != self._links.number:
+                    self._links.send(leader, self._ready_message())
+            if leader == self._links.number and set(numbers) <= self._ready.keys():
+                plan = self._lead(living)
+                if plan is not None:
+                    return plan
+                continue
+            found = self._links.receive(_LOOK_SECONDS)
+            if found is not None and (plan := self._take(*found)) is not None:
+                return plan
+        missing = [member.name for member in self._links.living if member.number not in self._ready]
+        raise CommunicationError(
+            f"elasticity.continue: the members that are left did not agree on another job within {self._patience:.0f} "
+            f"s; still missing: {', '.join(missing) or 'the word of the leader'}. Start the run again from its last "
+            "checkpoint"
+        )
+
+    def _ready_message(self) -> dict[str, Any]:
+        lost = sorted(self._links.lost)
+        mine = self._mine
+        return {"kind": "ready", "epoch": mine.epoch, "held": mine.held, "knocks": mine.knocks, "lost": lost}
+
+    def _refuse_split(self, living: Sequence[RunMember]) -> None:
+        """Two halves of a network must not both go on: an uncertain loss needs a majority of the former members."""
+        uncertain = [lost.member.name for lost in self._links.lost.values() if not lost.is_certain]
+        if uncertain and 2 * len(living) <= len(self._links.members):
+            raise CommunicationError(
+                f"elasticity.continue: {', '.join(uncertain)} cannot be reached, and the {len(living)} members that "
+                f"are left are no majority of {len(self._links.members)}: the others may go on without these. Start "
+                "the run again from its last checkpoint"
+            )
+
+    def _take(self, sender: int, message: dict[str, Any]) -> JobPlan | None:
+        kind = message.get("kind")
+        if kind == "ready":
+            self._ready[sender] = ReadyMember(int(message["epoch"]), message["held"], message["knocks"])
+            self._epochs = max(self._epochs, int(message["epoch"]))
+            for number in message["lost"]:
+                self._links.drop(number)
+        elif kind == "plan":
+            plan = JobPlan.from_json(message["plan"])
+            if plan.epoch > self._mine.epoch and not {m.number for m in plan.members} & self._links.lost.keys():
+                self._accept(plan)
+                return plan
+        elif kind == "failure":
+            raise CommunicationError(str(message["text"]))
+        return None
+
+    def _accept(self, plan: JobPlan) -> None:
+        mine = {knock_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}
+        self._links.answer_knocks({"kind": "plan", "plan": plan.to_json()}, mine)
+        self._links.settle(plan.members, self._links.number)
+
+    def _lead(self, living: Sequence[RunMember]) -> JobPlan | None:
+        """Sends the plan to everybody; None if a member was lost meanwhile."""
+        everybody = {member.number: self._ready[member.number] for member in living}
+        try:
+            source = self._choose(living, everybody)
+        except Exception as error:
+            for member in living[1:]:
+                self._links.send(member.number, {"kind": "failure", "text": str(error)})
+            raise
+        if {member.number for member in living} & self._links.lost.keys():
+            return None
+        first = (self._epochs + 1) * _NUMBERS_PER_EPOCH
+        knocks = {knock_key(knock): knock for ready in everybody.values() for knock in ready.knocks}
+        newcomers = [
+            RunMember.from_json({**knock, "number": first + place, "rank": -1})
+            for place, knock in enumerate(knocks.values() if source is not None else ())
+        ]
+        host = living[0].address[0]
+        plan = JobPlan(
+            epoch=self._epochs + 1,
+            members=numbered([*living, *newcomers]),
+            address=(host, self._open_store(host)),
+            source=source,
+            lost=tuple(lost.member for lost in self._links.lost.values()),
+            newcomers=tuple(member.number for member in newcomers),
+        )
+        for member in living[1:]:
+            self._links.send(member.number, {"kind": "plan", "plan": plan.to_json()})
+        self._accept(plan)
+        return plan

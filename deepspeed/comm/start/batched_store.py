@@ -1,0 +1,63 @@
+"""Many keys of a rendezvous store in one message: with a round trip per key, thousands of ranks would start slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Keys in one message.
+_MOST_AT_ONCE = 2048
+
+
+def read_many(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """Returns the values of ``keys``, which must all be there.
+
+    Args:
+        store: A torch ``Store``; one without calls for several keys is asked for each.
+        keys: Their names.
+    """
+    if not _has_calls_for_many(store):
+        return [store.get(key) for key in keys]
+    found: list[bytes] = []
+    for at in range(0, len(keys), _MOST_AT_ONCE):
+        found += store.multi_get(list(keys[at : at + _MOST_AT_ONCE]))
+    return found
+
+
+def write_many(store: Any, values: Mapping[str, str]) -> None:
+    """Sets several keys.
+
+    Args:
+        store: A torch ``Store``.
+        values: What to set, by key.
+    """
+    if not _has_calls_for_many(store):
+        for key, value in values.items():
+            store.set(key, value)
+        return
+    keys = list(values)
+    for at in range(0, len(keys), _MOST_AT_ONCE):
+        some = keys[at : at + _MOST_AT_ONCE]
+        store.multi_set(some, [values[key] for key in some])
+
+
+def those_there(store: Any, keys: Sequence[str]) -> list[str]:
+    """Returns those of ``keys`` that are set, in order: in one question if all are, else by halves.
+
+    Args:
+        store: A torch ``Store``.
+        keys: Their names.
+    """
+    if not keys:
+        return []
+    if len(keys) <= _MOST_AT_ONCE and store.check(list(keys)):
+        return list(keys)
+    if len(keys) == 1:
+        return []
+    half = len(keys) // 2
+    return those_there(store, keys[:half]) + those_there(store, keys[half:])
+
+
+def _has_calls_for_many(store: Any) -> bool:
+    has = getattr(store, "has_extended_api", None)
+    return bool(callable(has) and has())

@@ -1,0 +1,109 @@
+"""Where rank 0 of an MPI job runs: asked of MPI's process manager, of mpi4py, or read from a list of hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepspeed.logging import logger
+from deepspeed.ports import address_towards
+
+_QUERY = Path(__file__).with_name("mpi_query.py")
+# All ranks answer together, and the slowest may still be importing torch.
+_QUERY_SECONDS = 120.0
+# Files with a host per line, the first of them rank 0's, where nothing places ranks otherwise.
+_HOST_FILES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
+# Addresses that no machine has: the route to them is the default one.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+def find_first_host(environ: Mapping[str, str]) -> str | None:
+    """Returns the name or address of rank 0's host; None if nothing tells. All ranks of the MPI job must call it.
+
+    mpi4py is asked first where it is installed: a program that has it may start MPI itself, which the process manager
+    allows once per process.
+
+    Args:
+        environ: The variables that MPI has set.
+    """
+    return _ask_mpi4py() or _ask_manager(environ) or _first_of_files(environ)
+
+
+def _ask_mpi4py() -> str | None:
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    return reachable(MPI.COMM_WORLD.bcast(f"{socket.gethostname()} {own_address(os.environ)}", root=0))
+
+
+def _ask_manager(environ: Mapping[str, str]) -> str | None:
+    descriptors = [int(environ["PMI_FD"])] if environ.get("PMI_FD", "").isdecimal() else []
+    if not environ.get("PMIX_NAMESPACE") and not descriptors:
+        return None
+    name = environ.get("PMIX_HOSTNAME") or environ.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME") or socket.gethostname()
+    command = [sys.executable, "-S", "-E", str(_QUERY), f"{name} {own_address(environ)}"]
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environ),
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        logger.warning(f"MPI's process manager did not say within {_QUERY_SECONDS:.0f} s where rank 0 is")
+        return None
+    if done.returncode != 0:
+        logger.warning(f"MPI's process manager does not say where rank 0 is: {done.stderr.strip()[-300:]}")
+        return None
+    return reachable(done.stdout)
+
+
+def reachable(text: str) -> str | None:
+    """Returns the name in ``NAME ADDRESS`` where it means a machine of the network here, else the address.
+
+    A name may be unknown on other hosts, or mean the loopback interface of each.
+    """
+    name, _, address = text.strip().partition(" ")
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)} if name else set()
+    except OSError:
+        found = set()
+    is_known = bool(found) and not any(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+    return name if is_known else address or name or None
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """Returns an address of this host that others reach: that of the route to mpirun's host, else the usual route's.
+
+    Returns:
+        The address as text; empty if the host has no network.
+    """
+    # "JOB;tcp://ADDRESS[,ADDRESS...]:PORT[;tcp6://[ADDRESS]:PORT]"
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    listed = [address for part in re.findall(r"tcp6?://([^;]*):\d+", uri) for address in part.strip("[]").split(",")]
+    return next(filter(None, map(address_towards, (*listed, *_ANYWHERE))), "")
+
+
+def _first_of_files(environ: Mapping[str, str]) -> str | None:
+    """Returns the first host of the lists that schedulers and MPI's options name; None if there is none to read."""
+    for name in _HOST_FILES:
+        try:
+            lines = Path(environ[name]).read_text(encoding="utf-8").splitlines() if environ.get(name) else []
+        except OSError:  # only mpirun's machine may have the file
+            continue
+        for line in lines:
+            words = line.partition("#")[0].split()
+            if words:
+                return words[0].partition(":")[0]
+    listed = environ.get("LSB_HOSTS", "").split()
+    return listed[0] if listed else None

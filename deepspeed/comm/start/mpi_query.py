@@ -1,0 +1,125 @@
+"""Asks MPI's process manager where rank 0 runs, in a process of its own.
+
+Run as a program, without the packages of the environment, by every rank at once: rank 0 publishes the host name and
+the address given on its command line, and each rank prints the two. Whoever has asked cannot start MPI in the same
+process afterwards, so the ranks do not ask themselves.
+
+``PMIX_NAMESPACE`` means PMIx (Open MPI 4 and newer, PRRTE), reached through the library that Open MPI brings.
+``PMI_FD`` means PMI-1 (MPICH, Intel MPI, MVAPICH): lines of text on an open descriptor. Sources: the PMIx standard 4.1,
+chapters 3, 4 and 7; the PMI-1 wire protocol of MPICH.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_KEY = b"deepspeed.rank0"
+_GLOBAL_SCOPE = 3  # PMIX_GLOBAL
+_STRING = 3  # PMIX_STRING
+_LIBRARIES = ("libpmix.so.2", "libpmix.so")
+_LONGEST_LINE = 4096
+
+
+class _PmixProcess(ctypes.Structure):
+    """``pmix_proc_t``."""
+
+    _fields_ = (("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
+
+
+class _PmixValue(ctypes.Structure):
+    """``pmix_value_t``: a type and a union, of which only the string is used; more room than any version has."""
+
+    _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p), ("rest", ctypes.c_uint64 * 8))
+
+
+def ask_pmix(mine: str) -> str:
+    """Returns what rank 0 has published; rank 0 publishes ``mine``. All ranks must call it.
+
+    Raises:
+        OSError: There is no PMIx library, or it fails.
+    """
+    library = _load()
+    me, none = _PmixProcess(), ctypes.c_size_t(0)
+    _succeed("PMIx_Init", library.PMIx_Init(ctypes.byref(me), None, none))
+    if me.rank == 0:
+        value = _PmixValue(_STRING, mine.encode())
+        _succeed("PMIx_Put", library.PMIx_Put(ctypes.c_uint8(_GLOBAL_SCOPE), _KEY, ctypes.byref(value)))
+        _succeed("PMIx_Commit", library.PMIx_Commit())
+    _succeed("PMIx_Fence", library.PMIx_Fence(None, none, None, none))
+    first, found = _PmixProcess(me.namespace, 0), ctypes.POINTER(_PmixValue)()
+    _succeed("PMIx_Get", library.PMIx_Get(ctypes.byref(first), _KEY, None, none, ctypes.byref(found)))
+    text = found.contents.text.decode() if found.contents.type == _STRING else ""
+    _succeed("PMIx_Fence", library.PMIx_Fence(None, none, None, none))  # rank 0 must not end before all have read
+    library.PMIx_Finalize(None, none)
+    return text
+
+
+def _load() -> ctypes.CDLL:
+    for name in _LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise OSError(f"none of {', '.join(_LIBRARIES)} can be loaded")
+
+
+def _succeed(call: str, status: int) -> None:
+    if status != 0:
+        raise OSError(f"{call} returned {status}")
+
+
+def ask_pmi(descriptor: int, rank: int, mine: str) -> str:
+    """The same by PMI-1.
+
+    Args:
+        descriptor: Open connection to the process manager.
+        rank: Of this process.
+        mine: What rank 0 publishes.
+
+    Raises:
+        OSError: The manager answers with an error, or has gone.
+    """
+    _ask(descriptor, "cmd=init pmi_version=1 pmi_subversion=1")
+    space = _ask(descriptor, "cmd=get_my_kvsname")["kvsname"]
+    key = _KEY.decode()
+    if rank == 0:
+        # A value may hold no space.
+        _ask(descriptor, f"cmd=put kvsname={space} key={key} value={mine.replace(' ', '|')}")
+    _ask(descriptor, "cmd=barrier_in")
+    value = _ask(descriptor, f"cmd=get kvsname={space} key={key}")["value"]
+    _ask(descriptor, "cmd=barrier_in")
+    _ask(descriptor, "cmd=finalize")
+    return value.replace("|", " ")
+
+
+def _ask(descriptor: int, line: str) -> dict[str, str]:
+    os.write(descriptor, f"{line}\n".encode())
+    answer = b""
+    while not answer.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte or len(answer) > _LONGEST_LINE:
+            raise OSError(f"{line}: the process manager sent {answer!r} and no end of the line")
+        answer += byte
+    words = dict(word.partition("=")[::2] for word in answer.decode().split())
+    if words.get("rc", "0") != "0":
+        raise OSError(f"{line}: the process manager answered {answer.decode().strip()!r}")
+    return words
+
+
+def main() -> None:
+    """Prints what rank 0 has published: ``NAME ADDRESS``."""
+    mine = sys.argv[1]
+    if os.environ.get("PMIX_NAMESPACE"):
+        text = ask_pmix(mine)
+    else:
+        text = ask_pmi(int(os.environ["PMI_FD"]), int(os.environ["PMI_RANK"]), mine)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, KeyError, ValueError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")

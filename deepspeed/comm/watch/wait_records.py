@@ -1,0 +1,116 @@
+"""What a rank waits for, as others read it: records of waits, circles among them, and words for failures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """What a rank waits for.
+
+    Attributes:
+        channel: Of the transfer.
+        index: Its number on the channel.
+        members: The ranks that take part in it.
+        label: In words.
+        since: Start of the wait, in seconds of the monotonic clock.
+        on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
+        gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
+    """
+
+    channel: str
+    index: int
+    members: tuple[int, ...]
+    label: str
+    since: float
+    on_stream: bool = False
+    gives_up: bool = False
+
+
+def farewell_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str | None:
+    """Returns what to say if a rank has left without issuing what is waited for."""
+    left = [
+        rank
+        for rank in awaited.members
+        if posts.get(rank, {}).get("has_left") and posts[rank]["issued"].get(awaited.channel, 0) < awaited.index
+    ]
+    if not left:
+        return None
+    who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
+    return (
+        f"{who} ended while this rank waits for {awaited.label}. If no error is shown there, that program came to its "
+        "end too early: every rank must make the same calls, so look for a loop over fewer batches, a skipped step or "
+        "an early exit"
+    )
+
+
+def words_for_dead(rank: int, me: int, awaited: WaitRecord) -> str:
+    """Returns what rank ``me`` says where the process of ``rank`` is gone."""
+    return (
+        f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
+        f"rank {me} waits for {awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log "
+        "for the out-of-memory killer"
+    )
+
+
+def plain_error(error: RuntimeError) -> str:
+    """Returns the backend's words without its source lines and advice."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
+
+
+def circle_through(start: int, posts: dict[int, dict[str, Any]]) -> list[int]:
+    """Ranks that wait for each other in a circle which ``start`` is part of; empty if there is none.
+
+    Args:
+        start: The rank whose post is new.
+        posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
+            each channel it has ``issued``.
+    """
+    reached_from: dict[int, int] = {}
+    unfinished = [start]
+    while unfinished:
+        rank = unfinished.pop(0)
+        for other in _lacking(rank, posts):
+            if other == start:
+                circle = [rank]
+                while circle[-1] != start:
+                    circle.append(reached_from[circle[-1]])
+                return circle
+            if other not in reached_from:
+                reached_from[other] = rank
+                unfinished.append(other)
+    return []
+
+
+def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
+    """Ranks that have not issued what ``rank`` waits for, and cannot issue it before their own wait is over.
+
+    A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
+    come behind the wait in the stream.
+    """
+    awaited = posts[rank]
+    for other in awaited["members"]:
+        theirs = posts.get(other, {})
+        if other == rank or "members" not in theirs or theirs.get("gives_up"):
+            continue
+        is_held_up = theirs.get("blocks_host", True) or awaited.get("on_stream", False)
+        if is_held_up and theirs["issued"].get(awaited["channel"], 0) < awaited["index"]:
+            yield other
+
+
+def sentence_of(waiting: dict[int, str]) -> str:
+    """Returns what ranks in a circle say.
+
+    Args:
+        waiting: By rank, what it waits for.
+    """
+    parts = "; ".join(f"rank {rank} waits for {label}" for rank, label in sorted(waiting.items()))
+    return (
+        f"ranks took different branches and wait for each other: {parts}. Every rank must use the same modules and "
+        "make the same calls. Make the branch depend on data that is equal on all ranks, or mark the module that holds "
+        "both branches with deepspeed.utils.set_z3_leaf_modules, so that it is gathered whole"
+    )

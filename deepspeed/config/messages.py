@@ -1,0 +1,130 @@
+"""What reading a configuration brings to light: problems, all together, and notices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError
+
+Path = tuple[str | int, ...]
+
+
+def dotted(path: Path) -> str:
+    """``("a", "b", 0, "c")`` as ``a.b[0].c``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def shown(value: Any) -> str:
+    """A value as the configuration would write it, cut to a readable length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class ConfigMessages:
+    """Collects problems and notices while a configuration is read.
+
+    Attributes:
+        notices: One line each, in the order found.
+        warnings: Those of them that say that something asked for does not happen.
+        failed: Paths whose value was refused; rules that depend on one of them stay silent.
+        spelled: For a path that the caller wrote differently (old name, alias), the path as written.
+    """
+
+    def __init__(self, lines: dict[Path, int], order: dict[Path, int], source: str | None) -> None:
+        self.notices: list[str] = []
+        self.warnings: list[str] = []
+        self.failed: set[Path] = set()
+        self.spelled: dict[Path, Path] = {}
+        self._lines = lines
+        self._order = order
+        self._source = source
+        self._problems: list[tuple[int, str]] = []
+
+    def written(self, path: Path) -> Path:
+        """The path as the caller wrote it."""
+        for length in range(len(path), 0, -1):
+            original = self.spelled.get(path[:length])
+            if original is not None:
+                return original + path[length:]
+        return path
+
+    def label(self, path: Path) -> str:
+        """The full dotted name as written, with its line where there is a file."""
+        original = self.written(path)
+        line = self._lines.get(original)
+        return dotted(original) + (f" (line {line})" if line is not None else "")
+
+    def problem(self, path: Path, text: str, *depends: Path) -> None:
+        """Records a problem with a key.
+
+        Args:
+            path: The key that the message begins with.
+            text: What was expected, what was found, what to change.
+            *depends: Further keys the finding rests on; if one of them (or ``path``) was refused already, the finding
+                would only be its echo and is dropped.
+        """
+        if any(self._is_failed(each) for each in (path, *depends)):
+            return
+        self.add(path, f"{self.label(path)}: {text}" if path else text)
+
+    def fail(self, path: Path, text: str) -> None:
+        """Records a problem and marks the key as refused."""
+        self.problem(path, text)
+        self.failed.add(path)
+
+    def add(self, path: Path, sentence: str) -> None:
+        """Records a finished sentence at the place of ``path``, once."""
+        entry = (self._place(self.written(path)), sentence)
+        if entry not in self._problems:
+            self._problems.append(entry)
+
+    def notice(self, line: str) -> None:
+        """Records a line for the log, once."""
+        if line not in self.notices:
+            self.notices.append(line)
+
+    def warning(self, line: str) -> None:
+        """Records a line for the log, once, that is to be shown as a warning."""
+        self.notice(line)
+        if line not in self.warnings:
+            self.warnings.append(line)
+
+    def problems(self) -> tuple[str, ...]:
+        """All problems in the order of the configuration."""
+        return tuple(sentence for _, sentence in sorted(self._problems, key=lambda entry: entry[0]))
+
+    def raise_if_any(self) -> None:
+        """Raises all problems as one error.
+
+        Raises:
+            DeepSpeedConfigError: There is at least one.
+        """
+        problems = self.problems()
+        if problems:
+            raise configuration_error(problems, self._source)
+
+    def _is_failed(self, path: Path) -> bool:
+        return any(path[: len(bad)] == bad for bad in self.failed)
+
+    def _place(self, path: Path) -> int:
+        for length in range(len(path), 0, -1):
+            place = self._order.get(path[:length])
+            if place is not None:
+                return place
+        return len(self._order)
+
+
+def configuration_error(problems: tuple[str, ...], source: str | None) -> DeepSpeedConfigError:
+    """The error that lists ``problems``."""
+    where = f"the configuration {source}" if source else "the configuration"
+    if len(problems) == 1:
+        return DeepSpeedConfigError(f"{where} cannot be used: {problems[0]}", problems)
+    listing = "\n".join(f"  {number}. {text}" for number, text in enumerate(problems, 1))
+    return DeepSpeedConfigError(f"{where} cannot be used; {len(problems)} problems:\n{listing}", problems)

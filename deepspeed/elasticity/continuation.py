@@ -1,0 +1,386 @@
+"""How one engine goes on when ranks are lost or join: the states of ``docs/design/elastic.md``, on this rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.members.form import JobManager, waits_give_up
+from deepspeed.comm.members.knock import JOIN, new_token
+from deepspeed.comm.members.links import MemberLinks
+from deepspeed.comm.members.member import JobPlan, RunMember
+from deepspeed.comm.members.regroup import Regroup
+from deepspeed.comm.members.run_members import RunMembership
+from deepspeed.comm.transports.objects import gather_objects
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.elasticity.copies import CopyLayout, CopyStore, copy_states, newest_whole, send_to_buddy
+from deepspeed.elasticity.rebuild import build_again, take_apart
+from deepspeed.elasticity.restore import restore
+from deepspeed.engine.base import EngineBase
+from deepspeed.engine.resuming import run_state_of
+from deepspeed.errors import CallOrderError, CheckpointError, CommunicationError, DeepSpeedError
+from deepspeed.exit_notes import ExitNotes
+from deepspeed.logging import log_dist
+from deepspeed.ports import address_towards
+
+# A wait fails at once when a peer's socket closes, but perhaps a moment before the links have told why.
+_LOSS_SECONDS = 3.0
+
+
+@dataclass
+class Recovery:
+    """The time line of one change of the ranks, in seconds, as this rank saw it.
+
+    Attributes:
+        step: The step that was under way, or is the next one.
+        ranks: Before and after.
+        lost: Who is gone, in words.
+        joined: How many members are new.
+        repeated: Updates that are done again besides the step that was under way.
+        detected: From the loss, as the links saw it, until this rank's training thread knew; 0 for a join.
+        regrouped: Until the members that are left had agreed and their process group stood.
+        rebuilt: Until the engine was built anew.
+        moved: Until the model states were in place.
+        nbytes: Bytes of model states that came to this rank.
+        first_step: Duration of the first step afterwards; 0 until it is over.
+    """
+
+    step: int
+    ranks: tuple[int, int]
+    lost: tuple[str, ...] = ()
+    joined: int = 0
+    repeated: int = 0
+    detected: float = 0.0
+    regrouped: float = 0.0
+    rebuilt: float = 0.0
+    moved: float = 0.0
+    nbytes: int = 0
+    first_step: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds from the loss until training goes on."""
+        return self.detected + self.regrouped + self.rebuilt + self.moved
+
+
+@dataclass
+class CopyCost:
+    """What copies have cost so far: number, bytes sent by this rank, seconds, and bytes of host memory now."""
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    held: int = 0
+
+
+@dataclass
+class ElasticRun:
+    """What one process keeps from job to job.
+
+    Attributes:
+        members: Links and the plan of the present job.
+        held: Copies of model states.
+        recoveries: All changes of the ranks so far.
+        cost: Of the copies.
+        checkpoints: The folder to go back to where copies are gone with their owners; None: there is none.
+    """
+
+    members: RunMembership
+    held: CopyStore
+    recoveries: list[Recovery] = field(default_factory=list)
+    cost: CopyCost = field(default_factory=CopyCost)
+    checkpoints: str | os.PathLike[str] | None = None
+
+
+class Continuation:
+    """Keeps copies of an engine's states, and makes the engine anew on other ranks. Made by :meth:`open`.
+
+    Attributes:
+        run: What outlives the engine's job.
+        in_step: Whether a step of ``ElasticSteps`` is open.
+    """
+
+    def __init__(self, engine: EngineBase, run: ElasticRun, transport: Transport) -> None:
+        section = engine._root.elasticity
+        assert section is not None
+        self._engine = engine
+        self._transport = transport
+        self._every = section.copy_every
+        self._patience = section.patience
+        self.run = run
+        self.in_step = False
+        self.filled_in = 0.0  # seconds
+        self.came = 0  # bytes from other ranks
+        self._is_valid = False  # the engine's states are those of a whole number of updates
+        plan = run.members.plan
+        self._layout = CopyLayout.of(run_state_of(engine), plan.epoch, [member.number for member in plan.members])
+
+    @classmethod
+    def open(cls, engine: EngineBase) -> Continuation:
+        """Links the ranks of a fresh engine, or fills it from copies where the run goes on. Every rank must call it."""
+        job = Job.current()
+        patience = timedelta(seconds=float(getattr(engine._root.elasticity, "patience", 600.0)))
+        transport = job.axis_of(None).objects(patience=patience, why="copies of model states")
+        run = getattr(job.members, "elastic", None)
+        if run is None:
+            members = job.members if job.members is not None else _first_members(transport)
+            run = ElasticRun(members, CopyStore(members.links.number))
+            members.elastic = run
+            job.members = members
+        made = cls(engine, run, transport)
+        made._fill()
+        return made
+
+    @property
+    def rank(self) -> int:
+        """This rank in the present job."""
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the present job."""
+        return self._transport.size
+
+    # -- while training ------------------------------------------------------------------------------------------------
+
+    def refuse_lone_update(self) -> None:
+        """Raises outside of a step of ``ElasticSteps``.
+
+        Raises:
+            CallOrderError: Always there.
+        """
+        if not self.in_step:
+            raise CallOrderError(
+                "engine.step: with elasticity.continue updates are made inside `with step:`, for the steps of "
+                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which deals samples out anew when "
+                "ranks come or go; see docs/guide/elastic.md"
+            )
+
+    @property
+    def has_knocks(self) -> bool:
+        """Whether a process asks this one to let it join."""
+        return bool(self.run.members.links.knocks)
+
+    def after_update(self) -> None:
+        """Makes copies where they are due. Every rank must call it after each update.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        if not self._layout.is_whole and self._engine.global_steps % self._every == 0:
+            self._copy()
+
+    def _copy(self) -> None:
+        started = time.monotonic()
+        run = self.run
+        own = copy_states(run_state_of(self._engine), self._layout, run.members.links.number, run.held)
+        theirs = send_to_buddy(own, self._layout.owners, self._transport, run.held)
+        for copy in (own, theirs):
+            if copy is not None:
+                run.held.put(copy)
+        cost = run.cost
+        cost.count += 1
+        cost.nbytes += own.nbytes if theirs is not None else 0
+        cost.seconds += time.monotonic() - started
+        cost.held = run.held.nbytes
+
+    def finish(self) -> None:
+        """Waits until all ranks have done the last step, so that none leaves while another may need it.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        gather_objects(self._transport, None, label="the end of the last step")
+
+    def leave(self) -> None:
+        """Says farewell to the other members: this process has done its work."""
+        self.run.members.links.close()
+
+    # -- changes of the ranks ------------------------------------------------------------------------------------------
+
+    def was_lost(self) -> bool:
+        """Returns whether a member was lost, where a call has failed just now."""
+        return self.run.members.links.wait_for_loss(_LOSS_SECONDS)
+
+    def change_ranks(self, step: int) -> Continuation:
+        """Agrees on another job with the members that are there, and fills the engine from copies.
+
+        All members that are left must call it. If further ones are lost meanwhile, it begins again.
+
+        Args:
+            step: The step that was under way, or comes next.
+
+        Returns:
+            That of the engine as it is now.
+
+        Raises:
+            DeepSpeedError: The run cannot go on.
+        """
+        links = self.run.members.links
+        recovery = Recovery(step, (self.size, 0))
+        lost = list(links.lost.values())
+        if lost:
+            recovery.detected = time.monotonic() - min(each.seen for each in lost)
+        self._hold_live_states()
+        take_apart(self._engine)
+        while True:
+            known = set(links.lost)
+            try:
+                return self._change_once(recovery)
+            except (DeepSpeedError, RuntimeError) as error:
+                if not links.wait_for_loss(_LOSS_SECONDS) or set(links.lost) <= known:
+                    raise
+                log_dist(f"elastic: a further member was lost meanwhile ({error}); trying again", ranks=[-1])
+                take_apart(self._engine)
+
+    def _hold_live_states(self) -> None:
+        """Where every rank has everything, the states as they are serve, if no update is half done."""
+        updater = self._engine._updater
+        if self._layout.is_whole and self._is_valid and updater is not None:
+            if updater.steps == self._engine.global_steps:
+                number = self.run.members.links.number
+                self.run.held.put(copy_states(run_state_of(self._engine), self._layout, number, self.run.held))
+
+    def _change_once(self, recovery: Recovery) -> Continuation:
+        members, started = self.run.members, time.monotonic()
+        members.starter.end_job()
+        plan = Regroup(
+            members.links,
+            members.plan.epoch,
+            self.run.held.listed(),
+            newest_whole,
+            members.starter.open_store,
+            self._patience,
+        ).run()
+        members.plan = plan
+        members.starter.start_job(plan)
+        Job.current().members = members
+        recovery.regrouped += time.monotonic() - started
+        names = [_obituary(each, recovery.step) for each in plan.lost]
+        recovery.lost = (*recovery.lost, *names)
+        recovery.joined += len(plan.newcomers)
+        started = time.monotonic()
+        build_again(self._engine)
+        made = continuation_of(self._engine)
+        recovery.rebuilt += time.monotonic() - started - made.filled_in
+        recovery.moved += made.filled_in
+        recovery.nbytes += made.came
+        recovery.ranks = recovery.ranks[0], len(plan.members)
+        recovery.repeated = max(recovery.step - self._engine.global_steps, 0)
+        self.run.recoveries.append(recovery)
+        made._tell(recovery)
+        return made
+
+    def _fill(self) -> None:
+        """Fills the engine from the copies of the plan, and makes copies of this job. Every rank must call it."""
+        started = time.monotonic()
+        plan, held = self.run.members.plan, self.run.held
+        if plan.source is not None:
+            number = self.run.members.links.number
+            run_state = run_state_of(self._engine)
+            self.came = restore(self._engine, run_state, held, plan.source, number, self._transport)
+        elif plan.epoch > 0:
+            self._load_checkpoint()
+        self._is_valid = True
+        if not self._layout.is_whole:
+            self._copy()
+        # Only when every rank is so far may anybody forget the copies of the job before.
+        gather_objects(self._transport, None, label="copies of all ranks")
+        held.trim(plan.epoch)
+        self.filled_in = time.monotonic() - started
+
+    def _load_checkpoint(self) -> None:
+        """Goes back to the last checkpoint, as a rank and its buddy are gone."""
+        folder = self.run.checkpoints
+        gone = ", ".join(member.name for member in self.run.members.plan.lost)
+        if folder is None or self._engine.load_checkpoint(folder)[0] is None:
+            where = "no folder of checkpoints was given" if folder is None else f"{folder} holds no checkpoint"
+            raise CheckpointError(
+                f"elasticity.continue: {gone} held model states and their copies, and {where}, so the run cannot go "
+                "on. Give ElasticSteps(checkpoints=...) the folder that the run saves to"
+            )
+        log_dist(
+            f"elastic: {gone} held model states and their copies; the run goes on from the last checkpoint in "
+            f"{folder}, after step {self._engine.global_steps}",
+            level=logging.WARNING,
+        )
+
+    def _tell(self, recovery: Recovery) -> None:
+        events = [
+            (f"Train/Elastic/{name}", float(value), self._engine.global_samples)
+            for name, value in (
+                ("ranks", recovery.ranks[1]),
+                ("lost", len(recovery.lost)),
+                ("joined", recovery.joined),
+                ("repeated_steps", recovery.repeated),
+                ("recovery_seconds", recovery.total),
+            )
+        ]
+        self._engine.monitor.write_events(events)
+        for name in recovery.lost:
+            log_dist(f"elastic: {name}", level=logging.WARNING)
+        log_dist(
+            f"elastic: went from {recovery.ranks[0]} to {recovery.ranks[1]} ranks at step {recovery.step} in "
+            f"{recovery.total:.2f} s (detected {recovery.detected:.2f}, regrouped {recovery.regrouped:.2f}, rebuilt "
+            f"{recovery.rebuilt:.2f}, moved {recovery.moved:.2f}, {recovery.nbytes:,} bytes to this rank); "
+            f"{recovery.repeated} finished update(s) are done again",
+            level=logging.WARNING,
+        )
+        log_dist(_invitation(self.run.members.plan, self.run.members.links.token))
+        ExitNotes.here().recovered([member.pid for member in self.run.members.plan.lost])
+
+
+def continuation_of(engine: EngineBase) -> Continuation:
+    """Returns that of an engine.
+
+    Raises:
+        CallOrderError: Its configuration has no ``elasticity.continue``.
+    """
+    hooks = engine._hooks.get("deepspeed.elasticity.feature")
+    found = None if hooks is None else hooks.continuation
+    if found is None:
+        raise CallOrderError(
+            "deepspeed.elasticity.ElasticSteps: expected an engine whose configuration has elasticity.continue: true, "
+            "found one without; set it"
+        )
+    result: Continuation = found
+    return result
+
+
+def _obituary(member: RunMember, step: int) -> str:
+    cause = ExitNotes.here().cause_of(member.pid) if member.host == socket.gethostname() else ""
+    return f"{member.name} was lost in step {step}{f': {cause}' if cause else ''}"
+
+
+def _first_members(transport: Transport) -> RunMembership:
+    """Links the ranks of a run that begins. Every rank must call it."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    own = address_towards(address)
+    if own is None:
+        raise CommunicationError(
+            f"elasticity.continue: there is no route to MASTER_ADDR {address}; set one that all reach"
+        )
+    token = gather_objects(transport, new_token(), label="linking the ranks")[0]
+    links = MemberLinks(own, token)
+    here = RunMember(
+        transport.rank, transport.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")),
+        links.address,
+    )  # fmt: skip
+    members = tuple(gather_objects(transport, here, label="linking the ranks"))
+    links.settle(members, transport.rank)
+    links.connect(60.0)
+    links.on_loss = waits_give_up(Job.current())
+    plan = JobPlan(0, members, members[0].address)
+    log_dist(_invitation(plan, token))
+    ExitNotes.here().continues()
+    return RunMembership(links, JobManager(links), plan)
+
+
+def _invitation(plan: JobPlan, token: str) -> str:
+    host, port = plan.members[0].address
+    return f"elastic: a process may join this run with {JOIN}={host}:{port}/{token}"

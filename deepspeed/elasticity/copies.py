@@ -1,0 +1,320 @@
+"""Copies of model states in host memory: of this rank's own slices, and of those of its neighbour.
+
+After a step every rank copies its masters, optimizer states and small states, and sends the copy to the next rank, its
+*buddy*. The two newest generations are kept, so that a death while copies travel leaves the one before whole. Where
+every rank has everything (stage 0) nothing is copied ahead: the states of any rank that is left will do.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.collect import is_per_element
+from deepspeed.checkpoint.format import COMPUTE, MASTER, SavedRun, optimizer_kind
+from deepspeed.checkpoint.param_groups import RankGroups
+from deepspeed.checkpoint.random_state import random_state
+from deepspeed.checkpoint.run_state import RunState
+from deepspeed.comm.members.member import RunMember
+from deepspeed.comm.members.regroup import ReadyMember
+from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.zero.tiling.layout import BucketLayout
+from deepspeed.zero.update.masters import MasterBucket
+
+_ALIGNMENT = 64  # bytes, so that every piece begins on a cache line
+_KEPT = 2  # generations
+
+
+@dataclass(frozen=True)
+class CopyLayout:
+    """What the copies of one job have in common; equal on all of its ranks.
+
+    Attributes:
+        epoch: Of the job.
+        owners: Numbers of its members, by rank.
+        buckets: Of the model.
+        left_out: Names of parameters that every rank has and nobody copies: frozen ones that are not sharded.
+        frozen: Names of parameters without gradient.
+        aliases: Further names of tied parameters.
+        is_whole: Each copy has everything, so that one of them is enough.
+    """
+
+    epoch: int
+    owners: tuple[int, ...]
+    buckets: tuple[BucketLayout, ...]
+    left_out: frozenset[str]
+    frozen: frozenset[str]
+    aliases: dict[str, str]
+    is_whole: bool
+
+    @classmethod
+    def of(cls, run_state: RunState, epoch: int, owners: Sequence[int]) -> CopyLayout:
+        """Returns that of a model."""
+        left_out, frozen = set(), set()
+        is_whole = True
+        for bucket in run_state.runtime.buckets:
+            master = run_state.runtime.master_of(bucket)
+            names = {tile.logical for tile in bucket.layout.tiles}
+            if master is None:
+                frozen |= names
+                left_out |= set() if bucket.is_sharded else names
+            is_whole = is_whole and not (bucket.is_sharded if master is None else master.is_sharded)
+        buckets = tuple(bucket.layout for bucket in run_state.runtime.buckets)
+        return cls(
+            epoch,
+            tuple(owners),
+            buckets,
+            frozenset(left_out),
+            frozenset(frozen),
+            run_state.aliases(),
+            is_whole,
+        )
+
+
+@dataclass
+class SmallStates:
+    """States of one rank that are no large tensors.
+
+    Attributes:
+        counters: Of the engine.
+        optimizer: Name of the torch optimizer's class.
+        groups: Hyperparameters of each param group, with the names of its parameters.
+        scalars: Scalar optimizer states of this rank's runs, with the names of their parameters.
+        loss_scaler: Its state, or None.
+        skipped_in_a_row: Updates skipped since the last one that was applied.
+        lr_scheduler: State of the schedule, or None.
+        buffers: Persistent buffers by name, on the host.
+        random: States of the random number generators.
+        extra_state: Extra state of modules.
+    """
+
+    counters: dict[str, int]
+    optimizer: str | None
+    groups: list[dict[str, Any]]
+    scalars: list[tuple[tuple[str, ...], dict[str, Any]]]
+    loss_scaler: dict[str, Any] | None
+    skipped_in_a_row: int
+    lr_scheduler: dict[str, Any] | None
+    buffers: dict[str, torch.Tensor]
+    random: dict[str, Any]
+    extra_state: dict[str, Any]
+
+
+@dataclass
+class StateCopy:
+    """A copy of the states of one rank.
+
+    Attributes:
+        generation: The number of updates after which it was made.
+        owner: Number of the member whose states they are.
+        layout: Of its job.
+        pieces: Where each run lies in ``data``, by kind.
+        small: Pickled :class:`SmallStates`.
+        data: The values as bytes, in host memory.
+    """
+
+    generation: int
+    owner: int
+    layout: CopyLayout
+    pieces: dict[str, tuple[SavedRun, ...]]
+    small: bytes
+    data: torch.Tensor
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Generation and epoch: copies with one key fit together."""
+        return self.generation, self.layout.epoch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self.data.numel() + len(self.small)
+
+
+class CopyStore:
+    """The copies that one process holds.
+
+    Args:
+        number: Of this process among the members.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._held: dict[tuple[tuple[int, int], int], StateCopy] = {}
+
+    def put(self, copy: StateCopy) -> None:
+        """Keeps a copy, and forgets those of the same owner and job that are no longer needed."""
+        self._held[copy.key, copy.owner] = copy
+
+    def trim(self, epoch: int) -> None:
+        """Keeps the newest generations of a job. Copies of former jobs go once a whole one of this job is there."""
+        keys = sorted({key for key, _ in self._held if key[1] == epoch}, reverse=True)[:_KEPT]
+        self._held = {(key, owner): copy for (key, owner), copy in self._held.items() if key in keys}
+
+    def spare(self, owner: int, size: int) -> torch.Tensor:
+        """Returns memory for a copy of ``owner``: that of a generation which nobody needs any more, if it fits."""
+        mine = sorted((key for key, of in self._held if of == owner), reverse=True)
+        if len(mine) >= _KEPT:
+            oldest = self._held.pop((mine[-1], owner))
+            if oldest.data.numel() == size:
+                return oldest.data
+        return torch.empty(size, dtype=torch.uint8)
+
+    def listed(self) -> list[list[Any]]:
+        """Returns key, owner, all owners and whether it is whole, of each copy: for messages."""
+        return [
+            [list(copy.key), copy.owner, list(copy.layout.owners), copy.layout.is_whole] for copy in self._held.values()
+        ]
+
+    def of_key(self, key: tuple[int, int]) -> list[StateCopy]:
+        """Returns the copies with a key, this process's own first."""
+        found = [copy for copy in self._held.values() if copy.key == key]
+        return sorted(found, key=lambda copy: copy.owner != self._number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(copy.nbytes for copy in self._held.values())
+
+
+def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) -> tuple[int, int] | None:
+    """Returns the newest generation and epoch of which the living members hold everything; None: there is none."""
+    owners_of: dict[tuple[int, int], set[int]] = {}
+    found: set[tuple[int, int]] = set()
+    for member in living:
+        for (generation, epoch), owner, owners, is_whole in ready[member.number].held:
+            key = int(generation), int(epoch)
+            owners_of.setdefault(key, set()).add(int(owner))
+            if is_whole or owners_of[key] >= set(owners):
+                found.add(key)
+    return max(found, default=None)
+
+
+# -- taking ------------------------------------------------------------------------------------------------------------
+
+
+def small_states(run_state: RunState) -> bytes:
+    """Returns :class:`SmallStates` of this rank, pickled, so that they are as they were."""
+    zero, optimizer = run_state.optimizer, run_state.torch_optimizer
+    schedule = run_state.schedule_state()
+    names = run_state.group_names()
+    hyperparameters = RankGroups.of(optimizer, None).hyperparameters
+    return pickle.dumps(
+        SmallStates(
+            counters=dict(run_state.counters),
+            optimizer=type(optimizer).__name__ if optimizer is not None else None,
+            groups=[{**group, "params": members} for group, members in zip(hyperparameters, names, strict=True)],
+            scalars=list(_scalars(run_state)),
+            loss_scaler=zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
+            skipped_in_a_row=zero.skipped_in_a_row if zero is not None else 0,
+            lr_scheduler=schedule,
+            buffers={name: buffer.detach().to("cpu", copy=True) for name, buffer in run_state.buffers().items()},
+            random=random_state(),
+            extra_state=run_state.extra_state(),
+        )
+    )
+
+
+def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    optimizer = run_state.torch_optimizer
+    assert optimizer is not None, "elasticity.continue needs an optimizer"
+    for master in run_state.runtime.masters:
+        for run in master.runs:
+            state = optimizer.state.get(run.param) or {}
+            if state:
+                names = tuple(master.layout.tiles[tile].logical for tile, _, _ in master.tile_spans(run.span))
+                yield (
+                    names,
+                    {
+                        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                        if not is_per_element(value, run.param)
+                    },
+                )
+
+
+def _stretches(run_state: RunState) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    """Yields kind, bucket, first element and values (1-D views) of all that this rank has and others may lack."""
+    for bucket in run_state.runtime.buckets:
+        master = run_state.runtime.master_of(bucket)
+        if master is not None:
+            yield from _of_master(run_state, bucket.index, master)
+        elif bucket.is_sharded:
+            lower, _ = bucket.layout.slice_bounds(bucket.transport.rank)
+            yield COMPUTE, bucket.index, lower, bucket.shard
+
+
+def _of_master(run_state: RunState, bucket: int, master: MasterBucket) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    lower, _ = master.layout.slice_bounds(master.rank)
+    yield MASTER, bucket, lower, master.flat
+    assert run_state.torch_optimizer is not None
+    for run in master.runs:
+        for key, value in (run_state.torch_optimizer.state.get(run.param) or {}).items():
+            if is_per_element(value, run.param):
+                yield optimizer_kind(key), bucket, lower + run.span.start, value.detach().reshape(-1)
+
+
+@torch.no_grad()
+def copy_states(run_state: RunState, layout: CopyLayout, owner: int, held: CopyStore) -> StateCopy:
+    """Copies this rank's states to host memory.
+
+    Args:
+        run_state: The training run, between two steps.
+        layout: Of the job.
+        owner: Number of this process.
+        held: Has memory to spare.
+    """
+    pieces: dict[str, list[SavedRun]] = {}
+    found: list[tuple[SavedRun, torch.Tensor]] = []
+    size = 0
+    for kind, bucket, start, values in _stretches(run_state):
+        if values.numel():
+            piece = SavedRun(bucket, start, start + values.numel(), values.dtype, size)
+            pieces.setdefault(kind, []).append(piece)
+            found.append((piece, values))
+            size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+    data = held.spare(owner, size)
+    for piece, values in found:
+        data[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(values)
+    tupled = {kind: tuple(listed) for kind, listed in pieces.items()}
+    return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small_states(run_state), data)
+
+
+def send_to_buddy(copy: StateCopy, owners: Sequence[int], transport: Transport, held: CopyStore) -> StateCopy | None:
+    """Sends a copy to the next rank and returns that of the rank before. Every rank of the job must call it.
+
+    Args:
+        copy: Of this rank.
+        owners: Numbers of the members, by rank.
+        transport: Over host memory.
+        held: Has memory to spare.
+
+    Returns:
+        None where there is no other rank.
+    """
+    rank, size = transport.rank, transport.size
+    if size == 1:
+        return None
+    following, before = (rank + 1) % size, (rank - 1) % size
+    told = torch.frombuffer(bytearray(pickle.dumps((copy.generation, copy.pieces, copy.small))), dtype=torch.uint8)
+    lengths = torch.tensor([told.numel(), copy.data.numel()])
+    theirs = torch.zeros_like(lengths)
+    doing = "copies of model states for the buddy"
+    transport.move([Piece(rank, following, lengths), Piece(before, rank, theirs)], label=doing)
+    told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
+    data = held.spare(owners[before], int(theirs[1]))
+    transport.move(
+        [
+            Piece(rank, following, told),
+            Piece(rank, following, copy.data),
+            Piece(before, rank, told_there),
+            Piece(before, rank, data),
+        ],
+        label=doing,
+    )
+    generation, pieces, small = pickle.loads(told_there.numpy().tobytes())
+    return StateCopy(generation, owners[before], copy.layout, pieces, small, data)

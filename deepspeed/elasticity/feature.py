@@ -1,0 +1,119 @@
+"""Runs that go on when ranks come and go (``elasticity.continue``): what is refused, what begins with the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from deepspeed.config.section import features_of
+from deepspeed.elasticity.continuation import Continuation
+from deepspeed.engine.features import feature_of
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.group import Groups
+from deepspeed.zero.runtime import ZeroRuntime
+
+_SETTING = "elasticity.continue"
+_OWN = "deepspeed.elasticity.feature"
+
+
+class ElasticHooks(EngineHooks):
+    """Refuses updates outside of a step of ``ElasticSteps``.
+
+    Attributes:
+        continuation: What the engine goes on with after a loss.
+    """
+
+    def __init__(self) -> None:
+        self.continuation: Continuation | None = None
+
+    @override
+    def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
+        if self.continuation is not None:
+            self.continuation.refuse_lone_update()
+
+
+class ElasticRanks(EngineFeature):
+    """Goes on when ranks come and go."""
+
+    title = "ranks that come and go"
+    setting = _SETTING
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        problem = _problem(setup)
+        if problem is not None:
+            raise DeepSpeedConfigError(f"{_SETTING}: {problem}")
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks:
+        return ElasticHooks()
+
+    @override
+    def finish(self, engine: Any, training_data: Any) -> None:
+        schedule = engine._parts.client.lr_scheduler
+        if hasattr(schedule, "step") and not isinstance(schedule, type):
+            raise DeepSpeedConfigError(
+                f"{_SETTING}: initialize(lr_scheduler=...) was given a schedule object, which belongs to one "
+                "optimizer; set the section `scheduler`, or give a function that makes the schedule from an optimizer"
+            )
+        hooks: ElasticHooks = engine._hooks.get(_OWN)
+        hooks.continuation = Continuation.open(engine)
+
+
+def _problem(setup: EngineSetup) -> str | None:
+    """What cannot be gone on with after a loss, and what to change; None: nothing."""
+    zero = setup.root.zero_optimization
+    other_axes = [f"{axis} ({size} ranks)" for axis, size in setup.ranks.mesh.axes if size > 1 and axis != "data"]
+    if other_axes or setup.ranks.model_size > 1 or setup.ranks.zero_group is not None:
+        axes = ", ".join(other_axes) or "an mpu with groups of its own"
+        return (
+            f"expected data parallelism alone, found {axes}. What a lost rank held of other axes has no copy; train "
+            "with data-parallel ranks only, or leave elasticity.continue out and restart from checkpoints"
+        )
+    if setup.has_stages:
+        return (
+            "a PipelineModule is not supported: what a stage held has no copy on other ranks. Leave "
+            "elasticity.continue out and restart from checkpoints"
+        )
+    for name in ("zero_hpz_partition_size", "mics_shard_size"):
+        size = getattr(zero, name)
+        if size > 1:
+            return f"zero_optimization.{name} is {size}, which does not divide every number of ranks; leave it out"
+    problem = _problem_of_objects(setup)
+    if problem is not None:
+        return problem
+    asked_for = [feature_of(name) for name in _asked_for(setup) if name != _OWN]
+    others = [feature.title for feature in asked_for if not feature.only_watches]
+    if others:
+        return f"is not supported together with {', '.join(others)}; leave one of the two out"
+    return None
+
+
+def _asked_for(setup: EngineSetup) -> list[str]:
+    return sorted({*features_of(setup.root), *marks_of(setup.model, setup.optimizer)})
+
+
+def _problem_of_objects(setup: EngineSetup) -> str | None:
+    root = setup.root
+    if isinstance(setup.optimizer, torch.optim.Optimizer):
+        return (
+            "initialize(optimizer=...) was given an optimizer object, which belongs to this number of ranks once it is "
+            "used; set the section `optimizer`, or give a function that makes the optimizer from parameters"
+        )
+    if setup.optimizer is None and (root.optimizer is None or root.optimizer.type is None):
+        return "there is no optimizer, so nothing is trained; set the section `optimizer`, or leave it out"
+    kind = (root.optimizer.type or "").lower() if root.optimizer is not None else ""
+    if any(name in kind for name in ("onebit", "zeroone", "muon")):
+        return (
+            f"the optimizer {root.optimizer.type if root.optimizer else ''} keeps states of its own on every rank, "
+            "which have no copy elsewhere; use Adam, AdamW or another elementwise one"
+        )
+    if root.zero_optimization.zero_quantized_gradients or root.communication_compression.gradients is not None:
+        return "compressed gradients leave errors on every rank, which have no copy elsewhere; switch them off"
+    return None
+
+
+FEATURE = ElasticRanks()

@@ -1,0 +1,244 @@
+"""The steps of a run whose ranks come and go: each has the same samples, whoever computes them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from deepspeed.elasticity.continuation import Continuation, CopyCost, Recovery, continuation_of
+from deepspeed.elasticity.dealing import DealtMicroBatch, deal
+from deepspeed.engine.base import EngineBase
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
+
+
+class ElasticStep:
+    """One update. Entered as a context manager; iterated over, it yields this rank's micro-batches.
+
+    Attributes:
+        number: Updates before it.
+        is_done: Whether the update was made, and by all ranks. False after a loss: the step comes again.
+        loss: Mean over the micro-batches of all ranks, once the update was made; else None.
+        must_regroup: A process wants to join, so the ranks change after this step.
+        was_entered: Whether ``with`` was used on it.
+    """
+
+    def __init__(self, steps: ElasticSteps, number: int, dealt: Sequence[DealtMicroBatch]) -> None:
+        self.number = number
+        self.is_done = False
+        self.loss: float | None = None
+        self._steps = steps
+        self._dealt = dealt
+        self._weight = 0.0
+        self._sum: torch.Tensor | None = None
+        self._started = 0.0
+        self.must_regroup = False
+        self.was_entered = False
+
+    def __enter__(self) -> ElasticStep:
+        self._started = time.monotonic()
+        self.was_entered = True
+        self._steps.open_step(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._steps.close_step(self, error)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the micro-batches of this rank: call forward, ``engine.backward`` and ``engine.step`` for each."""
+        for dealt in self._dealt:
+            self._weight = float(dealt.counts)
+            yield self._steps.micro_batch(self.number, dealt.number)
+
+    @property
+    def seconds(self) -> float:
+        """Since it was entered."""
+        return time.monotonic() - self._started
+
+    # -- what the engine asks (``engine.batches.UnevenBatch``) ---------------------------------------------------------
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss multiplied so that the mean over ranks of all sums is the mean over all micro-batches."""
+        weighed = loss * (self._weight * self._steps.loss_factor)
+        found = weighed.detach().float().reshape(())
+        self._sum = found if self._sum is None else self._sum + found
+        return weighed
+
+    def numbers(self) -> Sequence[float]:
+        """Returns this rank's part of the mean loss, and whether a process asks it to let it join."""
+        return (0.0 if self._sum is None else float(self._sum), float(self._steps.has_knocks))
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Takes the numbers of all ranks, by rank: 2-D, fp64."""
+        self.loss = float(rows[:, 0].mean())
+        self.must_regroup = bool(rows[:, 1].any())
+
+
+class ElasticSteps:
+    """Yields the steps of a run, each as often as it takes until its update was made by all ranks that are there.
+
+    Samples are counted over the whole run: step *s* has samples ``[s * B, (s + 1) * B)`` of an endless sequence of
+    permutations of the data set, which follow from the seed; *B* is ``train_batch_size``. So every sample is used once,
+    in the same update, whatever the number of ranks.
+
+    Args:
+        engine: With ``elasticity.continue`` in its configuration.
+        dataset: Has ``len()`` and ``[index]``, equal on all ranks.
+        total_steps: Updates of the run; those that the engine has made already (a loaded checkpoint) count.
+        collate_fn: Makes a micro-batch of a list of samples; None: torch's ``default_collate``.
+        shuffle: Take samples in a new random order in every epoch; otherwise in their order.
+        seed: Of the orders.
+        checkpoints: The folder that the run saves to: where a rank and its buddy are lost at once, it goes on from
+            the last checkpoint there.
+
+    Raises:
+        CallOrderError: The engine has no ``elasticity.continue``.
+        DeepSpeedConfigError: The data set is empty.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        dataset: Any,
+        total_steps: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        checkpoints: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if len(dataset) == 0:
+            raise DeepSpeedConfigError("deepspeed.elasticity.ElasticSteps: the data set is empty; give one that is not")
+        self._engine: EngineBase = engine
+        self._continuation: Continuation = continuation_of(engine)
+        self._continuation.run.checkpoints = checkpoints
+        self._dataset = dataset
+        self._total = total_steps
+        self._collate = collate_fn or default_collate
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """All changes of the ranks so far, with their times."""
+        return self._continuation.run.recoveries
+
+    @property
+    def copy_cost(self) -> CopyCost:
+        """What copies of model states have cost so far."""
+        return self._continuation.run.cost
+
+    @property
+    def has_knocks(self) -> bool:
+        """Whether a process asks this one to let it join."""
+        return self._continuation.has_knocks
+
+    @property
+    def loss_factor(self) -> float:
+        """What a loss is multiplied by: the ranks, which the mean over ranks divides by, over all micro-batches."""
+        return self._continuation.size / self._micro_batches
+
+    @property
+    def _micro_batches(self) -> int:
+        return self._engine.train_batch_size() // self._engine.train_micro_batch_size_per_gpu()
+
+    def __iter__(self) -> Iterator[ElasticStep]:
+        while True:
+            while self._engine.global_steps < self._total:
+                number = self._engine.global_steps
+                step = ElasticStep(
+                    self, number, deal(self._micro_batches, self._continuation.size, self._continuation.rank)
+                )
+                yield step
+                if not step.was_entered:
+                    raise CallOrderError(
+                        f"ElasticSteps: step {number} was not entered; write `with step:` around its micro-batches"
+                    )
+            if self._finishes():
+                self._continuation.leave()
+                return
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    def micro_batch(self, step: int, number: int) -> Any:
+        """Returns a micro-batch of a step, by its number among those of all ranks."""
+        size = self._engine.train_micro_batch_size_per_gpu()
+        first = step * self._engine.train_batch_size() + number * size
+        return self._collate([self._dataset[self.sample(position)] for position in range(first, first + size)])
+
+    def sample(self, position: int) -> int:
+        """Returns the index in the data set of a sample, by its position in the whole run."""
+        epoch, place = divmod(position, len(self._dataset))
+        if not self._shuffle:
+            return place
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
+        return int(self._order[1][place])
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def open_step(self, step: ElasticStep) -> None:
+        """A step begins."""
+        self._continuation.in_step = True
+        self._engine._batches.share = step
+
+    def close_step(self, step: ElasticStep, error: BaseException | None) -> bool:
+        """A step ends; returns whether its error is dealt with, as it came from a lost rank.
+
+        Args:
+            step: The step.
+            error: What was raised inside it; None: nothing.
+        """
+        self._engine._batches.share = None
+        self._continuation.in_step = False
+        try:
+            if error is not None:
+                raise error
+            if self._engine.global_steps != step.number + 1:
+                raise CallOrderError(
+                    f"ElasticSteps: after step {step.number} the engine has made {self._engine.global_steps} updates, "
+                    f"expected {step.number + 1}; call engine.step() once for every micro-batch of the step"
+                )
+            self._continuation.after_update()
+            step.is_done = True
+            for recovery in self.recoveries[-1:]:
+                recovery.first_step = recovery.first_step or step.seconds
+            if step.must_regroup:
+                self._change_ranks(step.number + 1)
+        except (DeepSpeedError, RuntimeError) as failure:
+            if not self._continuation.was_lost():
+                if failure is error:
+                    return False
+                raise
+            self._change_ranks(step.number)
+            step.is_done = self._engine.global_steps > step.number
+            step.loss = step.loss if step.is_done else None
+            return True
+        except BaseException as failure:
+            if failure is error:
+                return False
+            raise
+        return False
+
+    def _finishes(self) -> bool:
+        """Returns whether the run has come to its end on all ranks; otherwise ranks were lost, and it goes on."""
+        try:
+            self._continuation.finish()
+        except (DeepSpeedError, RuntimeError):
+            if not self._continuation.was_lost():
+                raise
+            self._change_ranks(self._engine.global_steps)
+            return False
+        return True
+
+    def _change_ranks(self, step: int) -> None:
+        self._continuation = self._continuation.change_ranks(step)

@@ -1,0 +1,121 @@
+"""Who a launcher is, and the proof that it belongs to a run.
+
+A connection starts with three messages: the hub's challenge, the launcher's hello and the hub's answer. Both sides
+prove that they know the secret of the run, without sending it: each signs the other's random number (HMAC-SHA256). The
+messages after that are not signed, and nothing is encrypted. This keeps out processes that connect, by chance or on
+purpose, but not an attacker who controls the network between the machines.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from deepspeed.printable import printable
+
+_MAGIC = "deepspeed launcher"
+_LONGEST_NAME = 255
+_NONCE_BYTES = 16
+
+
+def new_nonce() -> str:
+    """Returns a random number that no connection had before."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def challenge(nonce: str) -> dict[str, Any]:
+    """Returns the hub's first message."""
+    return {"event": "challenge", "magic": _MAGIC, "nonce": nonce}
+
+
+def nonce_of(message: dict[str, Any] | None) -> str | None:
+    """Returns the random number of a challenge; None if ``message`` is none."""
+    if message is None or message.get("event") != "challenge" or message.get("magic") != _MAGIC:
+        return None
+    nonce = message.get("nonce")
+    return nonce if isinstance(nonce, str) else None
+
+
+@dataclass(frozen=True)
+class LauncherInfo:
+    """What one launcher tells the hub about itself.
+
+    Attributes:
+        index: Number of the launcher in the run; 0 is the hub.
+        host: Its machine.
+        sizes: Ranks that each launcher of the run starts.
+        master_port: Where the ranks meet; tells runs on the same machines apart.
+        version: Of this package.
+        run: Name of the run; empty where its launchers were started by hand.
+        secret: What only the launchers of the run know; empty if none was given. It is never sent.
+    """
+
+    index: int
+    host: str
+    sizes: tuple[int, ...]
+    master_port: int
+    version: str
+    run: str = ""
+    secret: str = field(default="", repr=False)
+
+    def hello(self, hub_nonce: str, own_nonce: str) -> dict[str, Any]:
+        """Returns the answer to the hub's challenge ``hub_nonce``."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "secret"}
+        message = {"event": "hello", "magic": _MAGIC, **values, "sizes": list(self.sizes), "nonce": own_nonce}
+        return self.signed(message, hub_nonce)
+
+    def signed(self, message: dict[str, Any], nonce: str) -> dict[str, Any]:
+        """Returns ``message`` with a proof that its sender knows the secret and has received ``nonce``."""
+        return {**message, "proof": _proof(self.secret, message, nonce)} if self.secret else message
+
+    def is_genuine(self, message: dict[str, Any], nonce: str) -> bool:
+        """Whether :meth:`signed` of a launcher of this run made ``message``. Without a secret every message is."""
+        if not self.secret:
+            return True
+        proof = message.get("proof")
+        rest = {name: value for name, value in message.items() if name != "proof"}
+        return isinstance(proof, str) and hmac.compare_digest(
+            proof.encode(errors="replace"), _proof(self.secret, rest, nonce).encode()
+        )
+
+    def name_of(self, index: int, host: str) -> str:
+        """Returns one launcher and its ranks in words."""
+        first = sum(self.sizes[:index])
+        last = first + self.sizes[index] - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        return f"node {index} ({ranks}, host {host})"
+
+
+@dataclass(frozen=True)
+class HandshakeMessage:
+    """A hello with every value of the right type.
+
+    Attributes:
+        me: The launcher that sent it; its secret is unknown.
+        nonce: Its random number, which the hub's answer must sign.
+    """
+
+    me: LauncherInfo
+    nonce: str
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> HandshakeMessage | None:
+        """Reads a message that anybody may have sent; None if it is no hello of a launcher."""
+        if message.get("event") != "hello" or message.get("magic") != _MAGIC:
+            return None
+        texts = [message.get(name) for name in ("host", "version", "run", "nonce")]
+        numbers, sizes = [message.get(name) for name in ("index", "master_port")], message.get("sizes")
+        if not isinstance(sizes, list) or not all(type(number) is int for number in (*numbers, *sizes)):
+            return None
+        if not all(isinstance(text, str) and len(text) <= _LONGEST_NAME for text in texts):
+            return None
+        host, version, run, nonce = (printable(str(text)).replace("\n", "?") for text in texts)
+        return cls(LauncherInfo(int(numbers[0] or 0), host, tuple(sizes), int(numbers[1] or 0), version, run), nonce)
+
+
+def _proof(secret: str, message: dict[str, Any], nonce: str) -> str:
+    text = json.dumps([nonce, message], sort_keys=True)
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()

@@ -1,0 +1,191 @@
+"""The list of what is missing: one :class:`Feature` per thing, with its public names and its configuration keys.
+
+A feature that comes into being deletes its row here and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """A configuration key that would switch a missing feature on. Its section may stand in the file switched off.
+
+    Attributes:
+        name: With dots.
+        switched_on: Whether a value of the key does; never asked about an absent section.
+        off: How to switch it off.
+        idle_at_stage_0: At ZeRO stage 0 the key means nothing and is let pass.
+    """
+
+    name: str
+    switched_on: Callable[[Any], bool]
+    off: str
+    idle_at_stage_0: bool = False
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The key as a path."""
+        return tuple(self.name.split("."))
+
+
+def switch(name: str, *, idle_at_stage_0: bool = False) -> Key:
+    """Returns a key that is true or false."""
+    off = "set it to false or leave the section out" if name.endswith(".enabled") else "set it to false"
+    return Key(name, lambda value: value is True, off, idle_at_stage_0)
+
+
+def section(name: str) -> Key:
+    """Returns a section that switches a feature on by being there."""
+    return Key(name, lambda value: value is not None, "leave the section out")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that is missing.
+
+    Attributes:
+        title: What it is, as the subject of a sentence.
+        instead: What to do today: one sentence.
+        names: Its public names, by module.
+        keys: The configuration keys that would switch it on.
+    """
+
+    title: str
+    instead: str
+    names: dict[str, str] = field(default_factory=dict)
+    keys: tuple[Key, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The title with a capital."""
+        return self.title[0].upper() + self.title[1:]
+
+    def full_names(self) -> list[str]:
+        """Returns every name with its module, in the order of the table."""
+        return [f"{module}.{name}" for module, names in self.names.items() for name in names.split()]
+
+    def sentence(self, name: str) -> str:
+        """Returns the message of the error that using ``name`` raises."""
+        return f"{name}: {self.title} is not supported yet. {self.instead}"
+
+    def refusal(self, key: Key, found: str) -> str:
+        """Returns the message for a configuration with ``key`` switched on.
+
+        Args:
+            key: One of :attr:`keys`.
+            found: Its value as it shall be shown; empty: not at all.
+        """
+        value = f" ({found})" if found else ""
+        return f"{self.heading}{value} does not exist here yet; {key.off}. {self.instead}"
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "the exchange of tokens by DeepEP",
+        "Tokens travel by the backend's own all-to-all.",
+        keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
+    ),
+    Feature(
+        "fused layers in the place of a model's own",
+        "deepspeed.init_inference keeps the model's own modules, whose attention torch fuses.",
+        {
+            "deepspeed.module_inject": "replace_transformer_layer",
+            "deepspeed.model_implementations": "DeepSpeedTransformerInference",
+        },
+    ),
+    Feature(
+        "the fused transformer layer",
+        "Use torch.nn.TransformerEncoderLayer, whose attention torch fuses.",
+        {
+            "deepspeed": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+            "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+        },
+    ),
+    Feature(
+        "autotuning",
+        "Compare stages and micro-batch sizes with ds_plan --sweep, which starts nothing.",
+        {"deepspeed.autotuning": "Autotuner"},
+        (switch("autotuning.enabled"),),
+    ),
+    Feature(
+        "an optimizer wrapper for each precision",
+        "deepspeed.initialize returns one class for all, deepspeed.zero.update.optimizer.DeepSpeedZeroOptimizer.",
+        {
+            "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
+            "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
+            "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
+        },
+    ),
+    Feature(
+        "a tiled linear layer",
+        "Use torch.nn.Linear; ZeRO stage 3 gathers one layer at a time.",
+        {"deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias"},
+    ),
+    Feature(
+        "a file writer of its own for checkpoints",
+        "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
+        {"deepspeed.io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter"},
+        (section("checkpoint.writer"),),
+    ),
+    Feature(
+        "the DataStates checkpoint engine",
+        "Use engine.save_checkpoint.",
+        {"deepspeed.datastates.config": "DeepSpeedDataStatesConfig"},
+        (section("datastates_ckpt"),),
+    ),
+    Feature(
+        "the Nebula checkpoint engine",
+        "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
+        keys=(switch("nebula.enabled"),),
+    ),
+    Feature(
+        "a pluggable checkpoint engine",
+        "Use engine.save_checkpoint and engine.load_checkpoint.",
+        {"deepspeed.runtime.checkpoint_engine.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine"},
+    ),
+    Feature(
+        "access to an upstream checkpoint by its files",
+        "Use the functions of deepspeed.utils.zero_to_fp32, or ds_inspect to look into it.",
+        {"deepspeed.checkpoint": "DeepSpeedCheckpoint"},
+    ),
+    Feature(
+        "the building of a mixture-of-experts operator",
+        "Nothing is compiled here: deepspeed.moe works as it is.",
+        {"deepspeed.ops.op_builder": "MoEBuilder"},
+    ),
+    Feature(
+        "binding processes to cores",
+        "Start the ranks with deepspeed --bind_cores_to_rank.",
+        {"deepspeed.utils.numa": "get_numactl_cmd get_numa_cores"},
+    ),
+    Feature(
+        "SuperOffload",
+        "Use offload_optimizer with device cpu.",
+        keys=(switch("zero_optimization.offload_optimizer.super_offload", idle_at_stage_0=True),),
+    ),
+    Feature("ZenFlow", "Use offload_optimizer with device cpu.", keys=(section("zero_optimization.zenflow"),)),
+    Feature(
+        "16-bit masters and optimizer state",
+        "Masters and optimizer state are fp32; offload_optimizer keeps them off the device.",
+        keys=(
+            switch("fp16.fp16_master_weights_and_grads"),
+            switch("bf16.bf16_master_weights_and_grads"),
+            switch("bf16.bf16_optimizer_states"),
+        ),
+    ),
+    Feature(
+        "mixed precision by Apex or MS-AMP",
+        "Use bf16, fp16 or torch_autocast.",
+        keys=(switch("amp.enabled"), switch("msamp.enabled")),
+    ),
+    Feature(
+        "sparse gradient reduction",
+        "Gradients of embeddings are reduced like all others.",
+        keys=(switch("sparse_gradients"),),
+    ),
+    Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
+)

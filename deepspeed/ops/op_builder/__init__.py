@@ -1,0 +1,23 @@
+"""Builders of operators by their known names; nothing is built (see :mod:`deepspeed.ops.op_builder.builder`)."""
+
+from __future__ import annotations
+
+from deepspeed.lazy import lazy_names
+
+_HERE = "deepspeed.ops.op_builder"
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        **dict.fromkeys(
+            "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder CUDAOpBuilder EvoformerAttnBuilder "
+            "FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder "
+            "InferenceCoreBuilder InferenceCutlassBuilder OpBuilder QuantizerBuilder RaggedOpsBuilder "
+            "RaggedUtilsBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder "
+            "StochasticTransformerBuilder TorchCPUOpBuilder TransformerBuilder UtilsBuilder".split(),
+            f"{_HERE}.builder",
+        ),
+        "ALL_OPS": f"{_HERE}.all_ops",
+    },
+    submodules=["all_ops", "builder"],
+)

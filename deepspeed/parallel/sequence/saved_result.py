@@ -1,0 +1,117 @@
+"""Attention's result kept once for backward: by tokens, as the layer behind it reads it, and not by heads too.
+
+Attention's own backward reads its result by heads, the projection behind it reads it by tokens: the same numbers, one
+exchange apart. Here attention's is let go where autograd saves it, and backward makes it of the other by one more
+exchange. No number changes, as an exchange only moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CallOrderError
+from deepspeed.zero.gather.handles import handing_on
+
+
+class _Saved:
+    """What autograd has of a tensor that attention saves: the tensor, or how it is made again."""
+
+    __slots__ = ("again", "packed", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.packed = packed
+        self.version = tensor._version
+        self.again: Callable[[], torch.Tensor] | None = None
+
+
+class SavedResult:
+    """For one call of an attention: sees what it saves, and is told what becomes of its result.
+
+    Where the program has hooks of its own on what is saved (checkpointing without re-entrance, offload), those decide,
+    and everything stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[_Saved] = []
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around the attention."""
+        outer = handing_on()
+        if outer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            yield
+            return
+        pack, unpack = outer
+
+        def packs(tensor: torch.Tensor) -> _Saved:
+            saved = _Saved(tensor, pack(tensor))
+            self._saved.append(saved)
+            return saved
+
+        def unpacks(saved: _Saved) -> torch.Tensor:
+            if saved.again is not None:
+                return saved.again()
+            found = unpack(saved.packed)
+            if found._version != saved.version and found is saved.packed:
+                raise CallOrderError(
+                    f"backward needs a tensor of shape {tuple(found.shape)} as attention saved it, but it was changed "
+                    "in place since; do that out of place"
+                )
+            return found
+
+        with torch.autograd.graph.saved_tensors_hooks(packs, unpacks):
+            yield
+
+    def became(
+        self, result: torch.Tensor, by_tokens: torch.Tensor, exchanged: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Releases what attention saved of its result.
+
+        Args:
+            result: What attention returned, by heads.
+            by_tokens: What the exchange made of it; both are 4-D.
+            exchanged: Makes ``result`` of ``by_tokens``.
+        """
+        saved, self._saved = self._saved, []
+        if result.untyped_storage().nbytes() != result.numel() * result.element_size() or result._version:
+            return  # there is more in this memory than the result, or it is no longer what was saved
+        kept, version = by_tokens.detach(), by_tokens._version
+        size, stride, device, dtype = result.size(), result.stride(), result.device, result.dtype
+
+        def again(view: tuple[torch.Size, tuple[int, ...]]) -> torch.Tensor:
+            if kept._version != version:
+                raise CallOrderError(
+                    "recompute_exchange: attention's result was changed in place behind attention, and backward needs "
+                    "it as it was; change it out of place, or leave recompute_exchange out"
+                )
+            with torch.no_grad():
+                made = exchanged(kept)
+                if not _lies_so(made, stride):
+                    made = torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
+                return made.as_strided(*view, 0)
+
+        for each in saved:
+            tensor = each.tensor
+            each.tensor = None
+            if tensor is not None and tensor.numel() == result.numel() and _place(tensor) == _place(result):
+                each.again = _bound(again, (tensor.size(), tensor.stride()))
+                each.packed = None
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    return tensor.data_ptr(), tensor.dtype
+
+
+def _lies_so(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Returns whether a tensor lies in memory with these strides, from its beginning; axes of one element have none."""
+    strides = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return not tensor.storage_offset() and all(own == wanted for extent, own, wanted in strides if extent > 1)
+
+
+def _bound(again: Callable[[Any], torch.Tensor], view: Any) -> Callable[[], torch.Tensor]:
+    return lambda: again(view)

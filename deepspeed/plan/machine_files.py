@@ -1,0 +1,72 @@
+"""Reads and writes the figures of a device as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.devices import Device, DeviceEfficiency, find_device, read_bytes
+
+
+def read_machine_file(path: str | Path) -> Device:
+    """Returns the device that a file describes.
+
+    The file has the fields of ``Device``; ``efficiency`` is an object with those of ``DeviceEfficiency``. ``like`` is
+    the name of a device of the table, which gives what the file leaves out. Without ``like``, ``memory`` (bytes, or
+    text such as ``80GB``), ``flops`` and ``memory_bandwidth`` are needed.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DeepSpeedConfigError: It cannot be read, or a field is unknown, missing or no number above 0.
+    """
+    try:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError(f"found a {type(facts).__name__}")
+    except (OSError, ValueError) as error:
+        raise DeepSpeedConfigError(
+            f"machine {path}: expected a JSON object with figures of a device; {error}"
+        ) from error
+    like, reached = facts.pop("like", None), facts.pop("efficiency", {})
+    if not isinstance(reached, dict):
+        raise DeepSpeedConfigError(f"machine {path}: efficiency: expected an object, found {type(reached).__name__}")
+    _refuse_unknown(path, facts, {f.name for f in fields(Device)} - {"efficiency"}, "of a device")
+    _refuse_unknown(path, reached, {f.name for f in fields(DeviceEfficiency)}, "of efficiency")
+    if "memory" in facts:
+        facts["memory"] = read_bytes(facts["memory"], f"machine {path}: memory")
+    for name, value in [*facts.items(), *reached.items()]:
+        if name not in ("name", "source") and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0
+        ):
+            raise DeepSpeedConfigError(f"machine {path}: {name}: expected a number of 0 or more, found {value!r}")
+    if like is None:
+        missing = [name for name in ("memory", "flops", "memory_bandwidth") if name not in facts]
+        if missing:
+            raise DeepSpeedConfigError(
+                f"machine {path}: {', '.join(missing)} missing; give them, or like, the name of a device in the table"
+            )
+        base = Device(
+            name=Path(path).stem, memory=0, flops=0.0, memory_bandwidth=0.0, link=0.0, host_link=0.0, source=str(path)
+        )
+    else:
+        base = find_device(like)
+    made: dict[str, Any] = {"source": str(path), **facts}
+    return replace(base, **made, efficiency=replace(base.efficiency, **reached))
+
+
+def write_machine_file(device: Device, path: str | Path) -> None:
+    """Writes the figures of a device to a file that :func:`read_machine_file` reads."""
+    Path(path).write_text(json.dumps(asdict(device), indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_unknown(path: str | Path, facts: dict[str, Any], known: set[str], what: str) -> None:
+    unknown = sorted(set(facts) - known)
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"machine {path}: {', '.join(unknown)}: no field {what}; expected some of {', '.join(sorted(known))}"
+        )

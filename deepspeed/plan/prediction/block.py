@@ -1,0 +1,366 @@
+"""Computes the times and bytes of one rank for a block of a decoder, for its embedding, and for its head and loss.
+
+Bytes of elementwise operations are those of fused kernels: a norm reads and writes once, a residual sum reads twice and
+writes once. Backward moves twice as much. What a block keeps for backward follows `Korthikanti et al.
+<https://arxiv.org/abs/2205.05198>`_, section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.plan.prediction.layout import ParallelLayout
+from deepspeed.plan.prediction.network_model import NetworkModel
+
+_EAGER = 1.6  # bytes of elementwise operations without fusion, over those with it
+_FULL_SCORES = 5  # bytes per score that unfused attention with dropout keeps: softmax, mask, dropped scores
+_WAIT_OF_PIECES = 0.25  # part of an exchange in pieces beside its product that is still waited for
+_BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five products instead of two
+
+
+@dataclass
+class WorkTimes:
+    """What a rank does in one pass of one micro-batch, in seconds.
+
+    Attributes:
+        matmul: Matrix products.
+        attention: Attention.
+        traffic: Elementwise operations.
+        exposed: Exchanges that the next operation waits for, by axis.
+        flops: Number of floating-point operations.
+        launches: Number of operations that the host starts.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    exposed: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    launches: int = 0
+
+    @property
+    def compute(self) -> float:
+        """Seconds of computation."""
+        return self.matmul + self.attention + self.traffic
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of computation and of the exchanges that it waits for."""
+        return self.compute + sum(self.exposed.values())
+
+    def plus(self, other: WorkTimes, times: float = 1.0) -> WorkTimes:
+        """Returns this and ``times`` the other."""
+        axes = self.exposed.keys() | other.exposed.keys()
+        return WorkTimes(
+            self.matmul + times * other.matmul,
+            self.attention + times * other.attention,
+            self.traffic + times * other.traffic,
+            {axis: self.exposed.get(axis, 0.0) + times * other.exposed.get(axis, 0.0) for axis in axes},
+            self.flops + times * other.flops,
+            self.launches + round(times * other.launches),
+        )
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """The cost of a block, the embedding or the head, on one rank and for one micro-batch.
+
+    Attributes:
+        forward: Forward.
+        backward: Whole backward, with the forward operations that it repeats.
+        weight: Seconds of that backward that compute gradients of weights.
+        kept: Bytes that forward keeps for backward.
+        passing: Highest number of further bytes while backward runs.
+        parameters: Elements of the parameters that this rank has; experts of other ranks do not count.
+        expert_parameters: Elements of experts among ``parameters``.
+    """
+
+    forward: WorkTimes
+    backward: WorkTimes
+    weight: float
+    kept: float
+    passing: float
+    parameters: float
+    expert_parameters: float = 0.0
+
+
+class BlockCost:
+    """Computes the times and bytes of the parts of a model.
+
+    Args:
+        shape: The model.
+        layout: How ranks share it.
+        device: Turns operations into seconds.
+        network: Turns collectives into seconds.
+        tokens: Of a sample.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, layout: ParallelLayout, device: DeviceModel, network: NetworkModel, tokens: int
+    ) -> None:
+        self._shape, self._layout, self._device, self._network = shape, layout, device, network
+        self._tokens = layout.micro_batch * tokens / layout.context  # of a micro-batch on this rank
+        self._seen = tokens  # by a query, at most
+        self._own = tokens / layout.context  # queries of a sample on this rank
+        cut = layout.tensor if layout.cuts_norms else 1
+        self._between = self._tokens / cut  # tokens between regions that are cut
+        self._heads = shape.heads / layout.tensor
+        self._kv_heads = max((shape.kv_heads or shape.heads) / layout.tensor, 1)
+        self._head = shape.width_of_head
+        self._fusion = 1.0 if layout.is_compiled else _EAGER
+        routes = shape.experts_per_token * layout.imbalance if shape.experts else 1
+        self._rows = self._tokens * routes  # that feed-forward layers of the busiest rank compute
+
+    # -- a block -----------------------------------------------------------------------------------------------------
+
+    def block(self) -> BlockTimes:
+        """Returns the times of a block."""
+        products, (core, core_backward) = self._products(), self._core()
+        of_output = sum(self._matmul(*product) for product in products)
+        of_input = sum(self._matmul(m, k, n, batch) for m, n, k, batch in products)
+        of_weight = sum(self._matmul(n, k, m, batch) for m, n, k, batch in products)
+        flops = sum(2 * m * n * k * batch for m, n, k, batch in products)
+        elementwise = self._device.traffic(self._block_traffic() * self._fusion)
+        forward = WorkTimes(
+            matmul=of_output + core.matmul,
+            attention=core.attention,
+            traffic=elementwise + core.traffic + self._casts(products, is_backward=False),
+            flops=flops + core.flops,
+            launches=24 if self._layout.is_compiled else 40,
+        )
+        backward = WorkTimes(
+            matmul=of_input + of_weight + core_backward.matmul,
+            attention=core_backward.attention,
+            traffic=2 * elementwise + core_backward.traffic + self._casts(products, is_backward=True),
+            flops=2 * flops + core_backward.flops,
+            launches=2 * forward.launches,
+        )
+        self._add_exchanges(forward, backward, of_output, of_input, of_weight)
+        return BlockTimes(
+            forward,
+            backward.plus(self._recomputed(forward, core)),
+            of_weight,
+            self._kept(),
+            self._passing(),
+            self._attention_parameters + self._expert_parameters,
+            self._expert_parameters if self._shape.experts else 0.0,
+        )
+
+    def _products(self) -> list[tuple[float, float, float, float]]:
+        """Returns m, n, k and number of the matrix products of a block's forward."""
+        shape, hidden = self._shape, self._shape.hidden
+        width = shape.width / self._layout.tensor
+        rise = width * (2 if shape.is_gated else 1)
+        found = [
+            (self._tokens, (self._heads + 2 * self._kv_heads) * self._head, hidden, 1.0),
+            (self._tokens, hidden, self._heads * self._head, 1.0),
+        ]
+        if not shape.experts:
+            return [*found, (self._tokens, rise, hidden, 1.0), (self._tokens, hidden, width, 1.0)]
+        own = shape.experts / self._layout.experts
+        rows = self._rows / own
+        router = (self._tokens, float(shape.experts), float(hidden), 1.0)
+        return [*found, router, (rows, rise, hidden, own), (rows, hidden, width, own)]
+
+    def _matmul(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        return self._device.matmul(m, n, k, batch=batch, fp8=self._layout.is_fp8)
+
+    def _casts(self, products: list[tuple[float, float, float, float]], *, is_backward: bool) -> float:
+        """Returns the seconds in which operands are cast to fp8, in two layouts. Backward casts only gradients."""
+        if not self._layout.is_fp8 or not self._device.device.fp8_flops:
+            return 0.0
+        if is_backward:
+            return self._device.traffic(sum(4 * batch * m * n for m, n, _, batch in products))
+        return self._device.traffic(sum(4 * batch * (m * k + n * k) for m, n, k, batch in products))
+
+    def _core(self) -> tuple[WorkTimes, WorkTimes]:
+        """Returns the times of attention between its projections, of forward and of backward."""
+        samples, heads = self._layout.micro_batch, self._heads
+        scores = samples * heads * self._own * self._seen
+        if self._shape.has_fused_attention:
+            flops = 4 * scores * self._head / 2  # causal
+            if self._layout.is_ring and not self._layout.balances_ring:
+                flops *= 2 - 1 / self._layout.context  # the rank with the last tokens
+            back = _BACKWARD_FLOPS * flops
+            return (
+                WorkTimes(attention=self._device.attention(flops, self._head), flops=flops),
+                WorkTimes(attention=self._device.attention(back, self._head, backward=True), flops=back),
+            )
+        product = self._device.matmul(self._own, self._seen, self._head, batch=samples * heads)
+        mixed = self._device.matmul(self._own, self._head, self._seen, batch=samples * heads)
+        moved = scores * (4 + (5 if self._shape.dropout else 0))  # softmax reads and writes, so does dropout
+        traffic = self._device.traffic(moved)
+        flops = 4 * scores * self._head
+        return (
+            WorkTimes(matmul=product + mixed, traffic=traffic, flops=flops, launches=4),
+            WorkTimes(matmul=2 * (product + mixed), traffic=2 * traffic, flops=2 * flops, launches=8),
+        )
+
+    def _block_traffic(self) -> float:
+        """Returns the bytes that fused elementwise operations of a forward move; those on scores are not in it."""
+        shape, hidden = self._shape, self._shape.hidden
+        norms = 2 * 2 * self._between * hidden
+        sums = 2 * (3 + (1 if shape.dropout else 0)) * self._between * hidden
+        rotary = 2 * (self._heads + self._kv_heads) * self._head * self._tokens
+        rows = self._rows
+        activation = (3 if shape.is_gated else 2) * rows * shape.width / self._layout.tensor
+        routes = 6 * rows * hidden if shape.experts else 0.0  # to the order of experts, and back
+        return 2 * (norms + sums + rotary + activation + routes)
+
+    # -- exchanges ---------------------------------------------------------------------------------------------------
+
+    def _add_exchanges(
+        self, forward: WorkTimes, backward: WorkTimes, of_output: float, of_input: float, of_weight: float
+    ) -> None:
+        """Adds the exchanges that are waited for; ``of_*`` are the seconds of products by what they give."""
+        layout, network = self._layout, self._network
+        nbytes = 2 * self._tokens * self._shape.hidden
+        if layout.tensor > 1:
+            group = layout.tensor_group
+            once = 2 * network.gather(nbytes, group) if layout.cuts_norms else network.all_reduce(nbytes, group)
+            if layout.overlaps_tensor:
+                forward.exposed["tensor"] = 2 * max(_WAIT_OF_PIECES * once, once - of_output / 2)
+                backward.exposed["tensor"] = 2 * max(_WAIT_OF_PIECES * once, once - (of_input + of_weight) / 2)
+            else:
+                forward.exposed["tensor"] = 2 * once
+                # The gradient of an input travels while the gradient of its weight is computed; with cut norms inputs
+                # are gathered again too, and gradients of outputs beforehand.
+                hidden = min(once, of_weight / 2) * (0.5 if layout.cuts_norms else 1.0)
+                more = 2 * network.gather(nbytes, group) if layout.cuts_norms else 0.0
+                backward.exposed["tensor"] = 2 * (once - hidden) + max(0.0, more - hidden)
+        if layout.context > 1:
+            forward.exposed["context"], backward.exposed["context"] = self._context_exchanges(forward, backward)
+        if self._shape.experts and layout.experts > 1:
+            once = 2 * network.all_to_all(2 * self._rows * self._shape.hidden, layout.expert_group)
+            forward.exposed["expert"] = backward.exposed["expert"] = once
+
+    def _context_exchanges(self, forward: WorkTimes, backward: WorkTimes) -> tuple[float, float]:
+        layout, network = self._layout, self._network
+        pair = 2 * 2 * self._tokens * self._kv_heads * self._head  # keys and values
+        if layout.is_ring:
+            hop, steps = network.send(pair, layout.tensor), layout.context - 1
+            beside = forward.attention + (0.0 if self._shape.has_fused_attention else forward.matmul)
+            there = max(0.0, hop - beside / layout.context)
+            back = max(0.0, 2 * hop - _BACKWARD_FLOPS * beside / layout.context)
+            return steps * there, steps * back
+        once = network.all_to_all(pair + 2 * 2 * self._tokens * self._heads * self._head, layout.context_group)
+        return once, once
+
+    # -- what runs again, and what is kept ---------------------------------------------------------------------------
+
+    def _recomputed(self, forward: WorkTimes, core: WorkTimes) -> WorkTimes:
+        how = self._layout.recompute
+        if how == "full":
+            return forward
+        if how == "attention":
+            return core
+        if how == "selective":
+            again = WorkTimes(matmul=forward.matmul / 2, traffic=forward.traffic, launches=forward.launches)
+            again.flops = (forward.flops - core.flops) / 2
+            if not self._shape.has_fused_attention:
+                again = again.plus(core)
+            return again
+        return WorkTimes()
+
+    def _kept(self) -> float:
+        """Returns the bytes that a block keeps for its backward."""
+        shape, layout, hidden = self._shape, self._layout, self._shape.hidden
+        if layout.recompute == "full":
+            return 2 * self._between * hidden
+        attended = self._heads * self._head
+        if layout.recompute == "selective":
+            outputs = attended + 2 * self._kv_heads * self._head + 2 * hidden
+            outputs += shape.width / layout.tensor * (2 if shape.is_gated else 1)
+            return 2 * (self._between * hidden + self._tokens * attended) + self._tokens * outputs
+        rows = self._rows
+        operand = 1 if layout.is_fp8 else 2  # bytes of what a projection keeps
+        inner = 2 + operand  # bytes per element of the width: the activation's input, and that of the last projection
+        if shape.is_gated:
+            inner += 2 if layout.is_compiled else 4  # the other factor; without fusion also the activation's result
+        kept = 2 * (2 + operand) * self._between * hidden  # inputs of norms and of projections
+        kept += self._tokens * (2 * attended + 2 * 2 * self._kv_heads * self._head)
+        kept += self._tokens * attended * (2 if operand == 2 else 3)  # of the kernel, and of the projection
+        kept += inner * rows * shape.width / layout.tensor
+        if shape.experts:
+            kept += 2 * 2 * rows * hidden
+        if shape.dropout:
+            kept += 2 * self._between * hidden  # masks
+        if not shape.has_fused_attention and layout.recompute == "none":
+            scores = layout.micro_batch * self._heads * self._own * self._seen
+            kept += (_FULL_SCORES if shape.dropout else 2) * scores
+        return kept
+
+    def _passing(self) -> float:
+        """Returns the most bytes that a block's backward has beside ``_kept``: gradients and what it computes again."""
+        shape, layout, hidden = self._shape, self._layout, self._shape.hidden
+        wide = 2 * self._rows * shape.width / layout.tensor * (2 if shape.is_gated else 1)
+        gradients = wide + 2 * 2 * self._tokens * hidden
+        if layout.recompute == "full":
+            whole = 2 * self._tokens * (2 * self._heads * self._head + 2 * self._kv_heads * self._head)
+            return gradients + whole + 2 * 4 * self._between * hidden + 2 * wide
+        if layout.recompute == "selective":
+            return gradients + wide
+        return gradients
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def embedding(self) -> BlockTimes:
+        """Returns the times of the embedding."""
+        shape, layout = self._shape, self._layout
+        moved = 2 * 2 * self._tokens * shape.hidden
+        forward = WorkTimes(traffic=self._device.traffic(moved), launches=2)
+        own = shape.vocab * shape.hidden / self._vocabulary_ranks
+        backward = WorkTimes(traffic=self._device.traffic(2 * moved + 2 * own), launches=4)
+        if self._vocabulary_ranks > 1:
+            nbytes = 2 * self._tokens * shape.hidden
+            group = layout.tensor_group
+            once = self._network.gather(nbytes, group) if layout.cuts_norms else self._network.all_reduce(nbytes, group)
+            forward.exposed["tensor"] = once
+            backward.exposed["tensor"] = self._network.gather(nbytes, group) if layout.cuts_norms else 0.0
+        return BlockTimes(forward, backward, 0.0, 0.0, 0.0, own)
+
+    def head(self) -> BlockTimes:
+        """Returns the times of the last norm, the head and the loss."""
+        shape, layout = self._shape, self._layout
+        wide = shape.vocab / self._vocabulary_ranks
+        product = self._device.matmul(self._tokens, wide, shape.hidden)
+        scores = self._tokens * wide
+        moved = scores * (4 if layout.has_fused_loss else 14)  # logits to fp32, and what the loss reads and writes
+        forward = WorkTimes(
+            matmul=product,
+            traffic=self._device.traffic(moved),
+            flops=2 * scores * shape.hidden,
+            launches=12,
+        )
+        of_input = self._device.matmul(self._tokens, shape.hidden, wide)
+        of_weight = self._device.matmul(wide, shape.hidden, self._tokens)
+        backward = WorkTimes(
+            matmul=of_input + of_weight,
+            traffic=self._device.traffic(moved),
+            flops=4 * scores * shape.hidden,
+            launches=16,
+        )
+        if self._vocabulary_ranks > 1:
+            nbytes = 2 * self._tokens * shape.hidden
+            once = self._network.all_reduce(nbytes, layout.tensor_group)
+            forward.exposed["tensor"] = once / 2 if layout.cuts_norms else 0.0
+            backward.exposed["tensor"] = max(0.0, once - of_weight)
+        of_score, more = (2, 2) if layout.has_fused_loss else (6, 8)
+        kept, passing = 2 * self._between * shape.hidden + of_score * scores, more * scores
+        return BlockTimes(forward, backward, of_weight, kept, passing, wide * shape.hidden)
+
+    @property
+    def _vocabulary_ranks(self) -> int:
+        return self._layout.tensor if self._layout.cuts_vocabulary else 1
+
+    @property
+    def _attention_parameters(self) -> float:
+        return self._shape.attention_parameters / self._layout.tensor
+
+    @property
+    def _expert_parameters(self) -> float:
+        shape, layout = self._shape, self._layout
+        own = shape.expert_parameters / layout.tensor
+        return own * shape.experts / layout.experts + shape.experts * shape.hidden if shape.experts else own

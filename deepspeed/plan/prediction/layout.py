@@ -1,0 +1,157 @@
+"""How ranks share a decoder and a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.prediction.network_model import RankGroup
+
+RECOMPUTATIONS = ("none", "selective", "attention", "full")
+"""What runs again in backward: nothing; all but every other matrix product and fused attention (per operation);
+attention between its projections; whole blocks."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Degrees of all axes, the batch, and what is done to save memory or time.
+
+    Neighbouring ranks share layers, then sequences, then batches; stages are furthest apart.
+
+    Attributes:
+        tensor: Ranks that share layers.
+        pipe: Stages of a pipeline.
+        chunks: Chunks of each stage.
+        schedule: Of the pipeline.
+        context: Ranks that share sequences.
+        is_ring: They send keys and values round; otherwise they exchange tokens for heads.
+        balances_ring: Tokens are dealt so that all ranks of the ring have as many scores of a causal attention.
+        experts: Ranks that share experts; they are neighbours among those that share a batch.
+        data: Ranks that share a batch.
+        stage: ZeRO stage.
+        shard_ranks: Ranks that share states, where these are fewer than those that share a batch; None: all.
+        micro_batch: Samples of a forward.
+        accumulation: Micro-batches of a step.
+        recompute: One of :data:`RECOMPUTATIONS`.
+        is_fp8: Linear layers of blocks multiply in fp8.
+        is_compiled: Elementwise operations are fused.
+        has_fused_loss: One kernel computes the loss from 16-bit logits and writes their gradient there.
+        cuts_norms: With ``tensor``, norms and residual sums work on a part of the sequence.
+        cuts_vocabulary: With ``tensor``, embedding, head and loss are cut over the vocabulary.
+        overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in pieces.
+        overlaps_data: Gradients travel while backward runs; at stages 1 and 2 updated parameters while forward runs.
+        gradient_bytes: Of an element of the gradients that are kept over a step.
+        lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
+        imbalance: Rows of the busiest rank's experts over those of the mean.
+        offload: Optimizer states are in host memory, which updates them.
+    """
+
+    tensor: int = 1
+    pipe: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    context: int = 1
+    is_ring: bool = True
+    balances_ring: bool = True
+    experts: int = 1
+    data: int = 1
+    stage: int = 0
+    shard_ranks: int | None = None
+    micro_batch: int = 1
+    accumulation: int = 1
+    recompute: str = "none"
+    is_fp8: bool = False
+    is_compiled: bool = False
+    has_fused_loss: bool = False
+    cuts_norms: bool = False
+    cuts_vocabulary: bool = True
+    overlaps_tensor: bool = False
+    overlaps_data: bool = True
+    gradient_bytes: int = 2
+    lighter_ends: int | None = None
+    imbalance: float = 1.0
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTATIONS:
+            raise DeepSpeedConfigError(
+                f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTATIONS)}; choose one of them"
+            )
+        if self.data % self.experts:
+            raise DeepSpeedConfigError(
+                f"ep={self.experts}: must divide the {self.data} ranks that share a batch; choose a divisor"
+            )
+        if self.data * self.context % self.shards:
+            raise DeepSpeedConfigError(
+                f"shard_ranks={self.shard_ranks}: must divide the {self.data * self.context} ranks that share a batch; "
+                "choose a divisor"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.tensor * self.context * self.data * self.pipe
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch * self.accumulation * self.data
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which states are spread; 1 at stage 0."""
+        return (self.shard_ranks or self.data * self.context) if self.stage else 1
+
+    @property
+    def expert_shards(self) -> float:
+        """Ranks over which the states of an expert are spread."""
+        return max(self.shards / self.experts, 1)
+
+    @property
+    def tensor_group(self) -> RankGroup:
+        """Ranks that share layers."""
+        return RankGroup(self.tensor)
+
+    @property
+    def context_group(self) -> RankGroup:
+        """Ranks that share sequences."""
+        return RankGroup(self.context, self.tensor)
+
+    @property
+    def expert_group(self) -> RankGroup:
+        """Ranks that share experts."""
+        return RankGroup(self.experts, self.tensor * self.context)
+
+    @property
+    def shard_group(self) -> RankGroup:
+        """Ranks that share states, or sum gradients at stage 0."""
+        return RankGroup(self.shard_ranks or self.data * self.context, self.tensor)
+
+    @property
+    def replica_group(self) -> RankGroup:
+        """Ranks with the same shard, which sum its gradients."""
+        shards = self.shard_group.size
+        return RankGroup(self.data * self.context // shards, self.tensor * shards)
+
+    @property
+    def stage_stride(self) -> int:
+        """From a rank to the one of the next stage."""
+        return self.tensor * self.context * self.data
+
+    def describe(self) -> str:
+        """Returns the layout in a few words."""
+        words = []
+        for name, size in (("tensor", self.tensor), ("pipe", self.pipe), ("context", self.context)):
+            if size > 1:
+                words.append(f"{name} {size}")
+        if self.chunks > 1:
+            words.append(f"{self.chunks} chunks")
+        if self.experts > 1:
+            words.append(f"experts {self.experts}")
+        words.append(f"data {self.data}, stage {self.stage}")
+        if self.shard_ranks is not None:
+            words.append(f"shards over {self.shard_ranks}")
+        words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
+        if self.recompute != "none":
+            words.append(f"recompute {self.recompute}")
+        return ", ".join(words)

@@ -1,0 +1,98 @@
+"""How long a collective takes between ranks that lie on some nodes.
+
+A ring passes every byte over each link once, so the slowest link on the way gives the rate: inside a node the links
+between devices, between nodes the network, of which every device of the node that takes part has its own share. Each
+step of the ring adds a latency, so that collectives between many ranks of small buffers do not scale. Sums of small
+buffers go along a tree (`NCCL <https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/>`_).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from deepspeed.plan.devices import Machine
+
+_INSIDE = 1.5e-6  # seconds of one step of a ring inside a node
+_BETWEEN = 8e-6  # and between two nodes
+_START = 12e-6  # to start a collective: the kernel and the first synchronisation
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks of a collective: every ``stride``-th rank, ``size`` of them.
+
+    Attributes:
+        size: How many.
+        stride: From one to the next, in ranks of the job.
+    """
+
+    size: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class NetworkModel:
+    """Turns collectives into seconds.
+
+    Attributes:
+        machine: On which they run.
+    """
+
+    machine: Machine
+
+    def spread(self, group: RankGroup) -> tuple[int, int]:
+        """Returns on how many link domains a group lies, and the members on each."""
+        near = max(1, min(group.size, self.machine.link_domain // group.stride))
+        return math.ceil(group.size / near), near
+
+    def gather(self, nbytes: float, group: RankGroup) -> float:
+        """Returns the seconds of an all-gather or a reduce-scatter of ``nbytes`` in the full buffer."""
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        domains, near = self.spread(group)
+        inside = nbytes * (group.size - 1) / group.size / self._link if near > 1 else 0.0
+        between = nbytes * (domains - 1) / domains / near / self._network
+        steps = _INSIDE * (group.size - domains) + _BETWEEN * (domains - 1)
+        return max(inside, between) + steps + _START
+
+    def all_reduce(self, nbytes: float, group: RankGroup) -> float:
+        """Returns the seconds of a sum of ``nbytes`` that all get."""
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        domains, near = self.spread(group)
+        steps = 2 * (_INSIDE * near + _BETWEEN * math.log2(domains)) + _START
+        alone = _INSIDE * (group.size - domains) + _BETWEEN * (domains - 1) + _START
+        return 2 * (self.gather(nbytes, group) - alone) + min(steps, 2 * alone)
+
+    def all_to_all(self, nbytes: float, group: RankGroup) -> float:
+        """Returns the seconds of an exchange in which each rank has ``nbytes``, equally many for every rank."""
+        if group.size == 1 or nbytes <= 0:
+            return 0.0
+        domains, near = self.spread(group)
+        inside = nbytes * (near - 1) / group.size / self._link
+        between = nbytes * (group.size - near) / group.size / self._network
+        return max(inside, between) + _START + (_BETWEEN if domains > 1 else _INSIDE) * math.log2(group.size)
+
+    def send(self, nbytes: float, stride: int) -> float:
+        """Returns the seconds of a message to the rank that is ``stride`` further."""
+        domains, _ = self.spread(RankGroup(2, stride))
+        rate, latency = (self._network, _BETWEEN) if domains > 1 else (self._link, _INSIDE)
+        return nbytes / rate + latency + _START
+
+    def slowdown(self, seconds: float, waits: float) -> float:
+        """Returns the seconds by which a collective slows the computation that runs beside it.
+
+        Args:
+            seconds: That the collective takes.
+            waits: Those of them in which nothing is computed.
+        """
+        return self.machine.device.efficiency.contention * max(0.0, seconds - waits)
+
+    @property
+    def _link(self) -> float:
+        return self.machine.device.link * self.machine.device.efficiency.link
+
+    @property
+    def _network(self) -> float:
+        return self.machine.network * self.machine.device.efficiency.network

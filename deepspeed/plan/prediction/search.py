@@ -1,0 +1,205 @@
+"""Looks for the fastest layouts of a model on a machine.
+
+All divisors of the ranks are tried along all axes. What cannot fit (its states alone are too large) is left out before
+its time is worked out; the idle time of pipelines is a formula in the first round, and the schedule is played for the
+best ones only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.devices import Machine
+from deepspeed.plan.prediction.layout import ParallelLayout
+from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, predict_step
+
+_REFINED = 40  # layouts of the first round whose schedules are played
+_MOST_MICRO_BATCH = 64
+_LONG = 16384  # tokens from which sequences are divided among ranks
+_RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """One of the best layouts.
+
+    Attributes:
+        step: Its predicted step.
+        reason: What sets it apart from the fastest one.
+    """
+
+    step: PredictedStep
+    reason: str
+
+
+@dataclass
+class LayoutSearch:
+    """What a search found.
+
+    Attributes:
+        best: The fastest layouts that fit, in order.
+        tried: How many were looked at.
+        refused: Why the others are not among the best, and how many there are of each reason.
+    """
+
+    best: list[RankedLayout]
+    tried: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def search_layouts(
+    shape: DecoderShape,
+    machine: Machine,
+    tokens: int,
+    samples: int,
+    *,
+    base: ParallelLayout | None = None,
+    count: int = 10,
+) -> LayoutSearch:
+    """Ranks layouts by predicted time.
+
+    Args:
+        shape: The model.
+        machine: Its ranks are all used.
+        tokens: Of a sample.
+        samples: Of a step, over all ranks.
+        base: Has what is not searched: fp8, compilation, cuts along the sequence and so on.
+        count: How many of the best are returned.
+
+    Raises:
+        DeepSpeedConfigError: No layout has so many samples, or none fits.
+    """
+    base = base or ParallelLayout(cuts_norms=True)
+    ranking = LayoutSearch([])
+    kept: list[tuple[float, int, StepSetup]] = []
+    slower: Counter[str] = Counter()
+    best: PredictedStep | None = None
+    for layout in _layouts(shape, machine, tokens, samples, base):
+        ranking.tried += 1
+        setup = StepSetup(shape, layout, machine, tokens)
+        try:
+            predictor = StepModel(setup, is_quick=True)
+        except DeepSpeedConfigError:
+            ranking.refused["layers cannot be divided among so many chunks"] += 1
+            continue
+        if predictor.least_bytes > machine.usable:
+            ranking.refused["parameters, gradients and optimizer states alone do not fit"] += 1
+            continue
+        step = predictor.predict()
+        if not step.fits:
+            ranking.refused[f"activations do not fit (recompute {layout.recompute})"] += 1
+            continue
+        if best is None or step.seconds < best.seconds:
+            best = step
+        slower[_main_cost(step)] += 1
+        heapq.heappush(kept, (-step.seconds, ranking.tried, setup))
+        if len(kept) > _REFINED:
+            heapq.heappop(kept)
+    if best is None:
+        why = ", ".join(f"{reason} ({number})" for reason, number in ranking.refused.most_common()) or "no layout"
+        raise DeepSpeedConfigError(
+            f"search: none of {ranking.tried} layouts of {machine.ranks} ranks and {samples} samples fits: {why}. Use "
+            "more devices, another number of samples, or shorter sequences"
+        )
+    refined = sorted((predict_step(setup) for _, _, setup in kept), key=lambda step: step.seconds)
+    ranking.best = [RankedLayout(step, _reason(step, refined[0])) for step in refined[:count]]
+    for step in refined[:count]:
+        slower[_main_cost(step)] -= 1
+    for cost, number in slower.items():
+        if number > 0:
+            ranking.refused[f"slower; beside products most time goes to {cost}"] = number
+    return ranking
+
+
+def _layouts(
+    shape: DecoderShape, machine: Machine, tokens: int, samples: int, base: ParallelLayout
+) -> Iterator[ParallelLayout]:
+    ranks = machine.ranks
+    tensors = [n for n in _powers(min(machine.link_domain, 64)) if shape.heads % n == 0 and ranks % n == 0]
+    contexts = [n for n in _powers(16) if n == 1 or tokens // n >= _LONG // 2]
+    pipes = [n for n in _divisors(ranks) if n <= shape.layers]
+    for tensor, context, pipe in product(tensors, contexts, pipes):
+        data, left = divmod(ranks, tensor * context * pipe)
+        if left or not data or samples % data:
+            continue
+        each = samples // data
+        experts = [n for n in _divisors(data) if shape.experts % n == 0] if shape.experts else [1]
+        # Stage 3 gathers whole layers for every micro-batch; beside stages of a pipeline the engine has stages 0 and 1.
+        stages = (1, 2, 3) if pipe == 1 else (1,)
+        if data * context == 1:
+            stages = (0,)
+        for micro in (n for n in _powers(min(each, _MOST_MICRO_BATCH)) if each % n == 0):
+            steps = each // micro
+            if pipe > 1 and steps < pipe:
+                continue
+            for chunks, ep, stage, recompute in product(
+                _chunks(shape.layers, pipe, steps), experts, stages, _RECOMPUTE
+            ):
+                yield replace(
+                    base,
+                    tensor=tensor,
+                    pipe=pipe,
+                    chunks=chunks,
+                    schedule="interleaved" if chunks > 1 else "1f1b",
+                    context=context,
+                    experts=ep,
+                    data=data,
+                    stage=stage,
+                    micro_batch=micro,
+                    accumulation=steps,
+                    recompute=recompute,
+                    cuts_norms=base.cuts_norms and tensor > 1,
+                )
+
+
+def _chunks(layers: int, pipe: int, steps: int) -> list[int]:
+    """One chunk, or several where the interleaved schedule has micro-batches in groups of its stages."""
+    if pipe == 1:
+        return [1]
+    most = layers // pipe
+    return [1, *(n for n in (2, 4, 8) if n <= most and steps % pipe == 0)]
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _costs(step: PredictedStep) -> dict[str, float]:
+    """Seconds beside those of one pass of products, by what they go to."""
+    found = {f"waits along {axis}": seconds for axis, seconds in step.exposed.items()}
+    found["waits for other stages"] = step.bubble
+    found["elementwise operations"] = step.traffic
+    found["the update"] = step.update
+    recompute = {"full": 1 / 4, "selective": 1 / 7}.get(step.setup.layout.recompute, 0.0)
+    found["what runs again"] = recompute * step.matmul
+    return found
+
+
+def _main_cost(step: PredictedStep) -> str:
+    costs = _costs(step)
+    return max(costs, key=costs.__getitem__)
+
+
+def _reason(step: PredictedStep, best: PredictedStep) -> str:
+    if step is best:
+        return f"the fastest; beside products most time goes to {_main_cost(step)}"
+    mine, its = _costs(step), _costs(best)
+    mine["products of smaller matrices"], its["products of smaller matrices"] = (
+        one.matmul - _costs(one)["what runs again"] for one in (step, best)
+    )
+    more = {name: seconds - its.get(name, 0.0) for name, seconds in mine.items()}
+    worst = max(more, key=more.__getitem__)
+    least = {name: seconds - mine.get(name, 0.0) for name, seconds in its.items()}
+    gain = max(least, key=least.__getitem__)
+    text = f"{step.seconds / best.seconds - 1:+.1%}: {more[worst]:.2f} s more of {worst}"
+    return text + (f", {least[gain]:.2f} s less of {gain}" if least[gain] > 0.005 * best.seconds else "")

@@ -1,0 +1,402 @@
+"""Predicts the time and the memory of a training step from those of its blocks.
+
+Only what the engine overlaps overlaps here. Gathers of stage 3 run one layer ahead, gradients travel while backward
+goes on, and the update comes last. Every other exchange is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.pipe.schedule.simulate import Times
+from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.devices import Machine
+from deepspeed.plan.pipeline import Pipeline, idle_time
+from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
+from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.plan.prediction.layout import ParallelLayout
+from deepspeed.plan.prediction.network_model import NetworkModel
+from deepspeed.plan.prediction.step_times import StepTimes
+
+ERROR = 0.10
+"""Relative error that is stated with a prediction. On published runs that took no part in fitting the median is about
+half of it (``benchmarks/scale.py``), but their errors were seen while the model was chosen."""
+_UPDATE_BYTES = 30  # per element: gradient, master weight and two states are read, the latter written, weights in bf16
+_UPDATE_LAUNCHES = 100
+_MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated; longer ones take the formula
+_SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")  # schedules that compute gradients of weights where stages would wait
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """A model, how ranks share it, and the machine: what :func:`predict_step` needs.
+
+    Attributes:
+        shape: The model.
+        layout: How ranks share the model and the batch.
+        machine: Where they run.
+        tokens: Tokens of a sample.
+    """
+
+    shape: DecoderShape
+    layout: ParallelLayout
+    machine: Machine
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep(StepTimes):
+    """The times of the busiest stage, and the memory of the stage that needs most.
+
+    Attributes:
+        setup: What was predicted.
+        flops: Operations of a rank, with those that run again.
+        device_bytes: Highest sum on a device.
+        state_bytes: Parameters, gradients and optimizer states in that sum.
+        activation_bytes: What forwards keep for backward in that sum.
+    """
+
+    setup: StepSetup
+    flops: float
+    device_bytes: float
+    state_bytes: float
+    activation_bytes: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.setup.layout.samples * self.setup.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks."""
+        return self.tokens / self.seconds
+
+    @property
+    def model_flops(self) -> float:
+        """Operations per second and rank, recomputation left out and attention counted as if it were not causal.
+
+        For each token that is 2 operations per parameter of a matrix forward and 4 backward, as publications count.
+        """
+        shape, setup = self.setup.shape, self.setup
+        experts = shape.experts_per_token if shape.experts else 1
+        block = shape.attention_parameters + experts * shape.expert_parameters
+        scores = 12 * shape.layers * shape.heads * shape.width_of_head * setup.tokens
+        total = self.tokens * (6 * (shape.layers * block + shape.vocab * shape.hidden) + scores)
+        return total / self.seconds / setup.layout.ranks
+
+    @property
+    def fits(self) -> bool:
+        """True where ``device_bytes`` is within the device's usable memory."""
+        return self.device_bytes <= self.setup.machine.usable
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.setup.layout.describe(),
+            **super().to_dict(),
+            "step_seconds_error": ERROR,
+            "tokens_per_second": self.tokens_per_second,
+            "model_flops_per_second_and_device": self.model_flops,
+            "device_bytes": int(self.device_bytes),
+            "state_bytes": int(self.state_bytes),
+            "activation_bytes": int(self.activation_bytes),
+            "fits": self.fits,
+        }
+
+
+def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) -> list[int]:
+    """Returns the number of layers of each chunk. Where they are not equal, the chunks at the ends have fewer.
+
+    Args:
+        layers: Layers of the model.
+        chunks: Chunks of the pipeline, all stages together.
+        lighter_ends: By how many layers the first and the last chunk are smaller; None: as few as possible.
+
+    Raises:
+        DeepSpeedConfigError: There are fewer layers than chunks, or they do not divide so.
+    """
+    if layers < chunks:
+        raise DeepSpeedConfigError(
+            f"{layers} layers cannot be divided among {chunks} chunks; choose fewer stages or chunks"
+        )
+    if lighter_ends is not None and chunks > 1:
+        each, left = divmod(layers + 2 * lighter_ends, chunks)
+        if left or each <= lighter_ends:
+            raise DeepSpeedConfigError(
+                f"lighter_ends={lighter_ends}: {layers} layers and {2 * lighter_ends} more are no multiple of {chunks} "
+                "chunks with layers left at the ends; choose another number, or leave it out"
+            )
+        return [each - lighter_ends, *[each] * (chunks - 2), each - lighter_ends]
+    counts = [-(-layers // chunks)] * chunks
+    missing = sum(counts) - layers
+    from_ends = [place for pair in zip(range(chunks - 1, -1, -1), range(chunks), strict=True) for place in pair]
+    for place in list(dict.fromkeys(from_ends))[:missing]:
+        counts[place] -= 1
+    return counts
+
+
+@dataclass(frozen=True)
+class _ChunkTimes:
+    forward: WorkTimes
+    backward: WorkTimes
+    weight: float
+    kept: float
+    host: tuple[float, float]  # forward, backward: waits for the host
+
+    @property
+    def times(self) -> Times:
+        return Times(self.forward.seconds + self.host[0], self.backward.seconds + self.host[1], self.weight)
+
+
+@dataclass
+class _StageState:
+    """Elements of parameters that one stage has."""
+
+    parameters: float = 0.0
+    experts: float = 0.0
+    chunks: list[int] = field(default_factory=list)
+
+
+class StepModel:
+    """Predicts one step.
+
+    Args:
+        setup: The model, its layout, and the machine.
+        is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
+    """
+
+    def __init__(self, setup: StepSetup, *, is_quick: bool = False) -> None:
+        self._setup, self._is_quick = setup, is_quick
+        self._layout, self._shape = setup.layout, setup.shape
+        self._device = DeviceModel(setup.machine.device)
+        self._network = NetworkModel(setup.machine)
+        cost = BlockCost(setup.shape, setup.layout, self._device, self._network, setup.tokens)
+        self._block, self._first, self._last = cost.block(), cost.embedding(), cost.head()
+        self._pipeline = Pipeline(
+            self._layout.pipe, self._layout.schedule, self._layout.chunks if self._layout.chunks > 1 else None
+        )
+        self._counts = layers_of_chunks(setup.shape.layers, len(self._pipeline.stage_of), setup.layout.lighter_ends)
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of the states on the stage that has most: the step needs at least these."""
+        return max(self._state_bytes(stage) for stage in self._stages())
+
+    def predict(self) -> PredictedStep:
+        """Returns the predicted step."""
+        last = len(self._counts) - 1
+        known: dict[tuple[int, bool, bool], _ChunkTimes] = {}
+        chunks = []
+        for place, layers in enumerate(self._counts):
+            key = (layers, place == 0, place == last)
+            if key not in known:
+                known[key] = self._chunk(place)
+            chunks.append(known[key])
+        stages = self._stages()
+        busy = [sum(chunks[place].times.forward + chunks[place].times.backward for place in s.chunks) for s in stages]
+        critical = max(range(len(stages)), key=busy.__getitem__)
+        own = [chunks[place] for place in stages[critical].chunks]
+        count = self._layout.accumulation
+        total = WorkTimes()
+        for chunk in own:
+            total = total.plus(chunk.forward, count).plus(chunk.backward, count)
+        host = count * sum(sum(chunk.host) for chunk in own)
+        exposed = dict(total.exposed)
+        exposed["data"] = exposed.get("data", 0.0) + self._exposed_data(stages[critical], own)
+        bubble = self._bubble(chunks, busy, critical)
+        state, activations, peak = self._memory(stages, chunks)
+        return PredictedStep(
+            setup=self._setup,
+            matmul=total.matmul,
+            attention=total.attention,
+            traffic=total.traffic,
+            exposed={axis: seconds for axis, seconds in exposed.items() if seconds > 0},
+            host=host,
+            bubble=bubble,
+            update=self._update(max(stages, key=lambda s: s.parameters)),
+            flops=total.flops,
+            device_bytes=peak,
+            state_bytes=state,
+            activation_bytes=activations,
+        )
+
+    # -- chunks and stages -------------------------------------------------------------------------------------------
+
+    def _chunk(self, place: int) -> _ChunkTimes:
+        parts: list[tuple[BlockTimes, int]] = [(self._block, self._counts[place])]
+        if place == 0:
+            parts.append((self._first, 1))
+        if place == len(self._counts) - 1:
+            parts.append((self._last, 1))
+        forward, backward, weight, kept = WorkTimes(), WorkTimes(), 0.0, 0.0
+        host = [0.0, 0.0]
+        launch = self._setup.machine.device.efficiency.launch
+        for part, times in parts:
+            forward, backward = forward.plus(part.forward, times), backward.plus(part.backward, times)
+            weight, kept = weight + times * part.weight, kept + times * part.kept
+            for which, work in enumerate((part.forward, part.backward)):
+                host[which] += times * max(0.0, work.launches * launch - work.seconds)
+        if self._layout.stage == 3:
+            self._add_gathers(forward, backward, self._counts[place])
+        return _ChunkTimes(forward, backward, weight, kept, (host[0], host[1]))
+
+    def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> None:
+        """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
+        layout, block = self._layout, self._block
+        dense = block.parameters - block.expert_parameters
+        gather = self._network.gather(2 * dense, layout.shard_group)
+        reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
+        reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
+        there, back = block.forward.seconds, block.backward.seconds
+        forward.exposed["data"] = self._beside(layers * gather, gather + max(0, layers - 1) * max(0.0, gather - there))
+        waits = layers * max(0.0, gather + reduce - back) + reduce
+        backward.exposed["data"] = self._beside(layers * (gather + reduce), waits)
+
+    def _beside(self, travels: float, waits: float) -> float:
+        """Returns the seconds that collectives cost: waits, and the slowdown of computation beside the rest of them."""
+        waits = min(waits, travels)
+        return waits + self._network.slowdown(travels, waits)
+
+    def _stages(self) -> list[_StageState]:
+        found = [_StageState() for _ in range(self._layout.pipe)]
+        for place, stage in enumerate(self._pipeline.stage_of):
+            state = found[stage]
+            state.chunks.append(place)
+            state.parameters += self._counts[place] * self._block.parameters
+            state.experts += self._counts[place] * self._block.expert_parameters
+            if place == 0:
+                state.parameters += self._first.parameters
+            if place == len(self._counts) - 1:
+                state.parameters += self._last.parameters
+        return found
+
+    # -- what comes once per step ------------------------------------------------------------------------------------
+
+    def _exposed_data(self, stage: _StageState, own: Sequence[_ChunkTimes]) -> float:
+        """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
+        layout, network = self._layout, self._network
+        if layout.stage == 3 or layout.shard_group.size * layout.replica_group.size == 1:
+            return 0.0
+        dense, width = stage.parameters - stage.experts, layout.gradient_bytes
+        group, gather = layout.shard_group, 0.0
+        if layout.stage == 0:
+            reduce = network.all_reduce(width * dense, group)
+        else:
+            reduce = network.gather(width * dense, group)
+            gather = network.gather(2 * dense, group)
+        reduce += network.all_reduce(width * dense / layout.shards, layout.replica_group)
+        if not layout.overlaps_data:
+            return reduce + gather
+        layers = sum(self._counts[place] for place in stage.chunks)
+        backward, forward = sum(chunk.backward.seconds for chunk in own), sum(chunk.forward.seconds for chunk in own)
+        waits = max(reduce / layers, reduce - backward) + max(gather / layers, gather - forward)
+        return self._beside(reduce + gather, waits)
+
+    def _update(self, stage: _StageState) -> float:
+        layout = self._layout
+        each = (stage.parameters - stage.experts) / layout.shards + stage.experts / layout.expert_shards
+        if layout.offload:
+            machine = self._setup.machine
+            host = each * _UPDATE_BYTES / machine.host_bandwidth
+            link = each * (2 + layout.gradient_bytes) / machine.device.host_link if machine.device.host_link else 0.0
+            return host + link
+        read = layout.gradient_bytes * (stage.parameters / (layout.shards if layout.stage >= 2 else 1))
+        return (
+            self._device.traffic(each * _UPDATE_BYTES + read)
+            + _UPDATE_LAUNCHES * self._setup.machine.device.efficiency.launch
+        )
+
+    def _bubble(self, chunks: Sequence[_ChunkTimes], busy: Sequence[float], critical: int) -> float:
+        layout, count = self._layout, self._layout.accumulation
+        if layout.pipe == 1:
+            return 0.0
+        tensor = layout.tensor if layout.cuts_norms else 1
+        nbytes = 2 * layout.micro_batch * self._setup.tokens / layout.context * self._shape.hidden / tensor
+        transfer = self._network.send(nbytes, layout.stage_stride)
+        if self._is_quick or layout.pipe * layout.chunks * min(count, 8 * layout.pipe) > _MOST_COMPUTATIONS:
+            mean = sum(busy) / len(busy)
+            hops = 2 * (layout.pipe - 1) * transfer
+            if layout.schedule in _SPLIT_BACKWARD:
+                mean /= 3
+            return (layout.pipe - 1) / layout.chunks * mean + hops
+        times = {
+            place: Times(chunk.times.forward, chunk.times.backward, chunk.weight, transfer)
+            for place, chunk in enumerate(chunks)
+        }
+        return max(0.0, idle_time(self._pipeline, times, count).seconds - count * busy[critical])
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _memory(self, stages: Sequence[_StageState], chunks: Sequence[_ChunkTimes]) -> tuple[float, float, float]:
+        """Returns the bytes of states, of activations and of the peak, on the stage that needs most."""
+        found = []
+        for number, stage in enumerate(stages):
+            state = self._state_bytes(stage)
+            kept = self._in_flight(number) * sum(chunks[place].kept for place in stage.chunks) / len(stage.chunks)
+            passing = self._block.passing
+            if len(self._counts) - 1 in stage.chunks:  # one micro-batch has logits at a time
+                kept -= (self._in_flight(number) / len(stage.chunks) - 1 / len(stage.chunks)) * self._last.kept
+                passing = max(passing, self._last.passing)
+            found.append((state, kept, state + kept + passing))
+        return max(found, key=lambda each: each[2])
+
+    def _in_flight(self, stage: int) -> float:
+        """Returns for how many micro-batches, of one chunk each, a stage keeps activations."""
+        layout = self._layout
+        pipe, chunks, count = layout.pipe, layout.chunks, layout.accumulation
+        if pipe == 1:
+            return 1
+        if layout.schedule == "gpipe":
+            return count * chunks
+        if layout.schedule in _SPLIT_BACKWARD:
+            return self._pipeline.in_flight(stage, min(count, 8 * pipe))
+        if chunks > 1:
+            return min((pipe - stage - 1) * 2 + (chunks - 1) * pipe + 1, count * chunks)
+        return min(pipe - stage, count)
+
+    def _state_bytes(self, stage: _StageState) -> float:
+        layout = self._layout
+        total = 0.0
+        for elements, shards in (
+            (stage.parameters - stage.experts, layout.shards),
+            (stage.experts, layout.expert_shards),
+        ):
+            weights = 2 / (shards if layout.stage == 3 else 1)
+            gradients = layout.gradient_bytes / (shards if layout.stage >= 2 else 1)
+            states = 0 if layout.offload else 12 / (shards if layout.stage >= 1 else 1)
+            total += elements * (weights + gradients + states)
+        if layout.stage >= 2:  # layers on their way: gathered ones, and one whose gradients leave
+            dense = self._block.parameters - self._block.expert_parameters
+            total += dense * ((2 * 2 if layout.stage == 3 else 0) + 2 * layout.gradient_bytes)
+        return total
+
+
+def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
+    """Predicts a step of a decoder.
+
+    Args:
+        setup: The model, its layout, and the machine.
+        is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
+
+    Raises:
+        DeepSpeedConfigError: The layers cannot be divided so, the layout has other ranks than the machine, or the
+            device's rates are not known.
+    """
+    device = setup.machine.device
+    if min(device.flops, device.memory_bandwidth) <= 0:
+        raise DeepSpeedConfigError(
+            f"device {device.name!r}: its operations and bytes per second are not known, so no time can be predicted; "
+            "choose a device of the table (--device), or give its figures in a file (--machine)"
+        )
+    if setup.layout.ranks != setup.machine.ranks:
+        raise DeepSpeedConfigError(
+            f"the layout ({setup.layout.describe()}) is one of {setup.layout.ranks} ranks, but the machine has "
+            f"{setup.machine.ranks}; change the degrees or the number of nodes"
+        )
+    return StepModel(setup, is_quick=is_quick).predict()

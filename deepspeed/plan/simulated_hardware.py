@@ -1,0 +1,164 @@
+"""The machine that a rehearsal sees: a device without memory or streams, host memory and disk that are only sizes.
+
+Every tensor of the size of the model is on torch's ``meta`` device: shapes, dtypes, storages and views are real,
+values are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from typing_extensions import override
+
+from deepspeed.accelerator.cpu import CPUAccelerator
+from deepspeed.offload.disk import Disk
+from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
+from deepspeed.offload.pinned import HostMemorySource
+from deepspeed.offload.run_directory import RunDirectory
+from deepspeed.plan.autocasting import SimulatedAutocast
+from deepspeed.plan.memory import META
+from deepspeed.zero.placement import Home
+
+Note = Callable[[torch.Tensor, Home, bool], None]
+"""Told of memory that no device allocator hands out: the tensor, its home, whether its pages are locked."""
+
+
+class SimulatedDevice(CPUAccelerator):
+    """A device of a given kind, whose tensors are on ``meta`` and whose streams do nothing.
+
+    Args:
+        kind: ``"cpu"`` or a kind with memory of its own.
+
+    Attributes:
+        casting: Casts the arguments of operations under ``torch.autocast``, while it is active.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._name = "meta"
+        self._kind = kind
+        self._communication_backend_name = "gloo" if kind == "cpu" else "nccl"
+        self.casting = SimulatedAutocast(kind)
+
+    def device_name(self, index: Any = None) -> str:
+        """The device of the tensors."""
+        return "meta"
+
+    @property
+    def computes_in_host_memory(self) -> bool:
+        """Of the kind that is played."""
+        return self._kind == "cpu"
+
+    @override
+    @property
+    def autocast_dtype(self) -> torch.dtype:
+        return self.casting.default_dtype
+
+    @override
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        return self.casting.region(dtype)
+
+    @property
+    def Stream(self) -> Any:
+        """Makes no stream: copies are done when the call returns."""
+        return lambda: None
+
+
+class SimulatedHostMemory(HostMemorySource):
+    """Host memory of which only the size exists.
+
+    Args:
+        is_device: The model computes in host memory.
+        note: Called with each tensor of host memory, its home, and whether its pages are locked.
+    """
+
+    def __init__(self, *, is_device: bool, note: Note) -> None:
+        self._is_device = is_device
+        self._note = note
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors seem to be."""
+        return META if self._is_device else torch.device("cpu")
+
+    @override
+    def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
+        made = torch.empty(nbytes, dtype=torch.uint8, device=META)
+        self._note(made, Home.HOST, pin)
+        return made
+
+    @override
+    def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(numel, dtype=dtype, device=META)
+        self._note(made, Home.HOST, False)
+        return made
+
+
+class _SimulatedFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def remove(self) -> None:
+        """There is nothing to remove."""
+
+
+class _SimulatedFile:
+    """A file of which only the size exists."""
+
+    is_direct = True
+
+    def __init__(self, disk: SimulatedDisk, path: Path) -> None:
+        self._disk = disk
+        self.path = path
+        self.size = 0
+
+    def grow(self, nbytes: int) -> int:
+        """Adds ``nbytes`` (whole pages) of zeros, with the disk space for them."""
+        start, self.size = self.size, self.size + nbytes
+        self._disk.nbytes += nbytes
+        return start
+
+    def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns ``numel`` elements at ``offset`` as a tensor over the file itself."""
+        made = torch.empty(numel, dtype=dtype, device=META)
+        self._disk.note(made, Home.FILE, False)
+        return made
+
+    def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""
+        self._disk.read += buffer.numel()
+        return Transfer([])
+
+    def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        """Starts to write such a tensor at ``offset``."""
+        self._disk.written += buffer.numel()
+        return Transfer([])
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class SimulatedDisk(Disk):
+    """A disk that is large enough and keeps nothing.
+
+    Attributes:
+        nbytes: Size of all files.
+        read: Bytes read so far.
+        written: Bytes written so far.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+        self.nbytes = self.read = self.written = 0
+
+    @override
+    def folder(self, parent: str, *, rank: int, purpose: str) -> RunDirectory:
+        return cast(RunDirectory, _SimulatedFolder(Path(parent)))
+
+    @override
+    def file(self, path: Path, settings: IoSettings) -> BlockFile:
+        return cast(BlockFile, _SimulatedFile(self, path))

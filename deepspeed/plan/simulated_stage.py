@@ -1,0 +1,301 @@
+"""One stage of a pipeline in a rehearsal: its engine runs the schedule, and what other stages send is made here."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.engine.inspection import EngineInspection
+from deepspeed.errors import PipelineError
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, MessageLayout
+from deepspeed.parallel.pipe.module import PipelineModule
+from deepspeed.parallel.pipe.schedule import StageSchedule, instructions
+from deepspeed.parallel.pipe.schedule.lists import Kind, Schedule
+from deepspeed.parallel.pipe.schedule.stage import PASSES
+from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
+from deepspeed.parallel.pipe.values import map_tensors, put_together, slots_of, taken_apart
+from deepspeed.plan.memory import META
+from deepspeed.plan.models import LayerRow
+from deepspeed.plan.pipeline import Pipeline
+from deepspeed.plan.step_totals import StepTotals
+from deepspeed.plan.timeline.step_trace import MarkEvent
+
+_KINDS = {instruction: kind for kind, instruction in PASSES.items()}
+_MARKS = {**{kind: kinds.value for kind, kinds in _KINDS.items()}, instructions.OptimizerStep: "step"}
+_PHASES: dict[type, str] = {
+    instructions.RecvActivation: "forward",
+    instructions.ForwardPass: "forward",
+    instructions.RecvGrad: "backward",
+    instructions.BackwardPass: "backward",
+    instructions.BackwardInput: "backward",
+    instructions.BackwardWeight: "backward",
+    instructions.OptimizerStep: "step",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The stage of a pipeline that a rank is on.
+
+    Attributes:
+        stage: Its number, from 0.
+        pipeline: All of them.
+        row: The whole model.
+        bounds: Of the chunks, in the row.
+        micro_batches: Of a step that shows all that happens in a longer one.
+        checkpointing: Layers keep their inputs only.
+    """
+
+    stage: int
+    pipeline: Pipeline
+    row: LayerRow
+    bounds: tuple[int, ...]
+    micro_batches: int
+    checkpointing: bool = False
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the step."""
+        return self.pipeline.of(self.micro_batches)
+
+    def module(self) -> PipelineModule:
+        """What the rank builds."""
+        with torch.device(META):
+            return PipelineModule(
+                self.row.layers(),
+                num_stages=self.pipeline.stages,
+                loss_fn=self.row.loss_fn,
+                partition_method=list(self.bounds),
+                activation_checkpoint_interval=int(self.checkpointing),
+                schedule=self.pipeline.schedule,
+                num_chunks=self.pipeline.num_chunks,
+            )
+
+
+@dataclass
+class StageCost:
+    """What the computations of a stage cost.
+
+    Attributes:
+        flops: Of each of its chunks, in order, and each kind of computation: operations for one micro-batch.
+        kept: Of each of its chunks, bytes that a forward keeps for backward, with what it received.
+        middle: What a group of micro-batches in the middle of a step moved and computed.
+        rest: Everything else of the step.
+    """
+
+    flops: dict[int, dict[Kind, int]] = field(default_factory=lambda: defaultdict(dict))
+    kept: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    middle: StepTotals = field(default_factory=StepTotals)
+    rest: StepTotals = field(default_factory=StepTotals)
+
+
+class SimulatedTransports:
+    """The connections of a stage: what is sent is counted, and what is received has the form that it would have.
+
+    Args:
+        stage: The stage.
+        packs: Small messages are packed, as they are on the host.
+
+    Attributes:
+        stage: Its number.
+        watch: None: there are no other ranks to wait for.
+        kept: 0: what is sent has left.
+        forms: By chunk, the description of what it gives to the next; set by :class:`SimulatedStage`.
+    """
+
+    watch = None
+    kept = 0
+
+    def __init__(self, stage: Stage, *, packs: bool) -> None:
+        self.stage = stage.stage
+        self.forms: dict[int, Any] = {}
+        self._packs = packs
+        self._order: dict[tuple[str, int], Iterator[int]] = {}
+        order: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for instruction in itertools.chain.from_iterable(StageSchedule(stage.schedule, stage.stage)):
+            if isinstance(instruction, (instructions.RecvActivation, instructions.RecvGrad)):
+                kind = ACTIVATIONS if isinstance(instruction, instructions.RecvActivation) else GRADIENTS
+                order[kind, instruction.peer].append(instruction.chunk)
+        for key, chunks in order.items():
+            self._order[key] = itertools.cycle(chunks)
+
+    def incoming(self, kind: str, stage: int) -> _SimulatedReceiver:
+        """Returns the channel that carries ``kind`` from another stage."""
+        return _SimulatedReceiver(self, kind, stage)
+
+    def connect_pairs(self, _stage_of: Sequence[int]) -> None:
+        """Nothing to connect."""
+
+    def outgoing(self, kind: str, stage: int) -> _Outgoing:
+        """Returns the channel that carries ``kind`` to another stage."""
+        return _Outgoing(packs=self._packs)
+
+    def drain(self) -> None:
+        """There is nothing to wait for."""
+
+    def batch(self) -> AbstractContextManager[None]:
+        """There is nobody to keep in step with."""
+        return nullcontext()
+
+    def received(self, kind: str, stage: int) -> Any:
+        """The next message of a kind from another stage, in memory of its own."""
+        chunk = next(self._order[kind, stage])
+        form = self.forms[chunk - 1 if kind == ACTIVATIONS else chunk]
+        slots = slots_of(form)
+        if kind == GRADIENTS:
+            return [slot.empty(META) for slot in slots if slot.requires_grad]
+        return put_together(form, [slot.empty(META).requires_grad_(slot.requires_grad) for slot in slots])
+
+
+@dataclass(frozen=True)
+class _SimulatedReceiver:
+    transports: SimulatedTransports
+    kind: str
+    stage: int
+
+    def expect(self, count: int) -> None:
+        """Nothing is posted."""
+
+    def take(self, micro_batch: int) -> Any:
+        return self.transports.received(self.kind, self.stage)
+
+
+class _Outgoing:
+    def __init__(self, *, packs: bool) -> None:
+        self._packs = packs
+
+    def send(self, micro_batch: int, value: Any) -> None:
+        nbytes, transfers = MessageLayout(slots_of(taken_apart(value)[0]), packs=self._packs).cost
+        traffic.record_asked("send", nbytes, PIPE)
+        traffic.record_ran("send", nbytes, PIPE, transfers)
+
+
+class SimulatedStage:
+    """Makes the steps of a stage.
+
+    Args:
+        engine: Of the stage; its instructions are measured from now on.
+        stage: What it is.
+        items: Inputs and labels of a micro-batch.
+        flow: What has passed so far.
+        held: Bytes on the device that no ledger answers for.
+        enter: Called with the phase that begins.
+        after_backward: Called after each computation of gradients.
+        mark: Called when a computation begins, and when it is over (``other``).
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        stage: Stage,
+        items: tuple[Any, Any],
+        *,
+        flow: Callable[[], StepTotals],
+        held: Callable[[], int],
+        enter: Callable[[str], None],
+        after_backward: Callable[[], None],
+        mark: Callable[[MarkEvent], None],
+    ) -> None:
+        self._engine, self._items = engine, items
+        self._flow, self._held, self._enter, self._after_backward = flow, held, enter, after_backward
+        self._mark = mark
+        self._chunks = stage.schedule.chunks_of(stage.stage)
+        group = stage.pipeline.group
+        self._middle = range(group, 2 * group) if stage.micro_batches >= 3 * group else range(0)
+        self._seen = StageCost()
+        self._arrived: Counter[tuple[int, int]] = Counter()  # bytes, by chunk and micro-batch
+        inspected: EngineInspection = engine.inspect()
+        interpreter, precision = inspected.interpreter, inspected.precision
+        assert interpreter is not None, "the engine is one of a pipeline"
+        assert isinstance(interpreter.transports, SimulatedTransports), "made by played_wires"
+        interpreter.wrap_handlers(self._watched)
+        context = precision.forward_context(get_accelerator())
+        interpreter.transports.forms = forms_between(stage, items, precision.compute_dtype, context)
+
+    def step(self) -> StageCost:
+        """One step.
+
+        Raises:
+            Exception: What a layer or the loss raised.
+        """
+        self._seen = StageCost()
+        self._arrived.clear()
+        try:
+            self._engine.train_batch(itertools.repeat(self._items))
+        except PipelineError as error:
+            raise (error.__cause__ or error) from None
+        return self._seen
+
+    def _watched(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
+        def watched(**arguments: Any) -> None:
+            before, held = self._flow(), self._held()
+            if kind in _PHASES:
+                self._enter(_PHASES[kind])
+            if (phase := _MARKS.get(kind)) is not None:
+                self._mark(MarkEvent(phase, arguments.get("micro_batch", -1), arguments.get("chunk", -1)))
+            run(**arguments)
+            if phase is not None:
+                self._mark(MarkEvent("other", -1))
+            moved = self._flow().plus(before, -1)
+            seen, micro_batch = self._seen, arguments.get("micro_batch")
+            if micro_batch in self._middle:
+                seen.middle = seen.middle.plus(moved, 1)
+            else:
+                seen.rest = seen.rest.plus(moved, 1)
+            if kind in _KINDS:
+                seen.flops[self._chunks.index(arguments["chunk"])][_KINDS[kind]] = moved.flops
+            if kind in (instructions.RecvActivation, instructions.ForwardPass):
+                self._note_kept(arguments["chunk"], arguments["micro_batch"], self._held() - held)
+            if kind in (instructions.BackwardPass, instructions.BackwardWeight):
+                self._after_backward()
+
+        return watched
+
+    def _note_kept(self, chunk: int, micro_batch: int, nbytes: int) -> None:
+        self._arrived[chunk, micro_batch] += nbytes
+        own = self._chunks.index(chunk)
+        self._seen.kept[own] = max(self._seen.kept[own], self._arrived[chunk, micro_batch])
+
+
+def forms_between(stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any) -> dict[int, Any]:
+    """Descriptions of what each chunk gives to the next: all layers run once, one after the other.
+
+    Args:
+        stage: Any stage of the pipeline.
+        items: Inputs and labels of a micro-batch.
+        dtype: That layers compute in; None: their own.
+        context: What forward runs in.
+    """
+    found: dict[int, Any] = {}
+    tied: dict[str, nn.Module] = {}
+    value = items[0]
+    with torch.device(META), context:
+        for number, entry in enumerate(stage.row.layers()[: stage.bounds[-2]]):
+            run: Any = entry
+            if isinstance(entry, TiedLayerSpec):
+                module = tied.setdefault(entry.key, entry.build()).to(dtype)
+                forward_fn = entry.forward_fn
+                run = module if forward_fn is None else lambda x, f=forward_fn, m=module: f(m, x)
+            elif isinstance(entry, LayerSpec):
+                run = entry.build().to(dtype)
+            elif isinstance(entry, nn.Module):
+                run = entry.to(dtype)
+            value = map_tensors(run(value), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+            if number + 1 in stage.bounds:
+                found[stage.bounds.index(number + 1) - 1] = taken_apart(value)[0]
+    return found
+
+
+def simulated_transports(stage: Stage, *, packs: bool) -> Callable[[Mesh, torch.device], Any]:
+    """Returns what makes the transports of a stage in the place of ``StageTransports``."""
+    return lambda _mesh, _device: SimulatedTransports(stage, packs=packs)

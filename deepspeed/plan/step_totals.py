@@ -1,0 +1,71 @@
+"""What a rank moves and computes, in numbers that can be added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Along = dict[tuple[str, str], tuple[int, int]]
+"""Name of a collective and of the axis along which it went, to calls and bytes."""
+
+
+@dataclass
+class StepTotals:
+    """What passed since the start of counting; differences and multiples of it are taken.
+
+    Attributes:
+        asked_along: Collectives of the schedule: name and axis to calls and bytes.
+        ran_along: What the backend ran for them.
+        flops: Floating-point operations.
+        down: Bytes from device to host.
+        up: Bytes from host to device.
+        read: Bytes read from files.
+        written: Bytes written to files.
+    """
+
+    asked_along: Along = field(default_factory=dict)
+    ran_along: Along = field(default_factory=dict)
+    flops: int = 0
+    down: int = 0
+    up: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def asked(self) -> dict[str, tuple[int, int]]:
+        """Collectives of the schedule by name, over all axes."""
+        return _over_axes(self.asked_along)
+
+    @property
+    def ran(self) -> dict[str, tuple[int, int]]:
+        """What the backend ran by name, over all axes."""
+        return _over_axes(self.ran_along)
+
+    def plus(self, other: StepTotals, times: int) -> StepTotals:
+        """This and ``times`` the other."""
+        return StepTotals(
+            asked_along=_summed(self.asked_along, other.asked_along, times),
+            ran_along=_summed(self.ran_along, other.ran_along, times),
+            flops=self.flops + times * other.flops,
+            down=self.down + times * other.down,
+            up=self.up + times * other.up,
+            read=self.read + times * other.read,
+            written=self.written + times * other.written,
+        )
+
+
+def _over_axes(along: Along) -> dict[str, tuple[int, int]]:
+    total: dict[str, tuple[int, int]] = {}
+    for (name, _), (calls, nbytes) in along.items():
+        before = total.get(name, (0, 0))
+        total[name] = (before[0] + calls, before[1] + nbytes)
+    return total
+
+
+def _summed(first: Along, second: Along, times: int) -> Along:
+    total: Along = {}
+    for name in first.keys() | second.keys():
+        calls, nbytes = first.get(name, (0, 0))
+        more_calls, more_bytes = second.get(name, (0, 0))
+        if calls + times * more_calls or nbytes + times * more_bytes:
+            total[name] = (calls + times * more_calls, nbytes + times * more_bytes)
+    return total

@@ -1,0 +1,144 @@
+"""What an operation of a play costs: which kind of kernel it is, its sizes, and the bytes that it reads and writes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.plan.memory import tensors_of
+from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.zero.storage import storage_key
+
+
+class OperationKind(enum.Enum):
+    """Kinds of kernels."""
+
+    MATMUL = "matrix product"
+    ATTENTION = "attention"
+    TRAFFIC = "elementwise"
+    FREE = "free"  # no kernel: allocations, views, questions about shapes
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    """One operation.
+
+    Attributes:
+        name: Of torch.
+        kind: Of its kernel.
+        flops: Floating-point operations, as torch counts them.
+        nbytes: Bytes read and written.
+        sides: m, n, k and number of matrix products; zeros otherwise.
+        head_size: Of attention; 0 otherwise.
+        is_causal: Half of attention's operations count.
+        is_backward: A kernel of the backward.
+    """
+
+    name: str
+    kind: OperationKind
+    flops: int = 0
+    nbytes: int = 0
+    sides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    head_size: int = 0
+    is_causal: bool = False
+    is_backward: bool = False
+
+    def seconds(self, device: DeviceModel) -> float:
+        """Returns the seconds on a device."""
+        if self.kind is OperationKind.MATMUL:
+            m, n, k, batch = self.sides
+            return device.matmul(m, n, k, batch=batch)
+        if self.kind is OperationKind.ATTENTION:
+            counted = self.flops / 2 if self.is_causal else self.flops
+            return device.attention(counted, self.head_size, backward=self.is_backward)
+        return device.traffic(self.nbytes) if self.kind is OperationKind.TRAFFIC else 0.0
+
+
+FREE = OperationCost("", OperationKind.FREE)
+_NO_KERNEL = (
+    "empty",
+    "new_empty",
+    "lift_fresh",
+    "promote_types",
+    "detach",
+    "alias",
+    "equal",
+    "is_same_size",
+    "resize_",
+    "set_",
+    "record_stream",
+)
+_LOOKS_UP = frozenset({"embedding", "index_select", "gather", "index"})
+
+
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, flops: int) -> OperationCost:
+    """Returns what an operation costs.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        kwargs: Its arguments by keyword.
+        result: What it gave.
+        flops: By torch's formula; 0 where there is none.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    given, made = list(tensors_of((args, kwargs))), list(tensors_of(result))
+    if name.startswith(_NO_KERNEL) or not any(tensor.is_meta for tensor in (*given, *made)):
+        return FREE if not flops else OperationCost(name, OperationKind.FREE, flops)
+    if "attention" in name:
+        return OperationCost(
+            name,
+            OperationKind.ATTENTION,
+            flops,
+            head_size=given[0].shape[-1],
+            is_causal=any(value is True for value in (*args, *kwargs.values())),
+            is_backward="backward" in name,
+        )
+    if flops:
+        return OperationCost(name, OperationKind.MATMUL, flops, sides=_sides(name, given, made, flops))
+    written = _shares_storage(made, given)
+    if written and not name.endswith("_"):
+        return FREE  # shows an argument in another way
+    if name in _LOOKS_UP:
+        return OperationCost(name, OperationKind.TRAFFIC, nbytes=2 * _nbytes(made))
+    return OperationCost(name, OperationKind.TRAFFIC, nbytes=_nbytes(given) + _nbytes(made))
+
+
+def cost_of_lists(args: tuple[Any, ...]) -> OperationCost:
+    """Returns what an operation on lists of tensors costs, in place: a copy of one list to another, or an update.
+
+    An update reads all lists and writes all but the second, that of the gradients.
+    """
+    lists = [_nbytes(tensors_of(value)) for value in args if isinstance(value, (tuple, list))]
+    written = sum(lists) - lists[1] if len(lists) > 2 else 0
+    return OperationCost("lists", OperationKind.TRAFFIC, nbytes=sum(lists) + written)
+
+
+def _sides(name: str, given: list[torch.Tensor], made: list[torch.Tensor], flops: int) -> tuple[int, int, int, int]:
+    """m, n, k and batch of a product; of a convolution those of an equal one."""
+    out = made[0]
+    if name in ("mm", "addmm", "bmm", "baddbmm") and out.dim() >= 2:
+        m, n = out.shape[-2:]
+        batch = out.shape[0] if out.dim() == 3 else 1
+        return m, n, max(flops // max(2 * m * n * batch, 1), 1), batch
+    n = out.shape[1] if out.dim() > 1 else 1
+    m = max(out.numel() // max(n, 1), 1)
+    return m, n, max(flops // max(2 * m * n, 1), 1), 1
+
+
+def _shares_storage(made: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
+    keys = {storage_key(tensor) for tensor in given}
+    return bool(made) and all(storage_key(tensor) in keys for tensor in made)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors; of those that repeat values, what is stored."""
+    total = 0
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            total += min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return total

@@ -1,0 +1,191 @@
+"""Gives the events of a recorded step their times.
+
+The host issues events in order, each for a little of its time. An operation starts when it is issued and the stream of
+computation is free; an exchange when it is issued, what was computed before it is done, and its communicator, and for
+ranks on several nodes the network, are free. A wait holds the computation up until its exchange is over. Nothing else
+orders anything, so what overlaps is what the engine lets overlap.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
+from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
+from deepspeed.plan.timeline.step_trace import (
+    CollectiveEvent,
+    CopyEvent,
+    HostWaitEvent,
+    MarkEvent,
+    OperationEvent,
+    TraceEvent,
+    WaitEvent,
+)
+
+COMPUTE, HOST, COPY_UP, COPY_DOWN = "compute", "host", "copies to the device", "copies to the host"
+_READ = 10e-6  # seconds from the device's end of work until the host goes on
+
+
+class StreamSpan(NamedTuple):
+    """Something that a stream does."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class ReplayTimes:
+    """Where the time of recorded events goes, in seconds.
+
+    Attributes:
+        work: Computation by kind of kernel, that of updates left out.
+        exposed: By axis, exchanges that computation waited for, and what they took from it while they ran beside it.
+        host: Time in which the device had nothing to do, as the host had not issued it or read something.
+        copies: Waits for copies between device and host.
+        update: Computation of updates.
+        seconds: Until everything is over.
+        spans: What each stream did.
+        marks: When parts of the step began.
+    """
+
+    work: dict[OperationKind, float] = field(default_factory=lambda: defaultdict(float))
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    host: float = 0.0
+    copies: float = 0.0
+    update: float = 0.0
+    seconds: float = 0.0
+    spans: list[StreamSpan] = field(default_factory=list)
+    marks: list[tuple[MarkEvent, float]] = field(default_factory=list)
+
+
+class ReplayRunner:
+    """Replays events.
+
+    Args:
+        device: Turns operations into seconds.
+        network: Turns exchanges into seconds.
+        is_asynchronous: The device works beside the host; False for training on processors.
+    """
+
+    def __init__(self, device: DeviceModel, network: NetworkModel, *, is_asynchronous: bool = True) -> None:
+        self._device, self._network = device, network
+        self._is_asynchronous = is_asynchronous
+        self._launch = device.device.efficiency.launch
+        self._known: dict[OperationCost, float] = {}
+        self._handlers = {
+            OperationEvent: self._operate,
+            CollectiveEvent: self._exchange,
+            WaitEvent: self._wait,
+            CopyEvent: self._copy,
+            HostWaitEvent: self._read,
+            MarkEvent: self._mark,
+        }
+
+    def run(self, events: Iterable[TraceEvent]) -> ReplayTimes:
+        """Replays events from a common start."""
+        self._found = ReplayTimes()
+        self._compute = self._host = self._wire = self._up = self._down = 0.0
+        self._free: dict[str, float] = defaultdict(float)  # by communicator
+        self._works: dict[int, tuple[str, float, float]] = {}
+        self._phase, self._updated = "", 0.0  # seconds of updates on the host since the device computed
+        for event in events:
+            self._handlers[type(event)](event)  # type: ignore[operator]
+        ends = [end for _, _, end in self._works.values()]
+        last = max([self._compute, self._host, self._down, *ends])
+        self._found.exposed["data"] += max(0.0, max(ends, default=0.0) - max(self._compute, self._host))
+        self._found.seconds = last
+        return self._found
+
+    def _operate(self, event: OperationEvent) -> None:
+        cost = event.cost
+        if event.is_on_host:
+            seconds = cost.nbytes / self._network.machine.host_bandwidth
+            begin = max(self._host, self._down)
+            self._host = begin + seconds
+            self._found.update += seconds
+            self._updated += seconds
+            self._found.spans.append(StreamSpan(HOST, cost.name, begin, self._host))
+            return
+        if cost not in self._known:
+            self._known[cost] = cost.seconds(self._device)
+        seconds = self._known[cost]
+        self._host += self._launch
+        begin = max(self._compute, self._host)
+        updated, self._updated = min(self._updated, begin - self._compute), 0.0
+        self._found.host += begin - self._compute - updated
+        self._compute = begin + seconds
+        if not self._is_asynchronous:
+            self._host = self._compute
+        if self._phase == "step":
+            self._found.update += seconds
+        else:
+            self._found.work[cost.kind] += seconds
+        self._found.spans.append(StreamSpan(COMPUTE, cost.name, begin, self._compute))
+
+    def _exchange(self, event: CollectiveEvent) -> None:
+        ranks = event.ranks
+        group = RankGroup(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+        if event.name == "all_reduce":
+            seconds = self._network.all_reduce(event.nbytes, group)
+        elif event.name == "all_to_all":
+            seconds = self._network.all_to_all(event.nbytes, group)
+        else:
+            seconds = self._network.gather(event.nbytes, group)
+        self._host += self._launch
+        begin = max(self._free[event.axis], self._compute, self._host)
+        if self._network.spread(group)[0] > 1:
+            begin = max(begin, self._wire)
+            self._wire = begin + seconds
+        self._free[event.axis] = begin + seconds
+        self._works[event.number] = (event.axis, begin, begin + seconds)
+        self._found.spans.append(StreamSpan(event.axis, f"{event.name} of {event.nbytes:,} B", begin, begin + seconds))
+
+    def _wait(self, event: WaitEvent) -> None:
+        work = self._works.pop(event.number, None)
+        if work is None:
+            return  # waited for before, or started before the recording
+        axis, begin, end = work
+        waits = max(0.0, end - max(self._compute, self._host if not self._is_asynchronous else 0.0))
+        taken = self._network.slowdown(end - begin, waits)
+        self._found.exposed[axis] += waits + taken
+        if waits > 0:
+            self._found.spans.append(StreamSpan(COMPUTE, f"waits: {axis}", self._compute, end))
+        self._compute = max(self._compute, end) + taken
+
+    def _copy(self, event: CopyEvent) -> None:
+        rate = self._device.device.host_link
+        seconds = event.nbytes / rate if rate > 0 else 0.0
+        if event.is_up:
+            begin = max(self._up, self._host)
+            self._up = begin + seconds
+            self._found.copies += max(0.0, self._up - self._compute)
+            self._compute = max(self._compute, self._up)
+            self._found.spans.append(StreamSpan(COPY_UP, "copy", begin, self._up))
+        else:
+            begin = max(self._down, self._compute)
+            self._down = begin + seconds
+            self._found.spans.append(StreamSpan(COPY_DOWN, "copy", begin, self._down))
+
+    def _read(self, _event: HostWaitEvent) -> None:
+        self._host = max(self._host, self._compute) + (_READ if self._is_asynchronous else 0.0)
+
+    def _mark(self, event: MarkEvent) -> None:
+        self._phase = event.phase
+        self._found.marks.append((event, max(self._compute, self._host)))
+
+
+def segments(events: Sequence[TraceEvent]) -> list[tuple[MarkEvent, Sequence[TraceEvent]]]:
+    """Returns the parts of a step, each with the mark that begins it."""
+    starts = [place for place, event in enumerate(events) if isinstance(event, MarkEvent)]
+    found: list[tuple[MarkEvent, Sequence[TraceEvent]]] = []
+    for start, end in zip(starts, [*starts[1:], len(events)], strict=True):
+        mark = events[start]
+        assert isinstance(mark, MarkEvent)
+        found.append((mark, events[start:end]))
+    return found

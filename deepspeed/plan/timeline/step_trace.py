@@ -1,0 +1,172 @@
+"""Records what the engine issues in a step: operations, exchanges and waits for them, copies, and reads by the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from deepspeed.plan.timeline.operation_cost import OperationCost
+
+
+class OperationEvent(NamedTuple):
+    """An operation on the device, or on the host where it updates offloaded states."""
+
+    cost: OperationCost
+    is_on_host: bool
+
+
+class CollectiveEvent(NamedTuple):
+    """The start of an exchange, behind everything that the current stream was given before."""
+
+    number: int
+    name: str
+    axis: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+class WaitEvent(NamedTuple):
+    """The point at which the current stream waits for an exchange."""
+
+    number: int
+
+
+class CopyEvent(NamedTuple):
+    """A copy between device and host."""
+
+    nbytes: int
+    is_up: bool
+
+
+class HostWaitEvent(NamedTuple):
+    """The point at which the host waits for a value of the device."""
+
+
+class MarkEvent(NamedTuple):
+    """The start of a part of the step.
+
+    Attributes:
+        phase: forward, backward or step; of a pipeline, the kind of computation, step, or other.
+        micro_batch: Number of the micro-batch; -1: none.
+        chunk: Number of the pipeline's chunk; -1: none.
+    """
+
+    phase: str
+    micro_batch: int
+    chunk: int = -1
+
+
+TraceEvent = OperationEvent | CollectiveEvent | WaitEvent | CopyEvent | HostWaitEvent | MarkEvent
+
+
+@dataclass
+class StepRecording:
+    """Records the events of a rank's step.
+
+    Attributes:
+        events: The recorded events, in the order in which the engine issued them.
+        is_on: True while events are recorded.
+    """
+
+    events: list[TraceEvent] = field(default_factory=list)
+    is_on: bool = False
+    _count: int = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[StepRecording]:
+        """Clears the events and records while the context is open."""
+        self.events.clear()
+        self.is_on = True
+        try:
+            yield self
+        finally:
+            self.is_on = False
+
+    def add(self, event: TraceEvent) -> None:
+        """Records an event. Does nothing while recording is off."""
+        if self.is_on:
+            self.events.append(event)
+
+    def start(self, name: str, axis: str, nbytes: int, ranks: tuple[int, ...]) -> int:
+        """Records the start of an exchange and returns its number."""
+        self._count += 1
+        self.add(CollectiveEvent(self._count, name, axis, nbytes, ranks))
+        return self._count
+
+
+class TracedWork:
+    """Wraps a transfer and records when it is waited for.
+
+    Args:
+        work: The transfer.
+        record: Records the wait.
+    """
+
+    def __init__(self, work: Any, record: Callable[[], None]) -> None:
+        self._work, self._record = work, record
+
+    def wait(self) -> Any:
+        """Records the wait, then waits for the transfer."""
+        self._record()
+        return self._work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class TracedTransport:
+    """Records the transfers of a simulated transport; a mixin that stands before the transport's class.
+
+    A transfer that calls others is recorded once.
+
+    Attributes:
+        trace: Records the transfers.
+    """
+
+    trace: StepRecording
+    axis: str
+    ranks: tuple[int, ...]
+    _is_inside = False
+
+    def all_gather(self, flat: Any, **options: Any) -> Any:
+        """Records and starts an all-gather."""
+        return self._traced("all_gather", flat, functools.partial(self._plain.all_gather, flat, **options))
+
+    def share(self, flat: Any, **options: Any) -> Any:
+        """Records and starts the all-gather that ends an all-reduce."""
+        return self._traced("all_gather", flat, functools.partial(self._plain.share, flat, **options))
+
+    def reduce_scatter(self, flat: Any, out: Any, how: Any) -> Any:
+        """Records and starts a reduce-scatter."""
+        return self._traced("reduce_scatter", flat, functools.partial(self._plain.reduce_scatter, flat, out, how))
+
+    def all_reduce(self, flat: Any, out: Any, how: Any) -> Any:
+        """Records and starts an all-reduce."""
+        return self._traced("all_reduce", flat, functools.partial(self._plain.all_reduce, flat, out, how))
+
+    def swap(self, flat: Any, out: Any, **options: Any) -> Any:
+        """Records and starts an all-to-all of equal slices."""
+        return self._traced("all_to_all", flat, functools.partial(self._plain.swap, flat, out, **options))
+
+    def all_to_all(self, source: Any, sent: Any, out: Any, received: Any, **options: Any) -> Any:
+        """Records and starts an all-to-all of rows."""
+        call = functools.partial(self._plain.all_to_all, source, sent, out, received, **options)
+        return self._traced("all_to_all", source, call)
+
+    @property
+    def _plain(self) -> Any:
+        """The calls of the transport's own class."""
+        return super()
+
+    def _traced(self, name: str, flat: Any, call: Callable[[], Any]) -> Any:
+        if self._is_inside or not self.trace.is_on:
+            return call()
+        self._is_inside = True
+        try:
+            number = self.trace.start(name, self.axis, flat.numel() * flat.element_size(), self.ranks)
+            return TracedWork(call(), lambda: self.trace.add(WaitEvent(number)))
+        finally:
+            self._is_inside = False

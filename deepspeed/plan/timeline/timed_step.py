@@ -1,0 +1,142 @@
+"""The time of a whole step from what was played of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import override
+
+from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
+from deepspeed.parallel.pipe.schedule.simulate import Times
+from deepspeed.plan.devices import Machine
+from deepspeed.plan.pipeline import Pipeline, idle_time
+from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.plan.prediction.network_model import NetworkModel
+from deepspeed.plan.prediction.step_times import StepTimes
+from deepspeed.plan.timeline.operation_cost import OperationKind
+from deepspeed.plan.timeline.replay import ReplayRunner, ReplayTimes, StreamSpan, segments
+from deepspeed.plan.timeline.step_trace import TraceEvent
+
+
+@dataclass(frozen=True)
+class TimedStep(StepTimes):
+    """The times of a step as its play was replayed.
+
+    Attributes:
+        copies: Waits for copies between device and host, in seconds.
+        spans: What each stream does in the micro-batches that were played.
+    """
+
+    copies: float = 0.0
+    spans: list[StreamSpan] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return super().seconds + self.copies
+
+    def plus(self, part: ReplayTimes, times: float = 1.0) -> TimedStep:
+        """Returns this and ``times`` a part of the step."""
+        axes = self.exposed.keys() | part.exposed.keys()
+        return replace(
+            self,
+            matmul=self.matmul + times * part.work[OperationKind.MATMUL],
+            attention=self.attention + times * part.work[OperationKind.ATTENTION],
+            traffic=self.traffic + times * part.work[OperationKind.TRAFFIC],
+            exposed={axis: self.exposed.get(axis, 0.0) + times * part.exposed[axis] for axis in axes},
+            host=self.host + times * part.host,
+            copies=self.copies + times * part.copies,
+            update=self.update + times * part.update,
+        )
+
+    @override
+    def rows(self) -> list[tuple[str, float]]:
+        *others, bubble, update = super().rows()
+        return [*others, ("waits for copies", self.copies), bubble, update]
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "copy_seconds": self.copies}
+
+
+def _replay(machine: Machine, *, is_asynchronous: bool) -> ReplayRunner:
+    return ReplayRunner(DeviceModel(machine.device), NetworkModel(machine), is_asynchronous=is_asynchronous)
+
+
+def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int, *, is_asynchronous: bool) -> TimedStep:
+    """Returns the time of a step without stages.
+
+    Args:
+        events: Of the micro-batches that were played: all, or the first and the last.
+        machine: On which they run.
+        accumulation: Micro-batches of the step.
+        is_asynchronous: The device works beside the host.
+    """
+    replay = _replay(machine, is_asynchronous=is_asynchronous)
+    parts = segments(events)
+    played = max((mark.micro_batch for mark, _ in parts), default=0) + 1
+    whole = replay.run(events)
+    found = replace(TimedStep().plus(whole), spans=whole.spans)
+    if accumulation > played:
+        first = [event for mark, part in parts if mark.micro_batch == 0 for event in part]
+        found = found.plus(replay.run(first), accumulation - played)
+    return found
+
+
+def time_pipeline(
+    events_of: Mapping[int, Sequence[TraceEvent]],
+    alike: Mapping[int, int],
+    pipeline: Pipeline,
+    machine: Machine,
+    accumulation: int,
+    transfer: float,
+) -> TimedStep:
+    """Returns the time of a step of a pipeline: that of its busiest stage, and its waits for the others.
+
+    Args:
+        events_of: By stage that was played, what it issued in a step.
+        alike: By stage, the played one with the same layers.
+        pipeline: Its stages and schedule.
+        machine: On which they run.
+        accumulation: Micro-batches of the step.
+        transfer: Seconds from the end of a computation until the next stage has its result.
+    """
+    replay = _replay(machine, is_asynchronous=True)
+    stages: dict[int, tuple[TimedStep, list[Times]]] = {}
+    for stage, events in events_of.items():
+        stages[stage] = _time_stage(replay, events, accumulation, transfer)
+    times: dict[int, Times] = {}
+    for stage, played in alike.items():
+        own = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
+        times |= dict(zip(own, stages[played][1], strict=True))
+    found = max((timed for timed, _ in stages.values()), key=lambda timed: timed.seconds)
+    idle = idle_time(pipeline, times, accumulation)
+    return replace(found, bubble=max(0.0, idle.seconds - idle.busy))
+
+
+def _time_stage(
+    replay: ReplayRunner, events: Sequence[TraceEvent], accumulation: int, transfer: float
+) -> tuple[TimedStep, list[Times]]:
+    """The time of a stage that never waits for others, and the times of its chunks for one micro-batch."""
+    marked = [(mark, part) for mark, part in segments(events) if mark.phase in _COMPUTATIONS]
+    # The last backward of a chunk also sums gradients, so the first stands for all.
+    first = {(mark.chunk, mark.phase): part for mark, part in reversed(marked)}
+    parts = {key: replay.run(part) for key, part in first.items()}
+    total = TimedStep()
+    for part in parts.values():
+        total = total.plus(part, accumulation)
+    whole = replay.run(events)
+    alone = sum(parts[mark.chunk, mark.phase].seconds for mark, _ in marked)
+    tail = ReplayTimes(update=whole.update)
+    tail.exposed["data"] = max(0.0, whole.seconds - alone - whole.update)
+    chunks = []
+    for chunk in sorted({chunk for chunk, _ in parts}):
+        seconds = {phase: part.seconds for (own, phase), part in parts.items() if own == chunk}
+        split = seconds.get("I", 0.0) + seconds.get("W", 0.0)
+        chunks.append(Times(seconds["F"], seconds.get("B", split), seconds.get("W", 0.0), transfer))
+    return replace(total.plus(tail), spans=whole.spans), chunks
+
+
+_COMPUTATIONS = frozenset(kind.value for kind in Computation)

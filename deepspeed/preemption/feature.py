@@ -1,0 +1,93 @@
+"""What the engine does for the section ``preemption``: looks after each update whether a rank was told to stop."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+from typing_extensions import override
+
+from deepspeed.checkpoint.exchange import Exchange
+from deepspeed.config.sections.preemption import Preemption
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup
+from deepspeed.logging import log_dist
+from deepspeed.preemption.stop_request import StopRequest
+from deepspeed.zero.runtime import ZeroRuntime
+
+
+class PreemptionHooks(EngineHooks):
+    """The end of a run that was told to stop.
+
+    Args:
+        section: The configuration.
+    """
+
+    def __init__(self, section: Preemption) -> None:
+        assert section.save_dir is not None, "the rules of the configuration ask for it"
+        self._section = section
+        self._folder = os.path.abspath(section.save_dir)
+        self._request = StopRequest(section.signals)
+        self._exchange: Exchange | None = None
+        self._engine: Any = None
+
+    def begin(self, engine: Any) -> None:
+        """Goes on from the last checkpoint in the folder, if there is one. Every rank must call it."""
+        self._engine = engine
+        self._exchange = Exchange()
+        is_there = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")
+        if self._section.resume and any(is_there):
+            folder, _ = engine.load_checkpoint(self._folder)
+            if folder is not None:
+                log_dist(f"preemption: goes on from {folder}, after step {engine.global_steps}")
+
+    @override
+    def after_step(self, global_steps: int) -> None:
+        assert self._exchange is not None, "the engine stands"
+        mine = self._request.reason
+        told = self._exchange.gather(
+            None if mine is None else f"{mine} on rank {self._exchange.rank} (host {socket.gethostname()})",
+            "the question whether a rank was told to stop (preemption)",
+        )
+        reasons = [reason for reason in told if reason is not None]
+        if reasons:
+            self._leave(reasons[0], global_steps)
+
+    def _leave(self, reason: str, global_steps: int) -> None:
+        """Saves and ends this process; all ranks do it together."""
+        started = time.monotonic()
+        self._engine.save_checkpoint(self._folder, async_save=False)
+        seconds = time.monotonic() - started
+        log_dist(
+            f"preemption: {reason} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; "
+            f"exit code {self._section.exit_code}: the same command goes on from there"
+        )
+        self._request.release()
+        sys.exit(self._section.exit_code)
+
+    @override
+    def close(self) -> None:
+        self._request.release()
+
+
+class PreemptionFeature(EngineFeature):
+    """A run that a scheduler may end and start again."""
+
+    title = "preemption"
+    setting = "preemption"
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Any, batch_size: int) -> EngineHooks | None:
+        section = setup.root.preemption
+        return PreemptionHooks(section) if section is not None and section.enabled else None
+
+    @override
+    def finish(self, engine: Any, training_data: Any) -> None:
+        hooks = engine._hooks.get(__name__)
+        if hooks is not None:
+            hooks.begin(engine)
+
+
+FEATURE = PreemptionFeature()

@@ -1,0 +1,269 @@
+"""One HTML page about a run, with everything in it: no script, no other file, no network."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from deepspeed.logging import log_dist
+from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing
+from deepspeed.run_report.beside import bytes_beside_plan, memory_beside_plan, time_beside_plan
+from deepspeed.run_report.charts import heat_map, line_chart, stacked_chart
+from deepspeed.run_report.rank_file import PATTERN, has_end
+from deepspeed.run_report.run_data import RunData, read_run
+
+_NAMES = {"step": "update", "outside": "outside the engine"}
+
+_PATIENCE = 2.0  # seconds
+_SMALL = 64 << 20  # bytes that are read in a second or two
+
+_STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+
+
+def write_report(folder: Path) -> Path:
+    """Writes ``report.html`` and ``report.json`` about the run in ``folder``; returns the path of the page.
+
+    Args:
+        folder: ``run_report.path`` of the run, with the files of its ranks.
+
+    Raises:
+        DeepSpeedError: There is no file of a rank.
+    """
+    run = read_run(folder)
+    analysis = analyse(run)
+    numbers = {**asdict(analysis), "events": all_events(run), "ranks": sorted(run.ranks), "facts": run.first.facts}
+    for name, text in (("report.json", json.dumps(numbers, indent=1)), ("report.html", make_page(run, analysis))):
+        part = folder / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
+    return folder / "report.html"
+
+
+def _await_ends(folder: Path) -> None:
+    """Waits a moment for the other ranks to end their files, as they do when all is well."""
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and not all(map(has_end, folder.glob(PATTERN))):
+        time.sleep(0.05)
+
+
+def make_page(run: RunData, analysis: RunSummary) -> str:
+    """Returns the page as text. Everything that comes from the run is escaped."""
+    facts = run.first.facts
+    title = f"Run of {len(run.ranks)} rank{'s' * (len(run.ranks) != 1)}, {analysis.steps} steps"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _tiles(run, analysis),
+        _unfinished(run, analysis),
+        "<h2>What to change first</h2>",
+        _list(analysis.advice) or "<p>Nothing stands out: most of the time is computation.</p>",
+        "<h2>Loss</h2>",
+        line_chart(_series(run, "loss"), "loss", _marks(run)),
+        "<h2>Where the time of a step went</h2>",
+        _time_chart(run),
+        _table(
+            ("phase", "", "ms per step", "share"),
+            [
+                (
+                    _name(s.phase),
+                    f"waiting along {s.axis}" if s.axis else "",
+                    s.seconds * 1e3,
+                    f"{s.share:.1%}",
+                )
+                for s in analysis.shares
+            ],
+        ),
+        "<h2>Ranks over time</h2>",
+        *_heat_maps(run),
+        "<h2>Slow ranks</h2>",
+        _table(
+            ("rank", "host", "phase", "times the median rank"),
+            [(s.rank, s.host, _name(s.phase), f"{s.factor:.2f}") for s in analysis.slow],
+        )
+        or "<p>No rank computes 10 % longer than the median rank.</p>",
+        "<h2>Plan beside run</h2>",
+        _table(("", "planned", "run", "run / plan"), time_beside_plan(run, analysis.step_seconds)),
+        _table(("memory of rank 0", "planned, bytes", "run, bytes", "formula"), memory_beside_plan(run)),
+        _table(("bytes sent per step, by axis", "planned", "run", "run / plan"), bytes_beside_plan(run)),
+        "<h2>Gradient norm, rate, tokens</h2>",
+        line_chart(_series(run, "norm"), "gradient norm"),
+        line_chart(_series(run, "lr"), "learning rate"),
+        line_chart(_rates(run), "tokens per second, this rank"),
+        _experts(run),
+        "<h2>Events</h2>",
+        _table(
+            ("time", "rank", "step", "what"),
+            [(f"{e['time'] - run.began:,.1f} s", e["rank"], e.get("step", ""), e["text"]) for e in all_events(run)],
+        )
+        or "<p>None: no save, no skipped step, no restart.</p>",
+        "<h2>Versions and configuration</h2>",
+        _table(("", ""), [(name, value) for name, value in facts.get("versions", {}).items()]),
+        _configuration(facts.get("config", {}), facts.get("defaults", {})),
+    ]
+    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def report_if_small(folder: Path) -> None:
+    """Writes the report of a run that ends, or says how to do so where reading the files would hold up the end."""
+    _await_ends(folder)
+    nbytes = sum(path.stat().st_size for path in folder.glob(PATTERN))
+    if nbytes > _SMALL:
+        log_dist(f"run report: {nbytes / 2**20:,.0f} MiB to read; run ds_report_run {folder}")
+    else:
+        log_dist(f"run report: {write_report(folder)}")
+
+
+def all_events(run: RunData) -> list[dict[str, Any]]:
+    """Returns what happened besides steps, on any rank, in order of time; each with ``rank`` and ``text``."""
+    found = [
+        {**event, "rank": number, "text": _event_text(event)}
+        for number, rank in run.ranks.items()
+        for event in rank.events
+        if event["name"] != "memory"
+    ]
+    first = run.first
+    found += [
+        {"time": t, "rank": first.rank, "name": "restart", "text": "the program was started again"}
+        for t in first.starts[1:]
+    ]
+    before = 0
+    for number in sorted(first.steps):
+        line = first.steps[number]
+        if (skipped := line.get("skipped", 0)) > before:
+            text = "the update was skipped: a gradient was not finite"
+            found.append({"time": line["time"], "rank": first.rank, "name": "skipped", "step": number, "text": text})
+        before = skipped
+    return sorted(found, key=lambda event: event["time"])
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    rest = {name: value for name, value in event.items() if name not in ("kind", "time", "name", "step")}
+    words = ", ".join(
+        f"{name} {value:,.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in rest.items()
+    )
+    return f"{event['name']}{': ' * bool(words)}{words}"
+
+
+def _name(phase: str) -> str:
+    """What the page calls a phase."""
+    return _NAMES.get(phase, phase)
+
+
+def _marks(run: RunData) -> list[tuple[float, str, str]]:
+    return [(event["step"], event["text"], event["name"]) for event in all_events(run) if "step" in event]
+
+
+def _series(run: RunData, name: str) -> list[tuple[float, float]]:
+    steps = run.first.steps
+    return [(number, steps[number][name]) for number in sorted(steps) if steps[number].get(name) is not None]
+
+
+def _rates(run: RunData) -> list[tuple[float, float]]:
+    steps = run.first.steps
+    return [
+        (number, steps[number]["tokens"] / steps[number]["seconds"])
+        for number in sorted(steps)
+        if steps[number]["tokens"] and steps[number]["seconds"]
+    ]
+
+
+def _tiles(run: RunData, analysis: RunSummary) -> str:
+    losses = _series(run, "loss")
+    memory = max((line["memory"] for r in run.ranks.values() for line in r.steps.values()), default=0)
+    tiles = [
+        ("step", f"{analysis.step_seconds * 1e3:,.1f} ms"),
+        ("samples per second", f"{analysis.samples_per_second:,.1f}"),
+        ("peak memory of a rank", f"{memory / 2**30:,.2f} GiB"),
+    ]
+    if analysis.tokens_per_second:
+        tiles.insert(1, ("tokens per second", f"{analysis.tokens_per_second:,.0f}"))
+    if losses:
+        tiles.insert(0, ("loss", f"{losses[0][1]:.4g} to {losses[-1][1]:.4g}"))
+    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
+    return f"<div class=tiles>{cells}</div>"
+
+
+def _unfinished(run: RunData, analysis: RunSummary) -> str:
+    if not analysis.unfinished:
+        return ""
+    last = {rank: max(run.ranks[rank].steps, default=0) for rank in analysis.unfinished}
+    text = ", ".join(f"rank {rank} after step {step}" for rank, step in list(last.items())[:8])
+    more = f" and {len(last) - 8} more" if len(last) > 8 else ""
+    return f"<p class=warning>Not ended: {escape(text)}{more}. The run goes on, or these ranks were killed.</p>"
+
+
+def _time_chart(run: RunData) -> str:
+    numbers = run.step_numbers
+    parts: dict[str, list[float]] = {}
+    for phase in PHASES:
+        means = [_mean(computing(r.steps[n], phase) for r in run.ranks.values() if n in r.steps) for n in numbers]
+        if any(means):
+            parts[_name(phase)] = means
+    waits = [
+        _mean(sum(sum(w.values()) for w in r.steps[n]["waits"].values()) for r in run.ranks.values() if n in r.steps)
+        for n in numbers
+    ]
+    parts["waiting for other ranks"] = waits
+    return stacked_chart(numbers, parts, "seconds per step, the mean over ranks")
+
+
+def _heat_maps(run: RunData) -> list[str]:
+    numbers = run.step_numbers
+    found = []
+    for phase in PHASES:
+        rows = {
+            rank: [computing(r.steps[n], phase) if n in r.steps else None for n in numbers]
+            for rank, r in sorted(run.ranks.items())
+        }
+        most = max(
+            (value for values in rows.values() for value in values[2:] or values if value is not None), default=0.0
+        )
+        if most > 0:
+            found.append(heat_map(rows, f"computing in {_name(phase)}", most))
+    return found
+
+
+def _experts(run: RunData) -> str:
+    last = run.first.steps[max(run.first.steps)] if run.first.steps else {}
+    rows = [(name, f"{value:.4g}") for name, value in last.get("more", {}).items()]
+    return f"<h2>Further values of the last step</h2>{_table(('value', ''), rows)}" if rows else ""
+
+
+def _configuration(config: dict[str, Any], defaults: dict[str, Any]) -> str:
+    rows = [
+        f"<tr class={'set' if name in config else 'default'}><td>{escape(name)}</td>"
+        f"<td>{escape(json.dumps(config.get(name, defaults.get(name))))}</td>"
+        f"<td>{'set' if name in config else 'default'}</td></tr>"
+        for name in sorted({*config, *defaults})
+    ]
+    head = "<tr><th>key</th><th>value</th><th></th></tr>"
+    summary = f"<summary>Configuration, {len(config)} keys set</summary>"
+    return f"<details>{summary}<table>{head}{''.join(rows)}</table></details>"
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def _list(texts: Sequence[str]) -> str:
+    return f"<ol>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ol>" if texts else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    if not rows:
+        return ""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    cells = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return f"<table><tr>{titles}</tr>{cells}</table>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.2f}" if isinstance(value, float) else escape(str(value))

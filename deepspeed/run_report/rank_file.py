@@ -1,0 +1,89 @@
+"""The file of one rank: a JSON object per line, readable while it is written and after a crash.
+
+The kinds of lines are ``start`` (once per start of the program), ``step``, ``event`` and ``end``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError
+
+PATTERN = "rank-*.jsonl"
+_PATIENCE = 1.0  # seconds that lines may stay in memory
+
+
+class RankFile:
+    """Appends lines to the file of one rank.
+
+    Args:
+        folder: Of the run; made if it is missing.
+        rank: Number of the rank in the job.
+
+    Raises:
+        DeepSpeedConfigError: The folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = open_folder(folder, rank) / f"rank-{rank:05d}.jsonl"
+        _end_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._flushed = time.monotonic()
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Appends a line; it reaches the file within a second of further calls, or by :meth:`close`."""
+        self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+        now = time.monotonic()
+        if now - self._flushed > _PATIENCE:
+            self._file.flush()
+            self._flushed = now
+
+    def flush(self) -> None:
+        """Brings all lines to where a reader sees them."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Writes what is left. May be called twice."""
+        self._file.close()
+
+
+def open_folder(folder: Path, rank: int) -> Path:
+    """Makes the folder of a run if it is missing, and returns it.
+
+    Raises:
+        DeepSpeedConfigError: It cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise DeepSpeedConfigError(
+            f"run_report.path={str(folder)!r}: expected a folder that rank {rank} can write to, found: "
+            f"{error.strerror}. Change the path or its permissions"
+        ) from error
+
+
+def rank_of(path: Path) -> int:
+    """Returns the number of the rank whose file ``path`` is."""
+    return int(path.stem.removeprefix("rank-"))
+
+
+def has_end(path: Path) -> bool:
+    """Returns whether the program that wrote the file has ended it."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 200, 0))
+        return any(b'"kind": "end"' in line for line in file.read().splitlines()[-1:])
+
+
+def _end_torn_line(path: Path) -> None:
+    """Puts a line end behind what a killed rank has left, so that the next line stands by itself."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

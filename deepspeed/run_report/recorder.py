@@ -1,0 +1,214 @@
+"""Records where the time of a rank's steps goes. No collective and no wait for the device: a step is read one later.
+
+On a device that runs behind its host (CUDA), phases and waits are times of its compute stream, between events.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.transports.counters import traffic, waiting
+from deepspeed.engine_feature import StepInfo, StepTracker
+from deepspeed.run_report.clock import PhaseClock, phase_clock
+from deepspeed.run_report.rank_file import RankFile
+
+_MANY = 4096
+"""Phases of a step whose marks are kept until the step after it; an evaluation may run any number of forwards."""
+
+OUTSIDE = "outside"
+"""The phase between calls of the engine: data, evaluation, and the program's own code."""
+
+
+@dataclass
+class _OpenStep:
+    """Marks of a step whose times have not been read yet.
+
+    Attributes:
+        begun: Mark at its beginning.
+        ended: Mark at its end.
+        intervals: ``(phase, begin, end)``, not in :attr:`phases` yet.
+        waits: ``(phase, axis, begin, end)``, not in :attr:`waited` yet.
+        phases: Seconds by phase.
+        waited: Seconds by phase and axis.
+        values: What else is written about it; the loss may be a tensor (0-dim) on the device.
+    """
+
+    begun: Any
+    ended: Any = None
+    intervals: list[tuple[str, Any, Any]] = field(default_factory=list)
+    waits: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waited: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def settle(self, clock: PhaseClock) -> None:
+        """Reads the marks and lets go of them."""
+        for phase, begin, end in self.intervals:
+            self.phases[phase] += clock.seconds(begin, end)
+        for phase, axis, begin, end in self.waits:
+            self.waited[phase][axis] += clock.seconds(begin, end)
+        self.intervals.clear()
+        self.waits.clear()
+
+
+class _StepWriter:
+    """Writes steps to a rank's file, each when the next one is done."""
+
+    def __init__(self, file: RankFile, clock: PhaseClock, on_close: Callable[[], Any] | None) -> None:
+        self.file = file
+        self._clock = clock
+        self._on_close = on_close
+        self._unread: _OpenStep | None = None
+
+    def take(self, step: _OpenStep | None) -> None:
+        """Writes the step before ``step``."""
+        before, self._unread = self._unread, step
+        if before is not None:
+            self._write(before)
+
+    def close(self) -> None:
+        """Writes what is left, and closes the file."""
+        self.take(None)
+        self.file.write("end")
+        self.file.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    def _write(self, step: _OpenStep) -> None:
+        step.settle(self._clock)
+        phases, waits, whole = step.phases, step.waited, self._clock.seconds(step.begun, step.ended)
+        phases[OUTSIDE] = max(whole - sum(phases.values()), 0.0)
+        loss = step.values.pop("loss")
+        if loss is not None and math.isfinite(value := float(loss)):
+            step.values["loss"] = value
+        self.file.write("step", seconds=_rounded(whole), phases=_rounded(phases), waits=_rounded(waits), **step.values)
+
+
+class StepRecorder(StepTracker):
+    """Writes a line about each step of this rank, until it is closed or the program ends.
+
+    Args:
+        folder: Of the run.
+        rank: Number of this rank in the job.
+        facts: What is known at the start; written to the file.
+        clock: Sets the marks; None: the one that fits the accelerator.
+        on_close: Called when the last line is written.
+    """
+
+    wants_loss = wants_events = True
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        facts: Mapping[str, Any],
+        clock: PhaseClock | None = None,
+        on_close: Callable[[], Any] | None = None,
+    ) -> None:
+        self._clock = clock if clock is not None else phase_clock()
+        file = RankFile(folder, rank)
+        file.write("start", rank=rank, **facts)
+        file.flush()
+        self._phases: list[tuple[str, Any]] = []  # of those that are open, outermost first
+        self._tokens = 0
+        self._wants_memory = rank == 0  # once
+        self._sent = _bytes_by_axis()
+        self._step = _OpenStep(self._clock.mark())
+        self._writer = _StepWriter(file, self._clock, on_close)
+        waiting.start(self)
+        self._finish = weakref.finalize(self, self._writer.close)
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    @override
+    def begin(self, phase: str) -> None:
+        self._phases = [open_phase for open_phase in self._phases if open_phase[0] != phase]  # an exception left it
+        self._phases.append((phase, self._clock.mark()))
+
+    @override
+    def end(self, phase: str) -> None:
+        if not self._phases or self._phases[-1][0] != phase:
+            return
+        _, begun = self._phases.pop()
+        if not self._phases:  # inside another phase it counts as a part of that one
+            self._step.intervals.append((phase, begun, self._clock.mark()))
+            if len(self._step.intervals) > _MANY:
+                self._step.settle(self._clock)
+
+    def wait_begins(self, axis: str, label: str) -> Any:
+        """Returns a mark for the moment before a wait for the ranks along ``axis``."""
+        return self._clock.mark()
+
+    def wait_ends(self, axis: str, mark: Any) -> None:
+        """Takes a wait for the ranks along ``axis`` that began at ``mark``."""
+        phase = self._phases[0][0] if self._phases else OUTSIDE
+        self._step.waits.append((phase, axis, mark, self._clock.mark()))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @override
+    def add_tokens(self, count: int) -> None:
+        self._tokens += count
+
+    @override
+    def end_step(self, info: StepInfo, loss: torch.Tensor | None) -> None:
+        step, sent = self._step, _bytes_by_axis()
+        step.ended = self._clock.mark()
+        step.values = {
+            "step": info.step,
+            "samples": info.samples,
+            "batch": info.batch,
+            "skipped": info.skipped,
+            "lr": info.lr[0] if info.lr else None,
+            "norm": info.norm if info.norm is not None and math.isfinite(info.norm) else None,
+            "loss_scale": info.loss_scale,
+            "more": dict(info.more),
+            "loss": loss,
+            "tokens": self._tokens,
+            "memory": get_accelerator().max_memory_allocated(),
+            # The counter may have been set to zero in between.
+            "bytes": {axis: count - min(self._sent.get(axis, 0), count) for axis, count in sent.items()},
+        }
+        self._tokens, self._sent = 0, sent
+        self._step = _OpenStep(step.ended)
+        self._writer.take(step)
+
+    @override
+    def take_memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
+        if self._wants_memory:
+            self._wants_memory = False
+            self.event("memory", rows=list(rows()))
+
+    @override
+    def event(self, name: str, **values: Any) -> None:
+        self._writer.file.write("event", name=name, **values)
+        self._writer.file.flush()
+
+    @override
+    def close(self) -> None:
+        if self._finish.alive:
+            waiting.stop(self)
+            self._finish()
+
+
+def _bytes_by_axis() -> dict[str, int]:
+    """Bytes that this rank has sent so far."""
+    total: dict[str, int] = defaultdict(int)
+    for (_, axis), tally in traffic.ran_along.items():
+        total[axis] += tally.nbytes
+    return dict(total)
+
+
+def _rounded(value: Any) -> Any:
+    """Seconds to the microsecond, at any depth of dicts."""
+    return {name: _rounded(inner) for name, inner in value.items()} if isinstance(value, dict) else round(value, 6)

@@ -1,0 +1,122 @@
+"""Reads the files of a run's ranks, also of a run that goes on or has crashed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.run_report.rank_file import PATTERN, rank_of
+
+Line = dict[str, Any]
+
+PLAN = "plan.json"
+"""Name of the plan in the folder of a run."""
+
+
+@dataclass
+class RankRun:
+    """What one rank has written.
+
+    Attributes:
+        rank: Its number.
+        facts: Of the latest start.
+        starts: Times of all starts, in seconds since the epoch.
+        steps: By number; of a step that ran again after a restart, the latest.
+        events: In order of time.
+        has_ended: Whether the program closed the file after the latest start.
+    """
+
+    rank: int
+    facts: Line = field(default_factory=dict)
+    starts: list[float] = field(default_factory=list)
+    steps: dict[int, Line] = field(default_factory=dict)
+    events: list[Line] = field(default_factory=list)
+    has_ended: bool = False
+
+    def take(self, line: Line) -> None:
+        """Takes one line of the file; lines of unknown kinds are left out."""
+        kind = line.get("kind")
+        if kind == "start":
+            self.facts, self.has_ended = line, False
+            self.starts.append(line["time"])
+        elif kind == "step":
+            self.steps[line["step"]] = line
+        elif kind == "event":
+            self.events.append(line)
+        elif kind == "end":
+            self.has_ended = True
+
+
+@dataclass
+class RunData:
+    """A run, as far as its files tell.
+
+    Attributes:
+        ranks: By number.
+        torn_lines: Lines that are not whole, as a killed rank leaves one; they are left out.
+        plan: Result of ``ds_plan --json`` for the run, if there is one.
+    """
+
+    ranks: dict[int, RankRun]
+    torn_lines: int = 0
+    plan: Line | None = None
+
+    @property
+    def first(self) -> RankRun:
+        """The rank with the lowest number; it knows the loss."""
+        return self.ranks[min(self.ranks)]
+
+    @property
+    def began(self) -> float:
+        """Time of the first line of the first rank, in seconds since the epoch."""
+        lines = [*self.first.steps.values(), *self.first.events]
+        return min([*self.first.starts, *(line["time"] for line in lines)], default=0.0)
+
+    @property
+    def step_numbers(self) -> list[int]:
+        """Steps that any rank has written, in order."""
+        return sorted({number for run in self.ranks.values() for number in run.steps})
+
+
+def read_run(folder: Path) -> RunData:
+    """Reads a run.
+
+    Args:
+        folder: ``run_report.path`` of the run. Folders of several nodes may be copied into one.
+
+    Raises:
+        DeepSpeedError: There is no file of a rank.
+    """
+    ranks: dict[int, RankRun] = {}
+    torn = 0
+    for path in sorted(folder.glob(PATTERN)):
+        rank = rank_of(path)
+        ranks[rank] = RankRun(rank)
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                torn += 1
+            else:
+                ranks[rank].take(line)
+    if not ranks:
+        raise DeepSpeedError(
+            f"{folder}: expected files {PATTERN}, which a run with run_report.path writes; found none. Give the folder "
+            "that the configuration named"
+        )
+    return RunData(ranks, torn, _read_plan(folder / PLAN))
+
+
+def _read_plan(path: Path) -> Line | None:
+    if not path.exists():
+        return None
+    try:
+        plan: Line = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DeepSpeedError(
+            f"{path}: expected what ds_plan --json writes, found: {error}. Copy the file again, or remove it"
+        ) from error
+    return plan

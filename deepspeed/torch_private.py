@@ -1,0 +1,35 @@
+"""What torch knows and has no public name for, where more than one module asks for it.
+
+``docs/design/other-libraries.md`` lists all private names of torch that the package uses, with reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """Returns how many tensors and other owners hold ``storage``, the caller's own reference included."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_inside_backward() -> bool:
+    """Returns whether the calling thread runs a backward of autograd at the moment."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` once when the backward that runs now has computed everything.
+
+    Raises:
+        RuntimeError: No backward runs (torch's own message).
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def differentiates_a_function() -> bool:
+    """Returns whether a transform of ``torch.func`` that differentiates runs (``grad``, ``jacrev``, ``jvp``, ...)."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)

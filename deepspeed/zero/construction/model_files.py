@@ -1,0 +1,176 @@
+"""Loads files into a Transformers model whose parameters ``zero.Init`` has sharded.
+
+Rank 0 runs the loader that the library uses at other stages. Where that loader would set a tensor of the model, rank 0
+collects it, and all ranks put the collected tensors into their shards, some MiB at a time. Every stage therefore loads
+the same values. What rank 0 finds wrong is an error on every rank, before anybody waits for a rank that has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.errors import CheckpointError
+from deepspeed.models.construction import stage_3_unmentioned
+from deepspeed.models.loading import empty_record, find_unlikely, putting_by
+from deepspeed.zero.access.gathered import GatheredParameters, with_addresses
+from deepspeed.zero.gather.sharded_parameter import showing_wholes
+
+_ROUND_BYTES = 32 * 2**20
+_LISTED = 8  # tensors that a message names
+
+
+def load_files(model: nn.Module, load_config: Any, original: Callable[[], Any]) -> Any:
+    """Loads files into a model at stage 3; every rank must call it.
+
+    Args:
+        model: A model of the Transformers library whose parameters are sharded.
+        load_config: The library's settings of this loading.
+        original: Loads as at other stages, into parameters that are whole.
+
+    Returns:
+        The library's record of the loading, equal on all ranks, and None.
+
+    Raises:
+        CheckpointError: On every rank: the files cannot be read or converted, or tensors have another shape than the
+            model's, or tensors of its blocks are missing.
+    """
+    loading = _Loading(model)
+    info = loading.lead(original, load_config) if comm.get_rank() == 0 else loading.follow(load_config)
+    _refuse_misfits(model, load_config, info, loading.loaded)
+    return info, None
+
+
+class _Loading:
+    """Loads files into one model, on one rank: rank 0 calls :meth:`lead`, the others :meth:`follow`.
+
+    Attributes:
+        loaded: Names of the tensors that got values.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.loaded: list[str] = []
+        self._model = model
+        self._values: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+
+    def lead(self, original: Callable[[], Any], load_config: Any) -> Any:
+        """Loads on rank 0 and sends every tensor. Returns the library's record."""
+        try:
+            with stage_3_unmentioned(), showing_wholes(), putting_by(self._collect):
+                info, _ = original()
+            self._send()
+        except Exception as error:
+            _broadcast({"error": f"{type(error).__name__}: {error}"})
+            raise
+        used = getattr(self._model, "_weight_conversions", None) or []
+        mapping = list(load_config.weight_mapping or [])
+        indices = [index for index, rule in enumerate(mapping) if any(rule is one for one in used)]
+        _broadcast({"record": vars(info), "conversions": indices})
+        return info
+
+    def follow(self, load_config: Any) -> Any:
+        """Receives on another rank what rank 0 sends. Returns rank 0's record."""
+        while "names" in (message := _broadcast(None)):
+            self._fill(message["names"], None)
+        if "error" in message:
+            raise CheckpointError(f"from_pretrained at ZeRO stage 3: rank 0 could not load. {message['error']}")
+        mapping = list(load_config.weight_mapping or [])
+        conversions = [mapping[index] for index in message["conversions"]]
+        self._model._weight_conversions = conversions  # type: ignore[assignment]
+        info = empty_record()
+        for name, value in message["record"].items():
+            setattr(info, name, value)
+        return info
+
+    def _collect(self, name: str, value: torch.Tensor, info: Any) -> None:
+        target = _tensor_of(self._model, name)
+        if target is None:
+            info.unexpected_keys.add(name)
+            return
+        info.missing_keys.discard(name)
+        shape = torch.Size(getattr(target, "ds_shape", target.shape))
+        if value.shape != shape:
+            info.mismatched_keys.add((name, value.shape, shape))
+            return
+        self._values[name] = value
+        self._bytes += value.nbytes
+        if self._bytes >= _ROUND_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        if self._values:
+            _broadcast({"names": list(self._values)})
+            self._fill(list(self._values), list(self._values.values()))
+        self._values, self._bytes = {}, 0
+
+    def _fill(self, names: list[str], values: list[torch.Tensor] | None) -> None:
+        """Puts tensors into shards and buffers, and marks them, so that the library does not initialise them."""
+        targets: list[torch.Tensor] = []
+        for name in names:
+            target = _tensor_of(self._model, name)
+            assert target is not None
+            targets.append(target)
+        sharded = {id(parameter) for parameter, _ in with_addresses(targets)}
+        with torch.no_grad(), GatheredParameters(targets, modifier_rank=0):
+            for target, value in zip(targets, values or (), strict=values is not None):
+                target.copy_(value)
+        for target in targets:
+            target._is_hf_initialized = True  # type: ignore[attr-defined]
+            if id(target) not in sharded:
+                comm.broadcast(target.data, 0)
+        self.loaded += names
+
+
+def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, leaf = name.rpartition(".")
+    found: torch.Tensor | None = getattr(model.get_submodule(path), leaf)
+    return found
+
+
+def _broadcast(message: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns rank 0's message on every rank; the others give None. All ranks must call it."""
+    messages = [message]
+    comm.broadcast_object_list(messages, 0)
+    assert messages[0] is not None
+    return messages[0]
+
+
+def _refuse_misfits(model: Any, load_config: Any, info: Any, loaded: list[str]) -> None:
+    source = f"from_pretrained({str(load_config.pretrained_model_name_or_path)!r})"
+    if info.conversion_errors:
+        raise CheckpointError(
+            f"{source}: the files could not be converted for {type(model).__name__}: "
+            f"{_list([f'{name}: {_reason_of(error)}' for name, error in info.conversion_errors.items()])}"
+        )
+    if load_config.ignore_mismatched_sizes:
+        return
+    if info.mismatched_keys:
+        wrong = [f"{name} is {tuple(found)} in the files and {tuple(want)} in the model"
+                 for name, found, want in sorted(info.mismatched_keys)]  # fmt: skip
+        raise CheckpointError(
+            f"{source}: tensors have another shape than {type(model).__name__} has: {_list(wrong)}. Take the "
+            "configuration that the files were saved with, or pass ignore_mismatched_sizes=True to initialise them"
+        )
+    unlikely = find_unlikely(model, info.missing_keys, info.unexpected_keys, loaded)
+    if unlikely:
+        more = f" The files have {_list(sorted(info.unexpected_keys))}, which the model does not take."
+        raise CheckpointError(
+            f"{source}: {len(unlikely)} tensors of the blocks of {type(model).__name__} are not in the files: "
+            f"{_list(unlikely)}.{more if info.unexpected_keys else ''} Take the class and the configuration that the "
+            "files were saved with, or pass ignore_mismatched_sizes=True to initialise them"
+        )
+
+
+def _reason_of(error: str) -> str:
+    """Returns the last two lines of a record that begins with a traceback: what failed, and why."""
+    return " ".join(error.strip().splitlines()[-2:])
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return "; ".join(names[:_LISTED]) + more

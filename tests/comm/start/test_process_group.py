@@ -1,0 +1,279 @@
+"""Starting and adopting the process group, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import textwrap
+
+import pytest
+
+from deepspeed.ports import free_port
+from tests.comm.processes import Job
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_TIMEOUT")
+PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_")
+
+
+def start(code: str, **environ: str) -> Job:
+    clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith(PREFIXES)}
+    clean.update(environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    return Job(textwrap.dedent(code), clean)
+
+
+def run(code: str, **environ: str) -> tuple[str, str]:
+    process = start(code, **environ)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_plain_python_twice_in_a_row():
+    out, err = run(
+        """
+        for _ in range(2):
+            dist.init_distributed()
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            assert x.tolist() == [1, 1] and dist.get_backend() == "gloo"
+            dist.destroy_process_group()
+        print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), int(os.environ["MASTER_PORT"]) > 0)
+        """
+    )
+    assert out.split() == ["0", "1", "0", "True"]
+    assert err.count("process group started: 1 rank(s), backend gloo, found by plain python") == 1
+
+
+def test_two_jobs_of_one_process_share_a_host_and_a_port_variable():
+    code = "dist.init_distributed(); dist.barrier(); print('met')"
+    jobs = [start(code, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500") for _ in range(2)]
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert (job.returncode, out.strip()) == (0, "met"), err
+
+
+@pytest.mark.parametrize("way", ["torch", "slurm", "arguments"])
+def test_two_ranks_meet(way):
+    port = str(free_port())
+    code = "dist.init_distributed()"
+    environs = [
+        {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(r)}
+        for r in range(2)
+    ]
+    if way == "slurm":
+        environs = [
+            {"SLURM_PROCID": str(r), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(r), "SLURM_JOB_NODELIST": "localhost"}
+            for r in range(2)
+        ]
+        code = f"dist.init_distributed(distributed_port={port})"
+    if way == "arguments":
+        environs = [{"WHO": str(r)} for r in range(2)]
+        where = f"init_method='tcp://127.0.0.1:{port}'"
+        code = f"dist.init_distributed('gloo', {where}, rank=int(os.environ['WHO']), world_size=2)"
+    code += """
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+print(x.item(), dist.get_rank(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+dist.destroy_process_group()
+"""
+    jobs = [start(code, **environ) for environ in environs]
+    for rank, job in enumerate(jobs):
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == 0, err
+        assert out.split() == ["3.0", str(rank), str(rank), str(rank), "2"]
+        assert ("process group started: 2 rank(s)" in err) == (rank == 0)
+
+
+def test_an_existing_group_is_adopted():
+    out, err = run(
+        """
+        td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=1)
+        group = td.group.WORLD
+        dist.init_distributed(dist_init_required=False)
+        dist.init_distributed()
+        assert td.group.WORLD is group
+        print(os.environ["LOCAL_RANK"])
+        """
+    )
+    assert out.strip() == "0"
+    assert "process group adopted" in err
+
+
+def test_a_start_that_failed_does_not_move_the_keys_of_the_next_one():
+    """Ranks of which one has failed to start a group meet at the same keys afterwards."""
+    run(
+        """
+        from datetime import timedelta
+        try:
+            td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=1))
+        except RuntimeError:
+            assert not td.is_initialized()
+        else:
+            raise AssertionError("one rank of two was enough")
+        dist.init_distributed()
+        assert td.group.WORLD.group_name == "0"
+        """
+    )
+
+
+def test_verbose_off_says_nothing():
+    _, err = run("dist.init_distributed(verbose=False)")
+    assert err == ""
+
+
+def test_the_calls_of_accelerate_and_lightning():
+    limit = "__import__('datetime').timedelta(hours=1)"
+    run(f"dist.init_distributed(dist_backend=None, auto_mpi_discovery=False, timeout={limit})")
+    run("dist.init_distributed('gloo', distributed_port=1234, timeout=None)")
+
+
+def test_time_out_of_the_environment():
+    out, _ = run("print(dist.default_timeout().total_seconds())", DEEPSPEED_TIMEOUT="0.5")
+    assert float(out) == 30
+    _, err = run("print(dist.default_timeout().total_seconds())")
+    job = start("dist.init_distributed()", DEEPSPEED_TIMEOUT="soon")
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert "DEEPSPEED_TIMEOUT must be a number of minutes above 0, but is 'soon'" in err
+
+
+def test_a_taken_port_is_named_with_a_free_one():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        job = start(
+            "dist.init_distributed()",
+            RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    said = err.splitlines()[-1]
+    assert f"cannot open 127.0.0.1:{port}, where the ranks were to meet: the port is held by " in said
+    assert "Set MASTER_PORT to a free port, such as " in said and err.count("Traceback") == 1
+    if sys.platform.startswith("linux"):
+        assert f"process {os.getpid()} on host {socket.gethostname()} (`" in said
+
+
+def test_a_program_that_takes_the_connection_and_says_nothing_is_named():
+    code = "import deepspeed.comm.start.rendezvous as r; r._ANSWER_SECONDS = 0.5\ndist.init_distributed()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        job = start(code, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert "which does not answer as rank 0 would. Set MASTER_PORT to a free port" in err.splitlines()[-1]
+
+
+def test_two_runs_at_one_port_do_not_mix():
+    """The stranger of the other run comes first, and would have been taken for rank 1."""
+    code = """
+        print(os.getpid())
+        dist.init_distributed()
+        x = torch.ones(1); dist.all_reduce(x); dist.barrier(); print(os.environ["DS_RUN_ID"])
+        """
+    rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    stranger = start(code, RANK="1", LOCAL_RANK="1", DS_RUN_ID="other", **rendezvous)
+    host = start(code, RANK="0", LOCAL_RANK="0", DS_RUN_ID="ours", **rendezvous)
+    other_pid, told = stranger.communicate(timeout=120)
+    own = start(code, RANK="1", LOCAL_RANK="1", DS_RUN_ID="ours", **rendezvous)
+    out, said = host.communicate(timeout=120)
+    pid, *rest = out.split()
+    assert (host.returncode, rest) == (0, ["ours"]), said
+    assert own.communicate(timeout=120)[0].split()[1:] == ["ours"] and stranger.returncode == 1
+    assert f"refused process {other_pid.strip()} on host" in said
+    assert f"another run meets: that of process {pid} on host" in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "words"),
+    [
+        ("dist.init_distributed()", {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ("dist.init_distributed(dist_init_required=False)", {}, "dist_init_required=False says that the process group"),
+        (
+            "import warnings; warnings.simplefilter('ignore'); dist.init_distributed('mpi')",
+            {},
+            "could not start the process group with backend 'mpi'",
+        ),
+        (
+            "from datetime import timedelta; dist.init_distributed(timeout=timedelta(seconds=1))",
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"},
+            "rank 1 of 2 did not come to 127.0.0.1:",
+        ),
+        ("dist.get_local_rank()", {}, "LOCAL_RANK is not set; call deepspeed.init_distributed"),
+    ],
+)
+def test_failures_are_sentences(code, environ, words):
+    if environ.get("MASTER_PORT") == "free":
+        environ = {**environ, "MASTER_PORT": str(free_port())}
+    job = start(code, **environ)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert words in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (0, 1, 0), (1, 0, 1)])
+def test_a_process_whose_run_has_failed_starts_the_next_one(ranks):
+    """A worker process of Ray runs one attempt after another, perhaps as another rank; the killed one comes anew."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DEEPSPEED_TIMEOUT": "1"}
+    survivor = start(
+        f"""
+        from deepspeed.errors import CommunicationError
+        for rank in {ranks}:
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            dist.init_distributed()
+            x = torch.ones(1)
+            try:
+                for _ in range(3):
+                    dist.all_reduce(x)
+                print("met", x.item())
+            except CommunicationError as error:
+                print("failed", flush=True)
+        dist.destroy_process_group()
+        """,
+        **where,
+    )
+    dies = """
+        dist.init_distributed()
+        dist.all_reduce(torch.ones(1))
+        os.kill(os.getpid(), 9)
+    """
+    lives = "dist.init_distributed(); [dist.all_reduce(torch.ones(1)) for _ in range(3)]; dist.destroy_process_group()"
+    for code, rank in zip((dies, dies, lives), ranks, strict=True):
+        other = str(1 - rank)
+        start(code, RANK=other, LOCAL_RANK=other, **where).communicate(timeout=60)
+    out, err = survivor.communicate(timeout=60)
+    assert out.split() == ["failed", "failed", "met", "4.0"], err
+
+
+def test_a_failed_run_leaves_its_port():
+    """Whatever holds the process group still, here an error's traceback."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    survivor = start(
+        """
+        import socket
+        from deepspeed.errors import CommunicationError
+        try:
+            dist.init_distributed()
+            group = dist.get_world_group()
+            for _ in range(3):
+                dist.all_reduce(torch.ones(1))
+        except CommunicationError as error:
+            kept = error
+        finally:
+            dist.destroy_process_group()
+        with socket.socket() as probe:
+            print(probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) != 0)
+        """,
+        RANK="0",
+        LOCAL_RANK="0",
+        **where,
+    )
+    start("dist.init_distributed(); os.kill(os.getpid(), 9)", RANK="1", LOCAL_RANK="1", **where).communicate(timeout=60)
+    out, err = survivor.communicate(timeout=60)
+    assert out.strip() == "True", err

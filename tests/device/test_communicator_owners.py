@@ -1,0 +1,204 @@
+"""Every communicator has one owner: an engine, which gives it back, or the job, in which all engines share it."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.errors import CallOrderError
+from deepspeed.moe.layer import MoE
+from deepspeed.plan.decoder import Decoder, DecoderShape
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from tests.device.support import engine_at
+from tests.engine.support import inputs, rank
+from tests.harness import run_ranks
+from tests.harness.device import simulated_rank
+from tests.harness.toy_models import tower
+from tests.parallel.pipe import support as pipes
+
+
+class _WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(tower(depth=1).first.in_features, 8)
+        self.experts = MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=2, k=2, top2_2nd_expert_sampling=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, balance, _ = self.experts(self.first(x))
+        return out.square().mean() + 0.01 * balance
+
+
+def _tokens() -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 32, (2, 8), generator=random) for _ in ("input_ids", "labels")]
+
+
+def _step(engine: Any, values: list[torch.Tensor]) -> float:
+    loss = engine(*(value.to(engine.device) for value in values))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+class _Engines:
+    """Makes engines of one kind, and trains them.
+
+    Args:
+        kind: Of ``KINDS``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def make(self) -> Any:
+        torch.manual_seed(1)
+        if self._kind == "pipeline":
+            return pipes.engine_of(2, 1, 3)
+        if self._kind == "experts":
+            return engine_at(1, precision="fp32", model=_WithExperts())
+        if self._kind == "islands":
+            islands = {"communication_compression": {"islands": {"size": 1, "sync_every": 1}}}
+            return engine_at(1, precision="fp32", **islands)
+        if self._kind == "zero.Init":
+            with deepspeed.zero.Init():
+                model = tower(depth=2)
+            return engine_at(3, precision="fp32", model=model)
+        key = {"tensor": {"tensor_parallel": {"autotp_size": 2}}, "sequence": {"sequence_parallel_size": 2}}
+        model = Decoder(DecoderShape(layers=1, hidden=16, heads=2, vocab=32, intermediate=16))
+        return engine_at(1, precision="fp32", model=model, **key[self._kind])
+
+    def train(self, engine: Any) -> list[float]:
+        if self._kind == "pipeline":
+            device = engine.device
+            items = [tuple(value.to(device) for value in item) for item in pipes.items(0, 0, 3)]
+            return [engine.train_batch(iter(items)).item()]
+        values = _tokens() if self._kind in ("tensor", "sequence") else [inputs(0, rank())]
+        return [_step(engine, values) for _ in range(2)]
+
+
+KINDS = {"pipeline": 3, "tensor": 1, "sequence": 2, "experts": 6, "islands": 0, "zero.Init": 2}
+"""By kind: what two engines at once need more than one, over a backend in which the order of transfers matters.
+
+That is what an engine owns: gathers and reductions, of experts too, and of several stages or tensor ranks what decides
+about an update. An engine alone on its island or with tensor ranks only has nobody to gather from.
+"""
+
+
+def _live_transports() -> int:
+    gc.collect()
+    return sum(isinstance(each, Transport) for each in gc.get_objects())
+
+
+def _engines_in_turn(kind: str, on_device: bool) -> dict[str, list[Any]]:
+    """Trains two engines at once, one after the first is destroyed, and two after both are; a sixth time the fourth."""
+    if on_device:
+        with simulated_rank():
+            return _engines_in_turn(kind, False)
+    engines = _Engines(kind)
+    made: list[int] = []
+    losses: list[list[float]] = []
+    live: list[int] = []
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+
+        def start() -> Any:
+            engine = engines.make()
+            losses.append(engines.train(engine))
+            made.append(new_group.call_count)
+            return engine
+
+        first, second = start(), start()
+        first.destroy()
+        first = start()
+        live.append(_live_transports())
+        first.destroy(), second.destroy()
+        first, second = start(), start()
+        live.append(_live_transports())
+        engines.train(first)  # beside the one that was made after it
+        first.destroy(), second.destroy()
+    return {"made": made, "losses": losses, "live": live}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_use_communicators_again(kind: str) -> None:
+    for found in run_ranks(_engines_in_turn, 2, kind, True, backend=None):
+        made = found["made"]
+        assert made[1:] == [made[0] + KINDS[kind]] * 4, made
+        assert found["losses"] == found["losses"][:1] * 5
+        if kind != "experts":  # a layer keeps the graph of its last balance loss, and that the engine's parameters
+            assert found["live"][0] == found["live"][1]
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "tensor", "islands"])
+def test_gloo_groups_are_made_once(kind: str) -> None:
+    for found in run_ranks(_engines_in_turn, 2, kind, False):
+        assert found["made"] == found["made"][:1] * 5
+        assert found["losses"] == found["losses"][:1] * 5
+        assert found["live"][0] == found["live"][1]
+
+
+def _wires(engine: Any) -> set[int]:
+    return {id(group) for group in engine._interpreter.transports._native.values()}
+
+
+def _after_a_failed_batch() -> None:
+    with simulated_rank():
+        engines = _Engines("pipeline")
+        first, second = engines.make(), engines.make()
+        assert len(_wires(first)) == 4 and _wires(first) == _wires(second)
+        with suppress(ArithmeticError), first._interpreter.transports.batch():
+            if rank() == 1:
+                raise ArithmeticError
+        third = engines.make()
+        assert not _wires(third) & _wires(first)
+        engines.train(third)
+
+
+def test_a_communicator_is_left_alone_after_a_batch_that_failed_on_one_rank() -> None:
+    run_ranks(_after_a_failed_batch, 2, backend=None)
+
+
+def _after_an_odd_collective() -> None:
+    with simulated_rank(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        engines = _Engines("tensor")
+        engine = engines.make()
+        before = new_group.call_count
+        record = next(r for r in Job.current().watched.records() if r.made and r.made.use == "the parts of layers")
+        transport = Job.current().connector.over(record.group, engine.device)
+        transport.issue("reduce") if rank() == 0 else None
+        engine.destroy()
+        engines.train(engines.make())
+        assert new_group.call_count == before + 1
+
+
+def test_a_communicator_is_left_alone_after_a_collective_of_one_rank() -> None:
+    run_ranks(_after_an_odd_collective, 2, backend=None)
+
+
+def _parameters_without_an_engine() -> list[int]:
+    made = []
+    with simulated_rank(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        for _ in range(3):
+            model = tower(depth=1).to("cuda")
+            offload = DeepSpeedZeRoOffload(model, param_persistence_threshold=0)
+            with torch.no_grad():
+                model(inputs(0, 0).to("cuda"))
+            offload.destroy()
+            made.append(new_group.call_count)
+        lists = [list(range(dist.get_world_size()))]
+        with pytest.raises(CallOrderError, match="an open lease"):
+            Job.current().process_groups.mine(lists, backend="nccl", timeout=None, why="a test")
+    return made
+
+
+def test_a_lease_owns_what_one_user_has_for_itself() -> None:
+    assert run_ranks(_parameters_without_an_engine, 2, backend=None) == [[2, 2, 2]] * 2

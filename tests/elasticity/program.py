@@ -1,0 +1,141 @@
+"""A training program whose ranks come and go, and the same training in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SAMPLES, FEATURES, OUTPUTS = 97, 16, 4
+BATCH, MICRO = 24, 2
+RATE, DECAY, CLIP = 1e-2, 0.01, 1.0
+
+
+def make_model() -> torch.nn.Module:
+    """A model of odd sizes, equal on all ranks."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, OUTPUTS))
+
+
+def make_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(FEATURES, generator=generator), torch.randn(OUTPUTS, generator=generator)) for _ in range(SAMPLES)
+    ]
+
+
+def make_config(stage: int, **more: Any) -> dict[str, Any]:
+    threshold = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    zero = {"stage": stage, **threshold, **more.pop("zero", {})}
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": MICRO,
+        "elasticity": {"continue": True, **more.pop("elasticity", {})},
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def order(position: int, seed: int = 0) -> int:
+    """The sample at a position of the run, as the documentation of ``ElasticSteps`` says."""
+    epoch, place = divmod(position, SAMPLES)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return int(torch.randperm(SAMPLES, generator=generator)[place])
+
+
+def plain_losses(steps: int) -> list[float]:
+    """The losses of plain torch on whole batches."""
+    model, data = make_model(), make_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    losses = []
+    for step in range(steps):
+        chosen = [data[order(position)] for position in range(step * BATCH, (step + 1) * BATCH)]
+        x, y = (torch.stack(values) for values in zip(*chosen, strict=True))
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
+    """Trains, and writes a line for each step to ``folder/name.jsonl``.
+
+    Args:
+        arguments: ``config``, ``total`` (steps), ``die`` (by name: step and place where the process kills itself),
+            ``pause`` (seconds in each step), ``save`` (steps between checkpoints) and ``checkpoints``; ``kills``: how
+            often a rank kills itself at a random moment, with ``seed``.
+        name: Of the process.
+        folder: For results.
+    """
+    import deepspeed
+    from deepspeed.elasticity import ElasticSteps
+
+    config = copy.deepcopy(arguments["config"])
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    dtype = next(engine.module.parameters()).dtype
+    checkpoints = arguments.get("checkpoints")
+    steps = ElasticSteps(engine, make_data(), arguments["total"], checkpoints=checkpoints)
+    deaths = [tuple(death) for death in arguments.get("die", {}).get(name, ())]
+    results = (folder / f"{name}.jsonl").open("a", buffering=1)
+
+    def die(step: int, place: str) -> None:
+        if (step, place) in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in steps:
+        with step:
+            if arguments.get("kills"):
+                _die_by_chance(arguments, step.number, folder)
+            die(step.number, "start")
+            for number, (x, y) in enumerate(step):
+                loss = torch.nn.functional.mse_loss(engine(x.to(dtype)).float(), y)
+                if number == 0:
+                    die(step.number, "forward")
+                engine.backward(loss)
+                if number == 0:
+                    die(step.number, "backward")
+                engine.step()
+            die(step.number, "update")
+            if arguments.get("save") and (step.number + 1) % arguments["save"] == 0:
+                engine.save_checkpoint(checkpoints)
+            time.sleep(arguments.get("pause", 0.0))
+        line = {"step": step.number, "done": step.is_done, "loss": step.loss, "ranks": engine.train_batch_size()}
+        results.write(json.dumps({**line, "rates": engine.get_lr(), "scale": engine.loss_scale()}) + "\n")
+    recoveries = [
+        {"ranks": r.ranks, "lost": len(r.lost), "repeated": r.repeated, "seconds": r.total, "words": r.lost}
+        for r in steps.recoveries
+    ]
+    results.write(json.dumps({"end": True, "steps": engine.global_steps, "recoveries": recoveries}) + "\n")
+
+
+def _die_by_chance(arguments: dict[str, Any], step: int, folder: Path) -> None:
+    """Kills one of three ranks or more a random while after the beginning of a step, perhaps in a recovery.
+
+    Not before the first checkpoint: a rank and its buddy may be killed at once.
+    """
+    if step < arguments["save"]:
+        return
+    chance = random.Random(arguments["seed"] * 100_003 + step)
+    ranks = int(os.environ["WORLD_SIZE"])
+    victim, delay = chance.randrange(ranks), chance.uniform(0.0, 0.08)
+    if ranks < 3 or int(os.environ["RANK"]) != victim or len(list(folder.glob("kill-*"))) >= arguments["kills"]:
+        return
+    try:
+        (folder / f"kill-{step}").touch(exist_ok=False)
+    except FileExistsError:  # the step comes again
+        return
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -1,0 +1,168 @@
+"""Links between processes, and the agreement on the next job; here all members are in one process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from deepspeed.comm.members.links import LostMember, MemberLinks
+from deepspeed.comm.members.member import JobPlan, RunMember
+from deepspeed.comm.members.regroup import Regroup
+from deepspeed.elasticity.copies import newest_whole
+from deepspeed.errors import CommunicationError
+
+TOKEN = "secret"
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs calls in threads of their own; returns what they return, or what they raise."""
+    results: list[Any] = [None] * len(calls)
+
+    def work(place: int, call: Callable[[], Any]) -> None:
+        try:
+            results[place] = call()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+@pytest.fixture
+def linked() -> Iterator[list[MemberLinks]]:
+    """Three members, linked."""
+    links = [MemberLinks("127.0.0.1", TOKEN) for _ in range(3)]
+    members = [
+        RunMember(number, number, "here", 100 + number, number, each.address) for number, each in enumerate(links)
+    ]
+    for number, each in enumerate(links):
+        each.settle(members, number)
+    assert at_once(*[lambda each=each: each.connect(10) for each in links]) == [None] * 3
+    yield links
+    for each in links:
+        each.close()
+
+
+def kill(links: MemberLinks) -> None:
+    """What the kernel does with the sockets of a process that ends."""
+    for link in list(links._links.values()):
+        link.peer.shutdown(socket.SHUT_RDWR)
+
+
+def regroup(links: MemberLinks, held: list[Any], patience: float = 10.0) -> JobPlan:
+    return Regroup(links, 0, held, newest_whole, lambda host: 7, patience).run()
+
+
+def held(owner: int, *generations: int, owners: tuple[int, ...] = (0, 1, 2), is_whole: bool = False) -> list[Any]:
+    return [[[generation, 0], owner, list(owners), is_whole] for generation in generations]
+
+
+def test_the_end_of_a_process_is_seen_at_once(linked):
+    seen: list[LostMember] = []
+    linked[0].on_loss = seen.append
+    started = time.monotonic()
+    kill(linked[2])
+    assert linked[0].wait_for_loss(5)
+    assert linked[1].wait_for_loss(5)
+    assert time.monotonic() - started < 1.0
+    assert [lost.member.number for lost in seen] == [2]
+    assert seen[0].is_certain
+    assert [member.number for member in linked[0].living] == [0, 1]
+
+
+def test_a_farewell_is_no_loss(linked):
+    linked[2].close()
+    deadline = time.monotonic() + 5
+    while linked[0].departed != {2} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert linked[0].departed == {2}
+    assert not linked[0].wait_for_loss(0.2)
+
+
+@pytest.mark.parametrize(
+    "words", [b'{"kind": "hello", "token": "guess", "number": 1}\n', b"GET / HTTP/1.1\n\n", b"[1]\n"]
+)
+def test_strangers_are_not_let_in(linked, words):
+    with socket.create_connection(linked[0].address, timeout=5) as stranger:
+        stranger.sendall(words)
+        assert stranger.recv(10) == b""
+    assert not linked[0].lost
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_who_is_left_agrees_on_the_newest_copies_that_are_whole(linked, dead):
+    """Every rank has its own copies of two generations and its neighbour's; of the newest, one is missing."""
+    of = {
+        0: held(0, 4, 5) + held(2, 4, 5),
+        1: held(1, 4, 5) + held(0, 4, 5),
+        2: held(2, 4) + held(1, 4),
+    }
+    kill(linked[dead])
+    left = [number for number in range(3) if number != dead]
+    plans = at_once(*[lambda n=n: regroup(linked[n], of[n]) for n in left])
+    assert plans[0] == plans[1]
+    plan = plans[0]
+    assert [member.number for member in plan.members] == left
+    assert [member.rank for member in plan.members] == [0, 1]
+    assert [member.number for member in plan.lost] == [dead]
+    assert plan.epoch == 1
+    assert plan.source == ((5, 0) if dead == 2 else (4, 0))
+
+
+def test_a_leader_that_dies_is_no_special_case(linked):
+    """Rank 2 is lost; rank 0, which would lead, is silent and then lost too."""
+    kill(linked[2])
+    assert linked[1].wait_for_loss(5)
+
+    def late() -> None:
+        time.sleep(0.3)
+        kill(linked[0])
+
+    plan, _ = at_once(lambda: regroup(linked[1], held(1, 3, is_whole=True)), late)
+    assert [member.number for member in plan.members] == [1]
+    assert sorted(member.number for member in plan.lost) == [0, 2]
+
+
+def test_who_does_not_come_is_named(linked):
+    with pytest.raises(CommunicationError, match=r"still missing: rank 1 \(host here, pid 101\), rank 2"):
+        regroup(linked[0], held(0, 1), patience=0.3)
+
+
+def test_a_machine_that_is_silent_needs_a_majority(linked):
+    """Half of the members cannot know whether the other half goes on."""
+    with linked[0]._changed:
+        for number in (1, 2):
+            linked[0]._lost[number] = LostMember(linked[0]._members[number], time.monotonic(), is_certain=False)
+    kill(linked[0])
+    deadline = time.monotonic() + 5
+    while len(linked[0].living) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with linked[0]._changed:
+        for number in (1, 2):
+            linked[0]._lost[number] = LostMember(linked[0]._members[number], time.monotonic(), is_certain=False)
+    with pytest.raises(CommunicationError, match="are no majority of 3"):
+        regroup(linked[0], held(0, 1))
+
+
+def test_a_process_that_knocks_is_in_the_plan(linked):
+    with socket.create_connection(linked[1].address, timeout=5) as door:
+        new = RunMember(-1, -1, "there", 7, 0, ("127.0.0.1", 1))
+        door.sendall(json.dumps({"kind": "knock", "token": TOKEN, "member": new.to_json()}).encode() + b"\n")
+        deadline = time.monotonic() + 5
+        while not linked[1].knocks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        plans = at_once(*[lambda n=n: regroup(linked[n], held(n, 3)) for n in range(3)])
+        answer = json.loads(door.makefile().readline())
+    assert plans[0] == plans[1] == plans[2] == JobPlan.from_json(answer["plan"])
+    assert [member.pid for member in plans[0].members] == [100, 101, 102, 7]
+    assert plans[0].newcomers == (answer["number"],)

@@ -1,0 +1,122 @@
+"""Ranks that are killed, and ranks that join: the losses are those of plain torch on whole batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.elasticity.jobs import JobResult, run_job
+from tests.elasticity.program import make_config, plain_losses
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+TOTAL = 8
+SHARDED = {"r3": [(1, "forward")], "r0": [(3, "start")], "r1": [(5, "backward")]}
+
+
+def check(result: JobResult, total: int = TOTAL, tolerance: float = 1e-6) -> None:
+    """Every step has the loss of plain torch, and the ranks that are left came to the end."""
+    expected = plain_losses(total)
+    assert sorted(result.losses) == list(range(total)), result.errors
+    assert [result.losses[step] for step in range(total)] == pytest.approx(expected, abs=tolerance, rel=tolerance)
+    assert all(lines[-1]["steps"] == total for lines in result.lines.values())
+
+
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
+def test_three_of_four_are_killed_one_after_the_other(tmp_path, stage):
+    """In a forward, before a step (rank 0, which holds the store), and in a backward."""
+    result = run_job(tmp_path, 4, {"config": make_config(stage), "total": TOTAL, "die": SHARDED})
+    assert result.codes == {"r0": -9, "r1": -9, "r2": 0, "r3": -9}, result.errors
+    check(result)
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(4, 3), (3, 2), (2, 1)]
+    assert all(r["repeated"] <= 1 for r in result.recoveries)  # 1: not all ranks had copied yet
+    assert "pid" in result.recoveries[0]["words"][0] and "host" in result.recoveries[0]["words"][0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "tolerance"),
+    [
+        (3, {"bf16": {"enabled": True}}, 2e-2),
+        slow(1, {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}, 5e-2),
+        slow(2, {"zero": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
+    ],
+)
+def test_precisions_and_offload(tmp_path, stage, more, tolerance):
+    """A run with a loss goes through the very losses and scales of one without, but for the order of sums."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
+    arguments = {"config": make_config(stage, scheduler=schedule, **more), "total": TOTAL}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    calm = run_job(tmp_path / "a", 3, arguments)
+    broken = run_job(tmp_path / "b", 3, {**arguments, "die": {"r1": [(2, "backward")]}})
+    assert broken.codes["r1"] == -9
+    for step in range(TOTAL):
+        assert broken.losses[step] == pytest.approx(calm.losses[step], rel=tolerance)
+    scales, rates = (
+        [{line["step"]: line[name] for line in job.lines["r0"] if line.get("done")} for job in (calm, broken)]
+        for name in ("scale", "rates")
+    )
+    assert scales[0] == scales[1]
+    assert rates[0] == rates[1]
+
+
+def test_two_at_once_whose_copies_lie_elsewhere(tmp_path):
+    """Ranks 0 and 2 of four: their buddies are 1 and 3."""
+    die = {"r0": [(2, "start")], "r2": [(2, "start")]}
+    result = run_job(tmp_path, 4, {"config": make_config(2), "total": 4, "die": die})
+    check(result, 4)
+    assert result.recoveries[-1]["ranks"][1] == 2
+
+
+def test_copies_every_few_updates_cost_repeated_updates(tmp_path):
+    config = make_config(2, elasticity={"copy_every": 3})
+    result = run_job(tmp_path, 3, {"config": config, "total": 6, "die": {"r1": [(5, "update")]}})
+    check(result, 6)
+    assert [r["repeated"] for r in result.recoveries] == [2]
+
+
+def test_a_rank_and_its_buddy_at_once_go_back_to_the_checkpoint(tmp_path):
+    die = {"r0": [(3, "start")], "r1": [(3, "start")]}
+    arguments = {
+        "config": make_config(3), "total": 5, "die": die, "save": 2, "checkpoints": str(tmp_path / "saved"),
+    }  # fmt: skip
+    result = run_job(tmp_path, 4, arguments)
+    check(result, 5)
+    assert "the run goes on from the last checkpoint" in "".join(result.errors.values())
+
+
+def test_a_rank_and_its_buddy_without_a_checkpoint_end_the_run(tmp_path):
+    die = {"r0": [(1, "start")], "r1": [(1, "start")]}
+    result = run_job(tmp_path, 4, {"config": make_config(1), "total": 3, "die": die})
+    assert [result.codes[name] for name in ("r2", "r3")] == [1, 1]
+    assert "and no folder of checkpoints was given, so the run cannot go on" in result.errors["r2"]
+
+
+@pytest.mark.parametrize("stage", [0, slow(3)])
+def test_a_rank_joins_and_another_one_is_killed(tmp_path, stage):
+    """Three become four; then rank 0, at which the new one had knocked, is killed."""
+    arguments = {"config": make_config(stage), "total": 30, "die": {"r0": [(28, "backward")]}, "pause": 0.1}
+    result = run_job(tmp_path, 3, arguments, joins=["new"])
+    assert result.codes == {"r0": -9, "r1": 0, "r2": 0, "new": 0}, result.errors
+    check(result, 30)
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(3, 4), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kills", "seed"),
+    [(3, 20, 0), slow(0, 25, 1), slow(1, 25, 2), slow(2, 25, 3), slow(3, 25, 4)],
+)
+def test_kills_at_random_moments(tmp_path, stage, kills, seed):
+    """A process joins for each one that is killed; some die while the others are still recovering from a death."""
+    arguments = {
+        "config": make_config(stage), "total": 5 * kills, "checkpoints": str(tmp_path / "saved"), "save": 10,
+        "kills": kills, "seed": seed,
+    }  # fmt: skip
+    result = run_job(tmp_path, 5, arguments, replaces=True, timeout=280)
+    assert len(list(tmp_path.glob("kill-*"))) == kills
+    assert sum(code == 0 for code in result.codes.values()) >= 1, result.errors
+    check(result, 5 * kills, 2e-5)

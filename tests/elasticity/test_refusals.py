@@ -1,0 +1,117 @@
+"""What runs that go on cannot do is refused by name; here one rank, without a process group of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.config import parse
+from deepspeed.elasticity import ElasticSteps
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from tests.elasticity.program import make_config, make_data, make_model
+from tests.harness import run_ranks
+
+
+def start(config: dict[str, Any], **more: Any) -> Any:
+    return deepspeed.initialize(model=more.pop("model", make_model()), config=config, **more)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gradient_accumulation_steps": 3}, "it follows from the number of ranks; leave it out"),
+        ({"train_batch_size": None}, "needs train_batch_size and train_micro_batch_size_per_gpu"),
+        ({"train_batch_size": 25}, "25 is no multiple of train_micro_batch_size_per_gpu 2; 24 or 26 would fit"),
+        ({"elasticity": {"continue": True, "max_train_batch_size": 9}}, "elasticity.enabled computes, which is false"),
+        ({"elasticity": {"continue": True, "copy_every": 0}}, "copy_every"),
+    ],
+)
+def test_configurations(change, words):
+    config = {name: value for name, value in {**make_config(1), **change}.items() if value is not None}
+    with pytest.raises(DeepSpeedConfigError, match=words):
+        parse(config, dp_world_size=4)
+
+
+def test_micro_batches_need_not_be_a_multiple_of_the_ranks():
+    batch = parse(make_config(2), dp_world_size=5).batch
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps) == (24, 2, 3)
+
+
+def refuse_objects() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = make_config(1)
+    del config["optimizer"]
+    with pytest.raises(DeepSpeedConfigError, match="was given an optimizer object"):
+        start(config, model=model, optimizer=optimizer)
+    with pytest.raises(DeepSpeedConfigError, match="there is no optimizer"):
+        start(config)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(DeepSpeedConfigError, match="was given a schedule object"):
+        start(make_config(1), lr_scheduler=schedule)
+
+
+REFUSED = (
+    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam keeps states of its own"),
+    ({"zero": {"zero_quantized_gradients": True}}, "compressed gradients leave errors"),
+    ({"communication_compression": {"gradients": "int8"}}, "compressed gradients leave errors"),
+)
+
+
+def refuse_features() -> None:
+    for change, words in REFUSED:
+        with pytest.raises(DeepSpeedConfigError, match=f"elasticity.continue: .*{words}"):
+            start(make_config(3 if "zero" in change else 0, **change))
+
+
+def refuse_updates_outside_of_steps() -> None:
+    engine = start(make_config(1))
+    (x, y), *_ = make_data()
+    with pytest.raises(CallOrderError, match="updates are made inside `with step:`"):
+        for _ in range(12):
+            engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+            engine.step()
+    engine.destroy()
+
+
+def refuse_steps_of_another_engine() -> None:
+    config = make_config(1)
+    del config["elasticity"]
+    engine = start(config)
+    with pytest.raises(CallOrderError, match="elasticity.continue: true"):
+        ElasticSteps(engine, make_data(), 3)
+    engine.destroy()
+
+
+def refuse_steps_that_are_not_whole() -> None:
+    engine = start(make_config(1))
+    steps = ElasticSteps(engine, make_data(), 3)
+    with pytest.raises(CallOrderError, match="was not entered"):
+        for _ in steps:
+            pass
+    with pytest.raises(CallOrderError, match="the engine has made 0 updates, expected 1"):
+        for step in steps:
+            with step:
+                next(iter(step))
+    with pytest.raises(ZeroDivisionError):  # an error of the program stays one
+        for step in steps:
+            with step:
+                raise ZeroDivisionError
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        refuse_objects,
+        refuse_features,
+        refuse_updates_outside_of_steps,
+        refuse_steps_of_another_engine,
+        refuse_steps_that_are_not_whole,
+    ],
+)
+def test_refusals(refuse):
+    run_ranks(refuse, 1)

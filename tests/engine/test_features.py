@@ -1,0 +1,55 @@
+"""Which features an engine has: asked for by configuration, by axes of the mesh and by marks."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from deepspeed.comm.job.mesh import DATA, SEQUENCE, Mesh
+from deepspeed.config.sections.root import Root
+from deepspeed.engine.features import FEATURES, FeatureSet, feature_of
+from deepspeed.engine_feature import mark
+
+
+def _titles(features):
+    return [feature.title for feature in features._features.values()]
+
+
+def test_sharing_samples_asks_for_nothing():
+    features = FeatureSet()
+    features.ask_configuration(Root(), Mesh(((DATA, 4),)))
+    assert _titles(features) == []
+
+
+def test_an_axis_asks_for_its_feature():
+    features = FeatureSet()
+    features.ask_configuration(Root(), Mesh(((DATA, 2), (SEQUENCE, 2))))
+    assert _titles(features) == [feature_of("deepspeed.parallel.sequence.feature").title]
+
+
+def test_features_have_the_order_of_the_list_whoever_asks_first():
+    features = FeatureSet()
+    for name in reversed(FEATURES):
+        model = nn.Linear(2, 2)
+        mark(model, name)
+        features.ask_objects(model)
+    assert list(features._features) == list(FEATURES)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda features: features.ask_configuration(Root(), Mesh((("cluster", 2),))),
+        lambda features: features.ask_objects(_marked("deepspeed.nowhere.feature")),
+    ],
+    ids=["axis", "mark"],
+)
+def test_a_feature_that_is_not_in_the_list_is_named(ask):
+    with pytest.raises(LookupError, match=r"deepspeed\.(parallel\.cluster|nowhere)\.feature: asked for, but not in"):
+        ask(FeatureSet())
+
+
+def _marked(name):
+    model = nn.Linear(2, 2)
+    mark(model, name)
+    return model

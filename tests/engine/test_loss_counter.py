@@ -1,0 +1,148 @@
+"""engine.backward(sum, count=tokens): any split of the same samples gives the update of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from tests.ecosystem.support import needs_transformers
+from tests.engine.support import engine_of, rank
+from tests.harness import assert_states_equal, run_ranks
+from tests.zero.reading import full_masters
+
+SAMPLES, LENGTH, WIDTH, STEPS = 12, 7, 6, 3
+
+
+def _model():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, 5))
+
+
+def _batch(step):
+    """Inputs, labels and which tokens count: each sample has another number, one has none."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator)
+    labels = torch.randint(0, 5, (SAMPLES, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH, (SAMPLES,), generator=generator)
+    lengths[step % SAMPLES] = 0
+    labels[torch.arange(LENGTH) >= lengths[:, None]] = -100
+    return x, labels
+
+
+def _sum(model, x, labels):
+    logits = model(x).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def _plain(clipping):
+    model = _model()
+    optimizer = _sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total, count = _sum(model, *_batch(step))
+        (total / count).backward()
+        if clipping:
+            nn.utils.clip_grad_norm_(model.parameters(), clipping)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def _train(stage, accumulation, clipping=0.0, cuts=None, **config):
+    """Trains on this rank's part, cut into micro-batches of any sizes."""
+    engine = engine_of(_model(), stage, optimizer=_sgd, accumulation=accumulation, gradient_clipping=clipping, **config)
+    for step in range(STEPS):
+        x, labels = _batch(step)
+        x, labels = (part.tensor_split(dist.get_world_size())[rank()] for part in (x, labels))
+        for micro in range(accumulation):
+            mine = (part.tensor_split(cuts or accumulation)[micro] for part in (x, labels))
+            total, count = _sum(engine, *mine)
+            reported = engine.backward(total, count=count)
+            torch.testing.assert_close(reported, total / count.clamp(min=1))
+            engine.step()
+    return engine
+
+
+def _splits():
+    for clipping in (0.0, 0.05):
+        plain = _plain(clipping)
+        for stage, accumulation, cuts in ((0, 1, None), (1, 3, None), (2, 2, [1]), (3, 2, [4])):
+            found = full_masters(_train(stage, accumulation, clipping, cuts))
+            assert_states_equal(found, plain, rtol=1e-5, atol=1e-6)
+    sums = _train(2, 3, fp16={"enabled": True, "initial_scale_power": 4, "auto_cast": True})
+    assert sums.skipped_steps == 0
+    assert_states_equal(full_masters(sums), _plain(0.0), rtol=2e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_split_of_the_samples_gives_one_update(ranks):
+    run_ranks(_splits, ranks)
+
+
+def _misuse():
+    engine = engine_of(_model(), 1, accumulation=2)
+    x, labels = _batch(0)
+    engine.backward(_sum(engine, x, labels)[0], count=5)
+    engine.step()
+    with pytest.raises(CallOrderError, match="some losses since the last update have a count"):
+        engine.backward(_sum(engine, x, labels)[0])
+    engine.zero_grad()
+    engine.backward(_sum(engine, x, labels)[0] / 5)
+    with pytest.raises(DeepSpeedConfigError, match="count=-1"):
+        engine_of(_model(), 1).backward(_sum(engine, x, labels)[0], count=-1)
+    with pytest.raises(DeepSpeedConfigError, match="gradients and count"):
+        engine.backward(engine(x), gradients=torch.ones(SAMPLES, LENGTH, 5), count=1)
+
+
+def test_misuse_is_named():
+    run_ranks(_misuse, 1)
+
+
+AXES = [
+    {"sequence_parallel_size": 2},
+    {"sequence_parallel_size": 2, "sequence_parallel": {"loss": "own_share"}},
+    {"tensor_parallel": {"autotp_size": 2}},
+]
+
+
+def _axes():
+    """Each rank sums over its own part of the sequences; ranks that share layers all have the same sum."""
+    import deepspeed
+    from tests.parallel.sequence.llama import llama, padded_batch
+    from tests.parallel.sequence.net import cut
+
+    whole = padded_batch(3)
+
+    def loss_of(model, inputs):
+        labels = inputs["shift_labels"]
+        given = {name: value for name, value in inputs.items() if name != "shift_labels"}
+        logits = model(**given, use_cache=False).logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+    for axes in AXES:
+        expected, model = llama(), llama()
+        total, count = loss_of(expected, whole)
+        (total / count).backward()
+        _sgd(expected).step()
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1}, **axes,
+        }  # fmt: skip
+        engine = deepspeed.initialize(model=model, optimizer=_sgd(model), config=config)[0]
+        mine = cut(whole, rank(), 2) if "sequence_parallel_size" in axes else whole
+        total, count = loss_of(engine, mine)
+        engine.backward(total, count=count)
+        engine.step()
+        for name, value in engine.iter_full("fp32"):
+            torch.testing.assert_close(value, expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
+        engine.destroy()
+
+
+@needs_transformers
+def test_sequence_and_tensor_ranks_give_the_same_update():
+    run_ranks(_axes, 2)

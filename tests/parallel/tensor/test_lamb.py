@@ -1,0 +1,68 @@
+"""LAMB's trust ratio is that of the whole parameter, however many ranks share the layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.ops.lamb import FusedLamb
+from tests.harness import run_ranks
+from tests.parallel.tensor import support
+from tests.parallel.tensor.support import config, llama, loss_of
+
+STEPS = 3
+
+
+def lamb(parameters) -> FusedLamb:
+    return FusedLamb(list(parameters), lr=3e-2, weight_decay=0.1, max_coeff=5.0, min_coeff=0.05)
+
+
+def _stages(size: int, stages: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    data = dist.get_world_size() // size
+    expected = support.plain_run(llama(), STEPS, data, optimizer=lamb)
+    for stage in stages:
+        model = llama()
+        engine = deepspeed.initialize(model=model, optimizer=lamb(model.parameters()), config=config(size, stage))[0]
+        for step in range(STEPS):
+            loss = loss_of(engine, 10 * step, rank // size)
+            engine.backward(loss)
+            engine.step()
+            assert engine.get_global_grad_norm() == pytest.approx(expected.norms[step], rel=1e-4), (stage, step)
+        full = engine._consolidated_16bit_state_dict()
+        for name, value in expected.state.items() if full is not None else ():
+            torch.testing.assert_close(
+                full[name],
+                value,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text: f"stage {stage}, {name}: {text}",  # noqa: B023
+            )
+        engine.destroy()
+
+
+def test_two_ranks_share_each_layer() -> None:
+    run_ranks(_stages, 2, 2, (0, 1, 2, 3), timeout=120)
+
+
+def test_two_ranks_share_each_layer_and_two_have_other_samples() -> None:
+    run_ranks(_stages, 4, 2, (0, 1, 2, 3), timeout=120)
+
+
+def test_ranks_that_share_a_key_value_head_count_once() -> None:
+    run_ranks(_stages, 4, 4, (2,), timeout=120)
+
+
+def _refused() -> None:
+    for name in ("Muon", "OneBitLamb"):
+        settings = config(2, 1, optimizer={"type": name, "params": {"lr": 1e-2}})
+        settings.pop("gradient_clipping")
+        with pytest.raises(NotYetSupportedError, match=f"{name} works on whole tensors.*tensor parallelism .* Lamb"):
+            deepspeed.initialize(model=llama(), config=settings)
+
+
+def test_others_that_need_whole_tensors_are_refused() -> None:
+    run_ranks(_refused, 2)

@@ -1,0 +1,95 @@
+"""What must hold over many steps, under torch.compile, and on a mesh that the program lays out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.comm.job import groups
+from tests.harness import run_ranks
+from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
+from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
+
+
+def _loss(model, step: int, data: int) -> torch.Tensor:
+    batch = ids(step, data, 8)
+    return model(input_ids=batch, labels=batch).loss
+
+
+def _many_steps():
+    """The bits of what is whole stay equal on tensor ranks, as each of them computes and updates it by itself."""
+    for stage, more in ((1, {}), (3, {"sequence_parallel_norms": True})):
+        model = llama()
+        section = {"autotp_size": 2, **more}
+        settings = config(2, stage, tensor_parallel=section)
+        engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
+        for step in range(20):
+            engine.backward(_loss(engine, step, engine.get_data_parallel_rank()))
+            engine.step()
+        assert engine.global_steps == 20
+        _whole_are_equal(engine, 2)
+        mine = {name: value for name, value in engine.module.named_parameters() if "norm" in name and stage < 3}
+        for name, value in mine.items():
+            first = value.detach().clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, value), name
+        engine.destroy()
+
+
+def test_whole_parameters_have_equal_bits_after_20_steps():
+    run_ranks(_many_steps, 4, timeout=120)
+
+
+def _train(engine, expected, data_rank: int) -> None:
+    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+        found = _loss(engine, 10 * step, data_rank)
+        engine.backward(found)
+        engine.step()
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    _check_weights(engine, expected)
+
+
+def _compiled():
+    """Every block by itself; collectives stay outside of the graphs."""
+    expected = plain_run(llama(), 3, 1, loss=_loss)
+    for stage, more in ((0, {}), (3, {}), (1, {"sequence_parallel_norms": True})):
+        model = llama()
+        settings = config(2, stage, tensor_parallel={"autotp_size": 2, **more})
+        engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
+        for block in model.model.layers:
+            block.compile(backend="aot_eager")
+        _train(engine, expected, 0)
+        engine.destroy()
+        torch._dynamo.reset()
+
+
+def test_compiled_blocks():
+    run_ranks(_compiled, 2, timeout=180)
+
+
+def _meshes():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    expected = plain_run(llama(), 3, 2, loss=_loss)
+    rank = dist.get_rank()
+    for names, data_rank, others in ((("dp", "tp"), rank // 2, [rank // 2 * 2, rank // 2 * 2 + 1]),
+                                     (("tp", "dp"), rank % 2, [rank % 2, rank % 2 + 2])):  # fmt: skip
+        model = llama()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        engine = deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=config(2, 2), mesh_param=mesh
+        )[0]
+        assert (engine.dp_world_size, engine.mp_world_size) == (2, 2)
+        assert engine.get_data_parallel_rank() == data_rank
+        assert dist.get_process_group_ranks(groups.group_along("tensor")) == others
+        _train(engine, expected, data_rank)
+        engine.destroy()
+
+
+def test_a_mesh_of_the_program():
+    run_ranks(_meshes, 4, timeout=120)

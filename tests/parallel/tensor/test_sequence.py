@@ -1,0 +1,122 @@
+"""Norms and residual sums on a part of the sequence: the same numbers, a part of the memory, the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.errors import DeepSpeedConfigError
+from tests.harness import run_ranks
+from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
+from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
+
+LENGTH = 8
+
+
+def _loss(model, step: int, data: int) -> torch.Tensor:
+    batch = ids(step, data, LENGTH)
+    return model(input_ids=batch, labels=batch).loss
+
+
+def _engine(model, size: int, stage: int, is_cut: bool = True, **sections):
+    section = {"autotp_size": size, "sequence_parallel_norms": is_cut, **sections}
+    return deepspeed.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=config(size, stage, tensor_parallel=section)
+    )[0]
+
+
+def _gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=67, n_positions=16, n_embd=24, n_layer=2, n_head=6, **none))
+
+
+def _bytes() -> int:
+    return sum(tally.nbytes for (_, axis), tally in traffic.asked_along.items() if axis == "tensor")
+
+
+def _held(engine, step: int) -> tuple[torch.Tensor, int, int, int]:
+    """Loss; activations of whole and of half length that autograd keeps; bytes that travelled."""
+    kept: dict[int, int] = {}
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        if value.dim() == 3 and value.shape[0] == 2 and value.shape[2] == 24:
+            kept[value.data_ptr()] = value.shape[1]
+        return value
+
+    before = _bytes()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        loss = _loss(engine, step, 0)
+    engine.backward(loss)
+    lengths = list(kept.values())
+    return loss.detach(), lengths.count(LENGTH), lengths.count(LENGTH // 2), _bytes() - before
+
+
+def _trained(size: int, stages: tuple[int, ...]):
+    rank, data = dist.get_rank(), dist.get_world_size() // size
+    for make in (llama, _gpt2):
+        expected = plain_run(make(), 3, data, loss=_loss)
+        for stage in stages if make is llama else stages[:1]:
+            model = make()
+            if stage == 3:
+                model.gradient_checkpointing_enable()
+            engine = _engine(model, size, stage)
+            for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+                found = _loss(engine, 10 * step, rank // size)
+                engine.backward(found)
+                engine.step()
+                mean = found.detach().clone()
+                dist.all_reduce(mean)
+                assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5), (make, stage)
+                assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+            _check_weights(engine, expected)
+            if make is llama:
+                _whole_are_equal(engine, size)
+            with torch.no_grad():  # an evaluation of any length goes on with whole activations
+                logits = engine(input_ids=ids(0, rank // size, 9)).logits
+            assert logits.shape == (2, 9, 67) and logits.isfinite().all()
+            with pytest.raises(DeepSpeedConfigError, match="has 9 positions, which 2 ranks do not divide"):
+                engine(input_ids=ids(0, rank // size, 9))
+            engine.destroy()
+
+
+def test_the_same_numbers():
+    run_ranks(_trained, 4, 2, (1, 3), timeout=120)
+
+
+def _counted():
+    """What two more blocks add: whole activations, halves, bytes."""
+    found = {}
+    for is_cut in (False, True):
+        for layers in (2, 4):
+            engine = _engine(llama(num_hidden_layers=layers), 2, 0, is_cut)
+            found[is_cut, layers] = _held(engine, 0)
+            engine.destroy()
+    torch.testing.assert_close(found[False, 4][0], found[True, 4][0], rtol=1e-5, atol=0.0)
+    return {is_cut: [found[is_cut, 4][n] - found[is_cut, 2][n] for n in (1, 2, 3)] for is_cut in (False, True)}
+
+
+def test_memory_and_bytes():
+    found = run_ranks(_counted, 2)[0]
+    (whole, no_half, nbytes), (left, halves, cut_nbytes) = found[False], found[True]
+    # The inputs of attention and MLP, which cut layers need whole, stay; everything else is a half.
+    assert no_half == 0 and left == 2 * 2 and halves == whole - left, found
+    # Activations: as many bytes as before; gradients of 2 norms and 2 biases of 24 elements per block are all-reduced.
+    assert cut_nbytes - nbytes == 2 * (2 + 2) * 24 * 4 * 2
+
+
+def _refused():
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 32}
+    with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_norms: the layers that feed .* are no module"):
+        _engine(BertForMaskedLM(BertConfig(vocab_size=67, **sizes)), 2, 0)
+
+
+def test_models_that_are_built_otherwise_are_refused():
+    run_ranks(_refused, 2)

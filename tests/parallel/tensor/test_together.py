@@ -1,0 +1,193 @@
+"""What the ranks that share layers must have in common, and combinations with everything else that changes a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.activation_checkpointing import checkpointing
+from deepspeed.errors import DeepSpeedConfigError, DivergenceError
+from tests.harness import run_ranks
+from tests.parallel.tensor.support import adamw, assert_weights_equal, config, ids, llama, loss_of, plain_run
+
+
+def _engine(model: nn.Module, size: int, stage: int, **sections):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, optimizer=adamw(trained), config=config(size, stage, **sections))[0]
+
+
+def _batches():
+    """Another sample, another mask, another length: all ranks of the tensor group say so, before anything is wrong."""
+    engine = _engine(llama(), 2, 1)
+    rank = dist.get_rank()
+    batch = ids(0, 0)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    other_mask = mask.clone()
+    other_mask[1, 8] = rank % 2
+    for what, others in (
+        ("'input_ids' differs", {"input_ids": ids(1, rank), "attention_mask": mask}),
+        ("'attention_mask' differs", {"input_ids": batch, "attention_mask": other_mask}),
+        ("'input_ids' differs", {"input_ids": batch[:, : 9 - rank % 2], "attention_mask": mask}),
+        ("arguments differ", {"input_ids": batch} | ({"attention_mask": mask} if rank % 2 else {})),
+    ):
+        engine(input_ids=batch, attention_mask=mask)
+        with pytest.raises(DivergenceError, match=f"share the layers .* but were given different batches: {what}"):
+            engine(**others)
+    state = torch.get_rng_state()
+    told = [torch.empty_like(state) for _ in range(4)]
+    dist.all_gather(told, state)
+    assert torch.equal(told[rank], told[rank // 2 * 2])
+    engine.destroy()
+    loader = deepspeed.initialize(
+        model=llama(), config=config(2, 0), training_data=[torch.tensor(n) for n in range(16)]
+    )[2]
+    seen = torch.cat(list(loader)).sort().values
+    told = [torch.empty_like(seen) for _ in range(4)]
+    dist.all_gather(told, seen)
+    assert torch.equal(told[0], told[1]) and torch.equal(told[2], told[3])
+    assert sorted(torch.cat([told[0], told[2]]).tolist()) == list(range(16))
+
+
+def test_tensor_ranks_see_the_same_batch():
+    run_ranks(_batches, 4, timeout=120)
+
+
+class Dropping(nn.Module):
+    """A block with dropout on what is whole and, under the tracker, on what is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.rise, self.fall = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(x, 0.5)
+        inner = torch.ones_like(self.rise(x))
+        with checkpointing.get_cuda_rng_tracker().fork():
+            mask = nn.functional.dropout(inner, 0.5)
+        self.seen.append((x.detach().clone(), mask.detach().clone()))
+        return self.fall(self.rise(x) * mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpointing.checkpoint(self._inner, x).square().mean()
+
+
+def _random_numbers():
+    patterns = [{"patterns": ["rise.weight"]}, {"patterns": ["fall.weight"], "partition_type": "row"}]
+    section = {"autotp_size": 2, "partition_config": {"layer_specs": patterns}}
+    torch.manual_seed(dist.get_rank())
+    model = Dropping()
+    engine = _engine(model, 2, 1, tensor_parallel=section)
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
+    (first, mask), (again, mask_again) = model.seen
+    assert torch.equal(first, again) and torch.equal(mask, mask_again)
+    for mine, is_whole in ((first, True), (mask, False)):
+        told = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(told, mine)
+        assert torch.equal(*told) == is_whole
+
+
+def test_random_numbers_are_alike_where_all_is_whole_and_differ_where_it_is_cut():
+    run_ranks(_random_numbers, 2)
+
+
+def _precisions():
+    """bf16, fp16 with a first overflow, autocast, both offloads: the losses fall as those of the whole model do."""
+    expected = plain_run(llama(), 4, 1)
+    for stage, sections in (
+        (2, {"bf16": {"enabled": True}}),
+        (1, {"fp16": {"enabled": True, "initial_scale_power": 6}}),
+        (0, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    ):
+        engine = _engine(llama(), 2, stage, **sections)
+        for step, loss in enumerate(expected.losses):
+            found = loss_of(engine, 10 * step, 0)
+            engine.backward(found)
+            engine.step()
+            assert found.item() == pytest.approx(loss, rel=2e-2), (sections, step)
+            assert math.isfinite(engine.get_global_grad_norm())
+        engine.destroy()
+    offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    engine = _engine(llama(), 2, 3, zero_optimization=offloaded)
+    for step, loss in enumerate(expected.losses):
+        found = loss_of(engine, 10 * step, 0)
+        engine.backward(found)
+        engine.step()
+        assert found.item() == pytest.approx(loss, rel=1e-5)
+    engine.destroy()
+
+
+def test_precisions_and_offload():
+    run_ranks(_precisions, 2, timeout=120)
+
+
+def _adapters():
+    """LoRA on a frozen base, on column- and row-parallel layers, without and with ``torch.compile``."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        torch.manual_seed(2)
+        chosen = LoraConfig(
+            r=3, target_modules=["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], lora_dropout=0.0
+        )
+        model = get_peft_model(llama(), chosen)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        return model
+
+    expected = plain_run(adapted(), 3, 1)
+    for stage, is_compiled in ((0, False), (3, False), (1, True)):
+        model = adapted()
+        engine = _engine(model, 2, stage)
+        for block in model.base_model.model.model.layers if is_compiled else ():
+            block.compile(backend="aot_eager")
+        for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+            found = loss_of(engine, 10 * step, 0)
+            engine.backward(found)
+            engine.step()
+            assert found.item() == pytest.approx(loss, rel=1e-5)
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        full = engine._consolidated_16bit_state_dict()
+        if full is not None:
+            assert_weights_equal(full, expected.state)
+        engine.destroy()
+        torch._dynamo.reset()
+
+
+def test_adapters_on_a_frozen_base():
+    pytest.importorskip("peft")
+    run_ranks(_adapters, 2, timeout=120)
+
+
+def _requests():
+    model = deepspeed.tp_model_init(llama(), 2, torch.float32)
+    with pytest.raises(DeepSpeedConfigError, match="tp_model_init: it was called before"):
+        deepspeed.tp_model_init(model, 4, torch.float32)
+    with pytest.raises(DeepSpeedConfigError, match="autotp_size is 4, but tp_model_init was called with tp_size 2"):
+        deepspeed.initialize(model=model, config=config(4, 0))
+    with pytest.raises(DeepSpeedConfigError, match=r"tp_model_init\(dtype=torch.float16\)"):
+        asked = deepspeed.tp_model_init(llama(), 2, torch.float16)
+        deepspeed.initialize(model=asked, config=config(0, 0, bf16={"enabled": True}))
+    engine = deepspeed.initialize(model=model, config=config(0, 0))[0]
+    batch = ids(0, 0)
+    copied = copy.deepcopy(model)  # as programs make running averages
+    assert torch.equal(copied(input_ids=batch).logits, model(input_ids=batch).logits)
+    assert engine.mp_world_size == 2 and model.lm_head.weight.shape[0] < 67 and model.ds_autotp_parsed
+    engine.destroy()
+    again = deepspeed.initialize(model=model, config=config(0, 0))[0]  # a model that is cut is not cut again
+    assert model.lm_head.weight.shape[0] in (33, 34)
+    again.destroy()
+
+
+def test_a_program_asks_by_tp_model_init():
+    run_ranks(_requests, 2)

@@ -1,0 +1,129 @@
+"""A model that is cut trains like the whole one: losses, norms and weights, at every stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from tests.harness import run_ranks
+from tests.parallel.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
+
+STEPS = 3
+
+
+def _train(model, size: int, stage: int, expected, accumulation: int = 1, **sections):
+    """Trains and compares step by step; returns the engine."""
+    rank, data = dist.get_rank(), dist.get_world_size() // size
+    if rank % size:  # the first rank's values win
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+    engine = deepspeed.initialize(
+        model=model,
+        optimizer=adamw(parameter for parameter in model.parameters() if parameter.requires_grad),
+        config=config(size, stage, gradient_accumulation_steps=accumulation, **sections),
+    )[0]
+    assert (engine.dp_world_size, engine.mp_world_size) == (data, size)
+    assert engine.train_batch_size() == 2 * data * accumulation
+    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+        total = 0.0
+        for micro in range(accumulation):
+            found = loss_of(engine, 10 * step + micro, rank // size)
+            engine.backward(found)
+            engine.step()
+            total += found.item() / accumulation
+        mean = torch.tensor(total)
+        dist.all_reduce(mean)
+        assert mean.item() / dist.get_world_size() == pytest.approx(loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    return engine
+
+
+def _check_weights(engine, expected) -> None:
+    full = engine._consolidated_16bit_state_dict()
+    if full is not None:
+        assert_weights_equal(full, expected.state)
+
+
+def _whole_are_equal(engine, size: int) -> None:
+    """What is whole on tensor ranks has the same bits there."""
+    mine = {name: value for name, value in engine.iter_full("fp32") if "norm" in name or name.endswith("o_proj.bias")}
+    assert mine
+    for name, value in mine.items():
+        others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, value.contiguous())
+        assert all(torch.equal(value, other) for other in others), name
+
+
+def _stages(size: int, stages: tuple[int, ...]):
+    expected = plain_run(llama(), STEPS, dist.get_world_size() // size)
+    for stage in stages:
+        engine = _train(llama(), size, stage, expected)
+        _check_weights(engine, expected)
+        _whole_are_equal(engine, size)
+        engine.destroy()
+
+
+def test_two_ranks_share_each_layer():
+    run_ranks(_stages, 4, 2, (0, 1, 2, 3), timeout=120)
+
+
+@pytest.mark.slow
+def test_four_ranks_share_each_layer_and_two_data_ranks_the_batch():
+    run_ranks(_stages, 8, 4, (0, 3), timeout=300)
+
+
+def test_four_ranks_share_each_layer_and_two_of_them_a_key_value_head():
+    run_ranks(_stages, 4, 4, (1, 3), timeout=120)
+
+
+def _built_sharded():
+    """Under ``zero.Init`` modules are cut one after the other; never is more than one of them whole."""
+    expected = plain_run(llama(), STEPS, 2)
+    settings = config(2, 3)
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = llama()
+    rank = dist.get_rank()
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
+    held = sum(bucket.shard.numel() for bucket in engine._runtime.buckets)
+    assert held < 0.45 * sum(value.numel() for value in expected.state.values())
+    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+        found = loss_of(engine, 10 * step, rank // 2)
+        engine.backward(found)
+        engine.step()
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        assert mean.item() / 4 == pytest.approx(loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    _check_weights(engine, expected)
+    engine.destroy()
+
+
+def test_a_model_that_was_built_sharded_is_cut():
+    run_ranks(_built_sharded, 4, timeout=120)
+
+
+def _awkward():
+    """Accumulation, tied weights, a parallel loss, frozen parameters, checkpointing."""
+    model = llama(tie_word_embeddings=True)
+    expected = plain_run(model, STEPS, 1, accumulation=2)
+    model.gradient_checkpointing_enable()
+    engine = _train(model, 2, 3, expected, accumulation=2)
+    _check_weights(engine, expected)
+    engine.destroy()
+    model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name or "bias" in name)
+    expected = plain_run(model, STEPS, 1)
+    section = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    engine = _train(model, 2, 2, expected, tensor_parallel=section)
+    batch = torch.arange(6).view(1, 6)
+    assert engine(input_ids=batch).logits.shape == (1, 6, [34, 33][dist.get_rank()])
+    _check_weights(engine, expected)
+    engine.destroy()
+
+
+def test_tied_and_frozen_weights_accumulation_and_a_parallel_loss():
+    run_ranks(_awkward, 2, timeout=120)

@@ -1,0 +1,223 @@
+"""The recorded step of a play, and the times that a replay gives it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import deepspeed
+from deepspeed.cli.plan import main
+from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step
+from deepspeed.plan.devices import DEVICES, Device, DeviceEfficiency, Machine
+from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
+from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
+from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
+from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, segments
+from deepspeed.plan.timeline.step_trace import (
+    CollectiveEvent,
+    CopyEvent,
+    HostWaitEvent,
+    MarkEvent,
+    OperationEvent,
+    WaitEvent,
+)
+
+SHAPE = DecoderShape(layers=4, hidden=2048, heads=16, vocab=8192, kv_heads=4)
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+
+
+def planned(stage=3, **options):
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, **options.pop("config", {})}
+    given = {"devices_per_node": 8, "sequence_length": 4096, "suggest": False, "compare_checkpointing": False}
+    return deepspeed.plan(SHAPE, config, **{**given, **options})
+
+
+# -- the replay, with events made by hand ------------------------------------------------------------------------------
+
+PERFECT = DeviceEfficiency(bandwidth=1.0, link=1.0, network=1.0, contention=0.0, launch=0.0)
+DEVICE = Device("toy", 10**9, 1e12, 1e9, 1e9, 1e9, "a test", efficiency=PERFECT)  # a second per GB
+MACHINE = Machine(DEVICE, 1, 8, 10**9)
+GATHER = NetworkModel(MACHINE).gather(8e9, RankGroup(8))  # about 7 s
+RANKS = tuple(range(8))
+
+
+def moves(seconds, is_on_host=False):
+    return OperationEvent(OperationCost("add", OperationKind.TRAFFIC, nbytes=int(seconds * 1e9)), is_on_host)
+
+
+def replayed(*events, **efficiency):
+    device = replace(DEVICE, efficiency=replace(PERFECT, **efficiency))
+    return ReplayRunner(DeviceModel(device), NetworkModel(replace(MACHINE, device=device))).run(events)
+
+
+def gather(number, nbytes=8 * 10**9, axis="data"):
+    return CollectiveEvent(number, "all_gather", axis, nbytes, RANKS)
+
+
+def test_an_exchange_is_waited_for_as_long_as_it_is_not_beside_computation():
+    found = replayed(gather(1), moves(3), WaitEvent(1), moves(1))
+    assert found.exposed["data"] == pytest.approx(GATHER - 3)
+    assert found.seconds == pytest.approx(GATHER + 1)
+    hidden = replayed(gather(1), moves(20), WaitEvent(1))
+    assert hidden.exposed["data"] == 0
+    assert hidden.seconds == pytest.approx(20)
+    late = replayed(moves(3), gather(1), WaitEvent(1))
+    assert late.exposed["data"] == pytest.approx(GATHER)
+
+
+def test_exchanges_of_one_communicator_queue_and_those_of_two_do_not():
+    one = replayed(gather(1), gather(2), WaitEvent(2))
+    two = replayed(gather(1), gather(2, axis="tensor"), WaitEvent(2))
+    assert one.seconds == pytest.approx(2 * GATHER)
+    assert two.seconds == pytest.approx(GATHER)
+
+
+def test_an_exchange_takes_from_the_computation_beside_it():
+    found = replayed(gather(1), moves(20), WaitEvent(1), contention=0.5)
+    assert found.seconds == pytest.approx(20 + GATHER / 2)
+    assert found.exposed["data"] == pytest.approx(GATHER / 2)
+
+
+def test_an_exchange_that_nobody_waits_for_ends_the_step():
+    assert replayed(moves(1), gather(1)).seconds == pytest.approx(1 + GATHER)
+
+
+def test_the_device_waits_for_a_host_that_is_slower_or_reads():
+    slow = replayed(*[moves(0.1)] * 10, launch=0.3)
+    assert slow.host == pytest.approx(10 * 0.3 - 9 * 0.1, abs=0.1)
+    ahead = replayed(*[moves(0.3)] * 10, launch=0.1)
+    assert ahead.host == pytest.approx(0.1)
+    reads = replayed(moves(1), HostWaitEvent(), moves(1))
+    assert 0 < reads.host < 1e-4
+
+
+def test_copies_and_updates_on_the_host():
+    found = replayed(moves(2), CopyEvent(10**9, False), moves(3, is_on_host=True), CopyEvent(10**9, True), moves(1))
+    on_host = 3e9 / (300e9 / 8)
+    assert found.update == pytest.approx(on_host)
+    assert found.copies == pytest.approx(2 + on_host, rel=0.01), "down before the update and up behind it"
+    assert found.seconds == pytest.approx(2 + 1 + on_host + 1 + 1)
+
+
+def test_parts_of_a_step():
+    events = [MarkEvent("forward", 0), moves(1), MarkEvent("backward", 0), moves(2), moves(1)]
+    assert [(mark.phase, len(part)) for mark, part in segments(events)] == [("forward", 2), ("backward", 3)]
+
+
+# -- a recorded step ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_exchange_of_the_flow_is_recorded_and_waited_for(stage):
+    made = planned(stage)
+    starts = [event for event in made.rehearsed.trace if isinstance(event, CollectiveEvent)]
+    waits = [event.number for event in made.rehearsed.trace if isinstance(event, WaitEvent)]
+    asked = {name: calls for name, (calls, _) in made.rehearsed.flow.asked.items()}
+    assert Counter(event.name for event in starts) == asked
+    assert {event.number for event in starts} <= set(waits)
+    assert {event.ranks for event in starts} == {tuple(range(8))}
+
+
+def test_stage_3_gathers_a_layer_ahead():
+    """Most gathers of a forward run while the layer before computes, as they were issued before it."""
+    step = planned(3).timed_step
+    gathers = [span for span in step.spans if span.name.startswith("all_gather")]
+    computing = [span for span in step.spans if span.stream == COMPUTE and not span.name.startswith("waits")]
+    beside = sum(any(c.start < g.end and g.start < c.end for c in computing) for g in gathers)
+    assert beside >= 0.7 * len(gathers)
+
+
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
+def test_the_play_and_the_layout_agree(stage, tensor):
+    made = planned(stage, tensor=tensor, accumulation=4)
+    layout = ParallelLayout(data=8 // tensor, tensor=tensor, stage=stage, accumulation=4)
+    other = predict_step(StepSetup(SHAPE, layout, made.machine, 4096))
+    step = made.timed_step
+    assert step.matmul == pytest.approx(other.matmul, rel=0.08)
+    assert step.attention == pytest.approx(other.attention, rel=0.01)
+    assert step.seconds == pytest.approx(other.seconds, rel=0.25)
+
+
+def test_the_step_is_not_faster_than_its_bound():
+    for stage in (1, 3):
+        made = planned(stage, nodes=2)
+        assert made.timed_step.seconds > made.step_seconds
+
+
+def test_nodes_that_links_join_have_no_network_between_them():
+    made = planned(1, nodes=2, devices_per_node=4, device="gb200")
+    assert all(moved.between == 0 and moved.inside > 0 for moved in made.travels)
+    assert made.timed_step.seconds > made.step_seconds
+
+
+def test_micro_batches_that_are_not_played_count_like_the_first():
+    few, many = (planned(1, accumulation=count).timed_step for count in (4, 12))
+    assert many.matmul == pytest.approx(3 * few.matmul)
+    assert many.update == pytest.approx(few.update)
+
+
+def test_a_pipeline_waits_as_its_schedule_says():
+    made = planned(1, pipe=2, accumulation=4)
+    step = made.timed_step
+    assert step.bubble > 0
+    busy = step.seconds - step.bubble - step.update
+    assert step.bubble == pytest.approx(made.idle.share * busy, rel=0.35)
+    more = planned(1, pipe=2, accumulation=16).timed_step
+    assert more.bubble / more.seconds < 0.5 * step.bubble / step.seconds
+
+
+def test_offload_waits_for_the_host():
+    plain = planned(2).timed_step
+    offloaded = planned(
+        2, config={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    ).timed_step
+    assert offloaded.update > 5 * plain.update
+    assert offloaded.copies > 0
+
+
+def test_parts_add_up():
+    made = planned(3, accumulation=3)
+    told = made.to_dict()["predicted"]
+    parts = [*told["compute_seconds"].values(), *told["exposed_seconds"].values()]
+    parts += [told[f"{name}_seconds"] for name in ("host", "copy", "bubble", "update")]
+    assert math.isclose(sum(parts), told["step_seconds"])
+    assert "A step is predicted to take" in made.table()
+
+
+def test_no_timeline_without_rates():
+    made = planned(1, device=Device("unknown", 10**11, 0.0, 0.0, 0.0, 0.0, "a test"))
+    assert made.timed_step is None
+    assert "predicted to take" not in made.table()
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures(tmp_path):
+    step = planned(3, nodes=2).timed_step
+    picture = step_svg(step, "a <title>")
+    assert picture.startswith("<svg") and "a &lt;title&gt;" in picture and "#c8553d" in picture
+    told = json.loads(step_trace_json(step))["traceEvents"]
+    names = {event["args"]["name"] for event in told if event["ph"] == "M"}
+    assert names == {"compute", "data"}
+    assert all(event["dur"] >= 0 for event in told if event["ph"] == "X")
+
+
+def test_pictures_from_the_command_line(tmp_path, capsys):
+    sizes = "--layers 2 --hidden 64 --heads 4 --vocab 128 --sequence-length 32 --devices 2".split()
+    for name, begin in (("step.svg", "<svg"), ("step.json", '{"traceEvents"')):
+        assert main([*sizes, "--picture", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_text().startswith(begin)
+    assert main([*sizes, "--predict", "--picture", str(tmp_path / "x.svg")]) == 2
+    assert main([*sizes, "--device", "other", "--device-memory", "8GB", "--picture", str(tmp_path / "x.svg")]) == 2
+    assert "rates" in capsys.readouterr().err
+    assert DEVICES["h100"].flops > 0

@@ -1,0 +1,155 @@
+"""A signal finishes the step, saves and leaves with a code; the same command goes on, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.config import parse
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ports import free_port
+from deepspeed.preemption.stop_request import StopRequest
+from tests.harness.pool import run_ranks
+from tests.launcher.processes import Launcher
+
+COUNT = 48
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Samples that know their number."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)] * 3)
+
+
+def _train(folder, told=None, micro=2, section=None, stage=1):
+    """Trains on 24 samples per step until told to stop, or for ten steps: (exit code, samples per step, weights)."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    settings = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": micro,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "zero_optimization": {"stage": stage},
+        "preemption": {"enabled": True, "save_dir": str(folder), **(section or {})},
+    }
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), training_data=Numbered(), config=settings
+    )
+    batches = iter(deepspeed.runtime.dataloader.RepeatingLoader(loader))
+    used, code = [], None
+    try:
+        while engine.global_steps < 10:
+            step = []
+            for _ in range(engine.gradient_accumulation_steps()):
+                batch = next(batches)
+                step += batch[:, 0].long().tolist()
+                engine.backward(engine(batch / COUNT).pow(2).mean())
+                if told == (engine.global_steps, int(os.environ["RANK"])):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    told = None
+                used.append(step) if len(step) == micro else None
+                engine.step()
+    except SystemExit as stop:
+        code = stop.code
+    weights = torch.cat([engine.module.weight.flatten(), engine.module.bias]).tolist() if stage < 3 else []
+    engine.destroy()
+    return code, used, weights, engine.global_steps
+
+
+def _by_step(results):
+    return [sorted(sum((used for used in step), [])) for step in zip(*(found[1] for found in results), strict=True)]
+
+
+def test_the_same_command_goes_on_at_another_number_of_ranks(tmp_path):
+    whole = run_ranks(_train, 2, tmp_path / "whole", None)
+    first = run_ranks(_train, 2, tmp_path / "told", (3, 1))
+    assert [(found[0], found[3]) for found in first] == [(75, 4)] * 2
+    (second,) = run_ranks(_train, 1, tmp_path / "told", None, 4)
+    assert second[0] is None and second[3] == 10
+    assert _by_step(first) + _by_step([second]) == _by_step(whole)
+    assert second[2] == pytest.approx(whole[0][2], abs=1e-6)
+
+
+def test_without_resume_and_with_another_code(tmp_path):
+    section = {"exit_code": 99, "resume": False}
+    for _ in range(2):
+        ((code, _, _, steps),) = run_ranks(_train, 1, tmp_path, (0, 0), 2, section)
+        assert (code, steps) == (99, 1)
+
+
+def test_the_second_signal_does_what_it_did_before():
+    seen = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
+    try:
+        request = StopRequest(["SIGUSR2"])
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (request.reason, seen) == ("SIGUSR2", [])
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert seen == [signal.SIGUSR2]
+        request.release()
+        other = StopRequest(["SIGUSR2"])
+        other.release()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert len(seen) == 2 and other.reason is None
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_signals_are_the_main_threads():
+    caught = []
+
+    def work():
+        try:
+            StopRequest(["SIGUSR1"])
+        except DeepSpeedConfigError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=work, name="trainer")
+    thread.start()
+    thread.join()
+    assert caught and "found thread 'trainer'" in caught[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"enabled": True}, "preemption.save_dir: expected a folder"),
+        ({"enabled": True, "save_dir": "x", "signals": ["SIGKILL"]}, "preemption.signals: expected names of signals"),
+        ({"enabled": True, "save_dir": "x", "exit_code": 0}, "preemption.exit_code"),
+        ({"enabled": True, "safe_dir": "x"}, "preemption.safe_dir"),
+    ],
+)
+def test_wrong_sections(section, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        parse({"train_batch_size": 1, "preemption": section})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, ("--grace=30",)), (signal.SIGUSR1, ())])
+def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(tmp_path, number, options):
+    """The ranks take longer than the usual grace of a stop only where it was given."""
+    script = """
+        import pathlib, signal
+        told = []
+        for each in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(each, lambda number, frame: told.append(number))
+        pathlib.Path(f"up{rank}").touch()
+        while not told: time.sleep(0.01)
+        sys.exit(75)
+    """
+    launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={free_port()}", *options)
+    launcher.wait_for_files("up0", "up1")
+    launcher.process.send_signal(number)
+    code, _, err = launcher.finish(30)
+    assert code == 75, err
+    assert "have saved and left; the same command goes on from there" in err

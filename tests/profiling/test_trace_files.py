@@ -1,0 +1,100 @@
+"""Traces of steps: what they name, all ranks in one file, and what differs between two."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from deepspeed.cli import trace
+from deepspeed.engine_feature import StepInfo
+from deepspeed.errors import DeepSpeedError
+from deepspeed.profiling.step_trace import TraceRecorder
+from deepspeed.profiling.trace_files import compare_traces, merge_traces
+from tests.engine.support import engine_of, inputs
+from tests.harness import run_ranks
+from tests.harness.toy_models import tower
+
+
+def _info(step):
+    return StepInfo(step, samples=8 * step, batch=8, own_batch=8, skipped=0, lr=[0.1], norm=1.0, loss_scale=None)
+
+
+def _write(folder, rank, durations, base=0):
+    """A trace of one step, with an operation of each name for so many milliseconds."""
+    events = [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}]
+    events.append({"ph": "X", "cat": "user_annotation", "name": "step 3", "pid": 7, "ts": 10.0, "dur": 9e3})
+    for name, milliseconds in durations.items():
+        events.append({"ph": "X", "cat": "cpu_op", "name": name, "pid": 7, "ts": 11.0, "dur": milliseconds * 1e3})
+    folder.mkdir(exist_ok=True)
+    text = json.dumps({"traceEvents": events, "baseTimeNanoseconds": base})
+    (folder / f"rank-{rank:05d}.trace.json").write_text(text)
+
+
+def test_ranks_of_one_host_do_not_mix_and_share_one_clock(tmp_path):
+    _write(tmp_path, 0, {"a": 1.0}, base=5_000_000)
+    _write(tmp_path, 1, {"a": 1.0}, base=5_002_000)  # two microseconds later
+    events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
+    assert len({event["pid"] for event in events}) == 2
+    assert [event["ts"] for event in events if event["name"] == "step 3"] == [0.0, 2.0]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rank 0: python", "rank 1: python"]
+
+
+def test_what_got_slower_comes_first(tmp_path, capsys):
+    for folder, times in (("a", {"gather": 1.0, "gone": 0.5}), ("b", {"gather": 4.0, "new": 0.25})):
+        _write(tmp_path / folder, 0, times)
+        _write(tmp_path / folder, 1, times)
+    found = compare_traces(tmp_path / "a", merge_traces(tmp_path / "b"))
+    assert [(c.name, c.before, c.after) for c in found[:3]] == [("gather", 1, 4), ("gone", 0.5, 0), ("new", 0, 0.25)]
+    trace.main(["--diff", str(tmp_path / "a"), str(tmp_path / "b"), "--lines", "1"])
+    shown = capsys.readouterr().out
+    assert "+3.000" in shown and "gone" not in shown
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": []}'], ids=["empty", "list", "no step"])
+def test_what_is_no_trace_is_named(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(DeepSpeedError, match=r"trace\.json: expected"):
+        compare_traces(path, path)
+    with pytest.raises(DeepSpeedError, match="expected files rank-"):
+        merge_traces(tmp_path)
+
+
+def test_a_range_that_an_exception_left_ends_with_its_step(tmp_path):
+    traced = TraceRecorder(tmp_path, 0, 1, 1)
+    traced.begin("forward")
+    with pytest.raises(RuntimeError), traced.during("backward"):
+        torch.ones(2).add(1)
+        raise RuntimeError
+    traced.end("never begun")
+    traced.end_step(_info(1), None)
+    traced.close()
+    events = json.loads((tmp_path / "rank-00000.trace.json").read_text())["traceEvents"]
+    times = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"}
+    assert times["step 1"][0] <= times["forward"][0] <= times["backward"][0]
+    assert times["backward"][1] <= times["forward"][1] <= times["step 1"][1]
+
+
+def _train(folder):
+    engine = engine_of(tower(), 3, trace={"path": folder, "first_step": 2, "steps": 2})
+    for step in range(4):
+        engine.backward(engine(inputs(step, 0, engine.global_rank)))
+        engine.step()
+    engine.destroy()
+
+
+def test_the_steps_that_were_asked_for_are_traced_on_every_rank(tmp_path):
+    run_ranks(_train, 2, str(tmp_path))
+    events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
+    named = [event for event in events if event.get("cat") == "user_annotation"]
+    assert len({event["pid"] for event in named}) == 2
+    by_name = {name: sum(event["name"] == name for event in named) for name in {event["name"] for event in named}}
+    for name in ("step 2", "step 3"):
+        assert by_name[name] == 2
+    assert "step 1" not in by_name and "step 4" not in by_name
+    assert by_name["forward"] == by_name["backward"] == by_name["step"] == 4
+    for what in ("gather", "reduction"):
+        assert any(name.startswith(f"wait data: the {what} of ") for name in by_name)

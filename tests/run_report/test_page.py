@@ -1,0 +1,101 @@
+"""The page about a run: all of it in one file, escaped, and seen by a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from deepspeed.cli import report_run
+from deepspeed.run_report.page import write_report
+from tests.harness.programs import needs_program
+from tests.run_report.runs import step_line, write_rank
+
+EVIL = "<script>alert('&')</script>"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for rank in range(2):
+        steps = [step_line(n, loss=4.0 / n, norm=1.0, lr=0.1, skipped=int(n > 3)) for n in range(1, 9)]
+        more = {"config": {"optimizer.type": EVIL}, "defaults": {"fp16.enabled": False}, "versions": {"torch": EVIL}}
+        write_rank(tmp_path, rank, steps, has_ended=rank == 0, **more)
+    lines = [{"kind": "event", "time": 1.0, "name": "save", "step": 5, "tag": EVIL, "seconds": 0.5}]
+    lines.append({"kind": "event", "time": 2.0, "name": "memory", "rows": [["master weights", 10, 12, "4 x Psi"]]})
+    with (tmp_path / "rank-00000.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    plan = {"step_seconds_at_least": 0.25, "sent_by_axis": {"data": 500}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    return tmp_path
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in ("meta", "line"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "line":
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_nothing_of_the_run_is_code(folder):
+    text = write_report(folder).read_text()
+    tags = _Tags()
+    tags.feed(text)
+    assert not tags.open and "script" not in tags.seen and "link" not in tags.seen
+    assert EVIL not in text and text.count("&lt;script&gt;") >= 3
+    assert not re.search(r"https?://|url\(|@import", text), "the page needs no network"
+
+
+def test_the_page_says_what_is_to_be_seen(folder):
+    text = re.sub(r"<[^>]+>", "|", write_report(folder).read_text())
+    assert "4 to 0.5" in text  # the loss
+    assert "Not ended: rank 1 after step 8" in text
+    assert "the update was skipped" in text and "save" in text
+    assert "|250.00||1,000.00||4.000|" in text  # milliseconds: plan, run, ratio
+    assert "|master weights||12||10||4 x Psi|" in text and "|data||500||1,000||2.000|" in text
+    assert "|fp16.enabled||false||default|" in text
+    numbers = json.loads((folder / "report.json").read_text())
+    assert numbers["steps"] == 8 and numbers["unfinished"] == [1]
+
+
+def test_the_command_prints_where_the_page_is(folder, capsys):
+    report_run.main([str(folder)])
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+
+
+def _seen_by_a_browser(folder, *options):
+    page = write_report(folder)
+    base = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=960,2600", *options]
+    subprocess.run(
+        [*base, f"--screenshot={folder / 'seen.png'}", page.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    return (folder / "seen.png").read_bytes()
+
+
+@pytest.mark.slow
+@needs_program("chromium")
+def test_a_browser_shows_it_light_and_dark(folder):
+    from matplotlib import image
+
+    corners = []
+    for options in ((), ("--blink-settings=preferredColorScheme=0",)):
+        (folder / "one.png").write_bytes(_seen_by_a_browser(folder, *options))
+        pixels = image.imread(folder / "one.png")
+        corners.append(float(pixels[5, 5, :3].mean()))
+        colours = {tuple(pixel) for pixel in (pixels[::4, ::4, :3] * 8).astype(int).reshape(-1, 3).tolist()}
+        assert len(colours) > 10, "text, curves, areas and maps"
+    assert corners[0] > 0.9 and corners[1] < 0.2

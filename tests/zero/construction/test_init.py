@@ -1,0 +1,304 @@
+"""zero.Init: modules are sharded as they are built, whatever their construction looks like."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.comm.transports.counters import counted
+from deepspeed.errors import DeepSpeedConfigError, DivergenceError, NotYetSupportedError, ShardedAccessError
+from deepspeed.zero import GatheredParameters, Init, MiCS_Init, ZeroParamStatus, register_external_parameter
+from tests.harness import run_ranks
+from tests.zero.construction import odd_modules as odd
+
+BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+
+
+def full_values(model):
+    with GatheredParameters(model.parameters()):
+        return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def same_everywhere(values):
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {name: value.cpu() for name, value in values.items()})
+    return all(torch.equal(everywhere[0][name], other[name]) for other in everywhere for name in values)
+
+
+def _plain(ranks):
+    # Every rank draws other numbers; rank 0's count.
+    torch.manual_seed(1)
+    expected = odd.InitialisesAtTheEnd()
+    torch.manual_seed(1 + dist.get_rank())
+    with Init():
+        model = odd.InitialisesAtTheEnd()
+        if ranks > 1:
+            assert model.blocks[0].qkv.weight.shape == (0,)
+            assert model.blocks[0].qkv.weight.ds_shape == (18, 6)
+            assert odd.ScalesOneByOne().full_at_once == 1  # what was used before is given back
+    assert torch.zeros(2).dtype == torch.float32
+    found = full_values(model)
+    assert same_everywhere(found)
+    for name, parameter in expected.named_parameters(remove_duplicate=False):
+        assert torch.equal(found[name], parameter), name
+    assert model.head.weight is model.embedding.weight
+    assert found["blocks.0.c_proj.bias"].eq(3).all() and found["blocks.1.c_proj.bias"].eq(4).all()
+    for parameter in model.parameters():
+        assert parameter.ds_status is (ZeroParamStatus.NOT_AVAILABLE if ranks > 1 else ZeroParamStatus.AVAILABLE)
+    shared = sum(p.partition_numel() for p in model.parameters())
+    total = torch.tensor([shared])
+    dist.all_reduce(total)
+    assert total == sum(p.numel() for p in expected.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_model_is_the_one_that_is_built_without(ranks):
+    run_ranks(_plain, ranks, ranks)
+
+
+def _odd_classes():
+    with Init():
+        early, late = odd.ReturnsEarly(5), odd.ReturnsEarly(5, plain=False)
+        grown = odd.AddsLater(4).grow()
+        described, decorated, dynamic = odd.Described(7), odd.DecoratedInit(), odd.dynamic(6)
+
+        class Local(odd.NoSuperSubclassHook):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.full((8,), 3.0))
+                self.inner = nn.Linear(3, 3)
+
+        holder = nn.ModuleList([Local(), grown])
+        outside = nn.ModuleDict({"a": early, "b": late, "c": described, "d": decorated, "e": dynamic})
+        orphan = nn.Linear(2, 2)
+        orphan.register_parameter("extra", nn.Parameter(torch.ones(4)))
+        sequence = nn.Sequential(nn.Linear(2, 3), nn.LSTM(3, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4))
+        with pytest.raises(LookupError):
+            odd.FailsHalfway()
+        lazy = nn.LazyLinear(3)
+    for module in (holder, outside, orphan, sequence):
+        for name, parameter in module.named_parameters():
+            assert parameter.shape == (0,) and parameter.ds_numel > 0, name
+    values = full_values(outside)
+    assert values["b.extra"].eq(1).all() and values["c.weight"].eq(5).all() and values["d.after"].eq(1).all()
+    assert full_values(holder)["1.late"].eq(2).all() and full_values(holder)["0.weight"].eq(3).all()
+    assert not hasattr(lazy.weight, "ds_id")
+    # Outside, everything is as before: classes, constructors, instances.
+    plain = odd.ReturnsEarly(3)
+    assert plain.weight.shape == (3, 3) and not hasattr(plain.weight, "ds_id")
+    assert "__init_subclass__" not in vars(nn.Module)
+    assert not hasattr(nn.Linear.__init__, "__wrapped__")
+    assert torch.Tensor([1.0]).dtype == torch.float32 and "__new__" not in vars(torch.Tensor)
+
+
+def test_odd_constructions():
+    run_ranks(_odd_classes, 2)
+
+
+def _kinds():
+    with Init(config_dict_or_path=BF16):
+        model = odd.Mixed()
+        assert torch.zeros(2).dtype == torch.bfloat16
+        assert torch.tensor([1.0]).dtype == torch.bfloat16
+        assert torch.tensor([1]).dtype == torch.int64
+        assert torch.full((2,), 1.0, dtype=torch.float64).dtype == torch.bfloat16
+        assert torch.Tensor([1.0, 2.0]).dtype == torch.bfloat16
+        assert torch.arange(3).dtype == torch.int64 and torch.arange(3.0).dtype == torch.bfloat16
+        with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+            assert torch.empty(3).device.type == "meta"
+    assert model.table.dtype == torch.bfloat16 and model.ids.dtype == torch.int64
+    values = full_values(model)
+    assert values["weight"].dtype == torch.bfloat16 and values["count"].dtype == torch.int64
+    assert torch.equal(values["weight"], (torch.arange(10.0).bfloat16() / 7))
+    assert torch.equal(values["count"], torch.arange(5))
+    assert values["scalar"].shape == () and values["scalar"] == 2.5 and values["nothing"].shape == (0, 4)
+    assert model.again is model.weight and not model.frozen.requires_grad
+    with Init(dtype=torch.float16, config_dict_or_path=BF16):  # the argument wins
+        assert full_values(nn.Linear(3, 2))["weight"].dtype == torch.float16
+    with Init(
+        config={
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+            "fp16": {"enabled": "auto"},
+            "train_batch_size": "auto",
+            "optimizer": {"params": {"lr": "auto"}},
+            "unheard_of": 1,
+        }
+    ):
+        assert torch.ones(1, dtype=torch.float64).dtype == torch.float32
+
+
+def test_dtypes_and_kinds_of_parameters():
+    run_ranks(_kinds, 2)
+
+
+def _patched_upstream():
+    from deepspeed.runtime.zero import partition_parameters as pp
+
+    original, seen = pp.zero_wrapper_for_fp_tensor_constructor, []
+
+    def replacement(fn, *args, **kwargs):
+        seen.append(fn)
+        if fn is pp._orig_torch_arange:
+            assert kwargs["target_device"] == torch.device(pp.get_accelerator().device_name())
+            return lambda *inner, **named: fn(*inner, **named)
+        return original(fn, *args, **kwargs)
+
+    context = Init(config_dict_or_path=BF16)
+    pp.zero_wrapper_for_fp_tensor_constructor = replacement
+    try:
+        with context:
+            assert torch.arange(0, 4, dtype=torch.float32).dtype == torch.float32
+            assert torch.ones(2).dtype == torch.bfloat16
+            # The context inside sees the true constructors too.
+            with Init(config_dict_or_path=BF16):
+                assert torch.arange(0, 4, dtype=torch.float32).dtype == torch.float32
+    finally:
+        pp.zero_wrapper_for_fp_tensor_constructor = original
+    assert len(seen) == 16 and len(set(seen)) == 8
+    assert torch.arange is pp._orig_torch_arange and torch.arange(2.0).dtype == torch.float32
+    with context:
+        assert torch.arange(0, 4, dtype=torch.float32).dtype == torch.bfloat16
+    assert len(seen) == 16
+
+
+def test_the_constructor_wrapper_is_looked_up_upstream_on_entry():
+    run_ranks(_patched_upstream, 2)
+
+
+def _nested():
+    with Init(config_dict_or_path=BF16):
+        outer = nn.Linear(3, 3)
+        with Init(enabled=False):
+            unchanged = nn.Linear(3, 3)
+        with Init(dtype=torch.float32):
+            inner = nn.Linear(3, 3)
+        again = nn.Linear(3, 3)
+        with deepspeed.zero.construction.modules.suspended():
+            ordinary = nn.Linear(3, 3)
+        last = nn.Linear(3, 3)
+    for module, dtype in (
+        (outer, torch.bfloat16),
+        (unchanged, torch.bfloat16),
+        (inner, torch.float32),
+        (again, torch.bfloat16),
+        (last, torch.bfloat16),
+    ):
+        assert module.weight.shape == (0,) and module.weight.dtype == dtype
+    assert ordinary.weight.shape == (3, 3) and ordinary.weight.dtype == torch.float32
+    with Init(enabled=False), Init(enabled=False, remote_device="nvme", config_dict_or_path={"nonsense": {}}):
+        plain = nn.Linear(3, 3)
+    assert plain.weight.shape == (3, 3) and not hasattr(plain.weight, "ds_id")
+    with MiCS_Init(config_dict_or_path=BF16):
+        assert nn.Linear(2, 2).weight.shape == (0,)
+
+
+def test_nested_disabled_and_suspended():
+    run_ranks(_nested, 2)
+
+
+def _existing():
+    torch.manual_seed(dist.get_rank())
+    model = odd.InitialisesAtTheEnd()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    Init(module=model, config_dict_or_path={"zero_optimization": {"stage": 3}})
+    assert all(p.shape == (0,) for p in model.parameters())
+    values = full_values(model)
+    assert same_everywhere(values)
+    if dist.get_rank() == 0:
+        assert all(torch.equal(values[name], before[name]) for name in before)
+    with Init(remote_device="cpu"):
+        assert nn.Linear(3, 3).weight.ds_tensor.device.type == "cpu"
+
+
+def test_an_existing_module_and_a_remote_device():
+    run_ranks(_existing, 2)
+
+
+def _weight_norm():
+    """The pattern of the wav2vec family: parametrised while gathered, registered as external."""
+    with Init():
+        convolution = nn.Conv1d(4, 4, 3)
+        with GatheredParameters(convolution.weight, modifier_rank=0):
+            convolution = nn.utils.parametrizations.weight_norm(convolution, name="weight", dim=2)
+        holder = nn.Module()
+        for parameter in convolution.parametrizations.weight.parameters():
+            register_external_parameter(holder, parameter)
+    assert convolution.parametrizations.weight.original0.ds_shape == (1, 1, 3)
+    return [name for name, _ in convolution.named_parameters()]
+
+
+def test_weight_normalised_convolutions():
+    run_ranks(_weight_norm, 2)
+
+
+def _refused():
+    with pytest.raises(NotYetSupportedError, match="zero_param_parallel_group"):
+        Init(zero_param_parallel_group=object())
+    with pytest.raises(DeepSpeedConfigError, match="int32"):
+        Init(dtype=torch.int32)
+    with pytest.raises(DeepSpeedConfigError, match="keep one"):
+        Init(config={"a": 1}, config_dict_or_path={"b": 1})
+    with pytest.raises(DeepSpeedConfigError, match="stag"):
+        Init(config_dict_or_path={"zero_optimization": {"stag": 3}})
+    with pytest.raises(ZeroDivisionError), Init():
+        model = nn.Linear(3, 3)
+        raise ZeroDivisionError
+    assert nn.Linear(2, 2).weight.shape == (2, 2)
+    with pytest.raises(ShardedAccessError, match="GatheredParameters"):
+        model.weight.sum()
+
+
+def test_what_is_refused_and_what_an_exception_leaves():
+    run_ranks(_refused, 2)
+
+
+def _different_models():
+    with pytest.raises(DivergenceError) as caught, Init():
+        nn.Linear(3, 3)
+        nn.Linear(3, 4 + dist.get_rank())
+    return str(caught.value)
+
+
+def test_ranks_that_build_different_models_all_raise():
+    for message in run_ranks(_different_models, 2, timeout=30):
+        assert "(4, 3)" in message and "(5, 3)" in message
+
+
+def _one_module_at_a_time():
+    width, depth = 64, 20
+    with Init(), counted() as traffic:
+        model = odd.Normalised(width, depth)
+    module = width * width + width
+    sent = torch.tensor([traffic.asked["move"].nbytes])
+    dist.all_reduce(sent)
+    share = -(-module // 128) * 64
+    assert sent == 4 * depth * (module - share)  # rank 0 gave rank 1 its half of each, and nothing else travelled
+    held = sum(p.ds_tensor.numel() for p in model.parameters())
+    assert held <= depth * (module // 2 + 64)
+
+
+def test_only_shares_travel():
+    run_ranks(_one_module_at_a_time, 2)
+
+
+def _no_group():
+    assert not dist.is_initialized()
+    with Init():
+        model = nn.Linear(3, 3)
+    assert dist.is_initialized()
+    return full_values(model)["weight"].shape
+
+
+def test_the_process_group_is_started_if_there_is_none():
+    assert run_ranks(_no_group, 2, backend=None) == [(3, 3)] * 2
+
+
+def test_it_is_silent_and_costs_nothing_when_disabled(caplog):
+    with caplog.at_level(logging.DEBUG), Init(enabled=False):
+        assert nn.Linear(2, 2).weight.shape == (2, 2)
+    assert not caplog.records

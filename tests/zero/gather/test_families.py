@@ -1,0 +1,205 @@
+"""transformers' families from small configs against plain torch: other stages and rank counts, recomputation, adapters,
+generation, and policy, reference and reward models in one process.
+
+Training from files at stage 3 on two ranks is in ``tests/zero/construction/test_transformers.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from tests.engine.support import adamw, engine_of
+from tests.harness import run_ranks
+from tests.zero.construction import pretrained as models
+from tests.zero.gather.beside_torch import LIMITS, STAGE_3, compare
+
+pytest.importorskip("transformers")
+
+FAMILIES = ["gpt2", "llama", "t5", "vit", "mixtral"]
+
+
+def _model(name, **more):
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    kinds = {"t5": transformers.T5ForConditionalGeneration, "vit": transformers.ViTForImageClassification}
+    kind = kinds.get(name, transformers.AutoModelForCausalLM)
+    config = getattr(models, f"{name}_config")(**more)
+    model = kind(config) if name in kinds else kind.from_config(config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def _loss(name):
+    def loss(model, step, of):
+        number = of + 10 * step
+        if name == "vit":
+            generator = torch.Generator().manual_seed(number)
+            return model(pixel_values=torch.randn(2, 3, 8, 8, generator=generator), labels=torch.tensor([0, 1])).loss
+        length = 5 + (step + of) % 4  # changes from step to step and between ranks
+        tokens = models.tokens(number, length=length)
+        mask = torch.ones_like(tokens)
+        mask[0, length - 2 :] = 0
+        return model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+
+    return loss
+
+
+def _recompute(reentrant):
+    def prepare(model):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        return model
+
+    return prepare
+
+
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}  # AdamW divides tiny gradients by their own size
+GROUPS = [(3, {**LIMITS["all sharded"], key: 2}) for key in ("zero_hpz_partition_size", "mics_shard_size")]
+
+
+def _train(names, stages, reentrant=None):
+    for name in names:
+        prepare = None if reentrant is None else _recompute(reentrant)
+        compare(
+            lambda n=name: _model(n), _loss(name), steps=2, stages=stages, prepare=prepare, tolerance=TOLERANCE
+        )  # fmt: skip
+
+
+def test_every_family_on_three_ranks():
+    run_ranks(_train, 3, FAMILIES, STAGE_3[:1], timeout=150)
+
+
+def test_families_on_four_ranks_in_groups_of_two():
+    run_ranks(_train, 4, ["llama", "mixtral"], GROUPS, timeout=150)
+
+
+@pytest.mark.slow
+def test_every_family_at_every_stage():
+    for ranks in (2, 4):
+        run_ranks(_train, ranks, FAMILIES, [(1, {}), (2, {}), *STAGE_3, *(GROUPS if ranks == 4 else [])], timeout=400)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(reentrant):
+    names = ["gpt2", "llama", "mixtral"] if reentrant else FAMILIES
+    run_ranks(_train, 2, names, STAGE_3[:1], reentrant, timeout=120)
+
+
+def _compiled(name, how):
+    torch._dynamo.reset()
+    compare(
+        lambda: _model(name),
+        _loss(name),
+        steps=2,
+        stages=STAGE_3[:1],
+        tolerance=TOLERANCE,
+        prepare=(lambda model: torch.compile(model, backend="aot_eager")) if how == "before" else None,
+        ready=(lambda engine: engine.compile(backend="aot_eager")) if how == "engine" else None,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["before", "engine"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_as_a_whole(name, how):
+    run_ranks(_compiled, 2, name, how, timeout=300)
+
+
+def _adapted():
+    import peft
+
+    def make():
+        base = _model("llama")
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+
+    compare(make, _loss("llama"), steps=3, tolerance=TOLERANCE, stages=[(1, {}), *STAGE_3])
+
+
+def test_adapters_train_as_without_sharding():
+    pytest.importorskip("peft")
+    run_ranks(_adapted, 2, timeout=120)
+
+
+def _generates(names):
+    """Greedy generation in the middle of training, with prompts of another length on each rank."""
+    for name in names:
+        torch.manual_seed(3)
+        plain = _model(name)
+        torch.manual_seed(3)
+        engine = engine_of(_model(name), 3, zero=LIMITS["all sharded"])
+        optimizer, loss = adamw(plain), _loss(name)
+        for step in range(2):
+            engine.backward(loss(engine, step, dist.get_rank()))
+            engine.step()
+            optimizer.zero_grad()
+            for other in range(2):
+                (loss(plain, step, other) / 2).backward()
+            optimizer.step()
+            prompt = models.tokens(5, batch=2, length=3)[:, : 2 + dist.get_rank()]
+            settings = {"max_new_tokens": 2 + 2 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
+            engine.eval()
+            plain.eval()
+            found = engine.module.generate(prompt, synced_gpus=True, **settings)
+            assert torch.equal(found, plain.generate(prompt, **settings)), name
+            engine.train()
+            plain.train()
+
+
+def test_generation_between_steps():
+    run_ranks(_generates, 2, ["gpt2", "llama", "t5", "mixtral"], timeout=120)
+
+
+def _policy():
+    """A policy that trains, its frozen copy at stage 3 without optimizer, and a reward model at stage 2."""
+    made = {}
+    for name, seed in (("policy", 3), ("reference", 3), ("reward", 8)):
+        torch.manual_seed(seed)
+        plain = _model("gpt2")
+        torch.manual_seed(seed)
+        stage = 2 if name == "reward" else 3
+        zero = {} if stage == 2 else LIMITS["all sharded"]
+        engine = engine_of(_model("gpt2"), stage, zero=zero, optimizer=None if name == "reference" else adamw)
+        made[name] = (plain, engine)
+    optimizers = {name: adamw(made[name][0]) for name in ("policy", "reward")}
+
+    def losses(pick, step, of):
+        tokens = models.tokens(of + 10 * step)
+        policy, reference, reward = (made[name][pick] for name in ("policy", "reference", "reward"))
+        with torch.no_grad():
+            settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "synced_gpus": bool(pick)}
+            sampled = policy.generate(tokens[:, :3], **settings)
+            frozen = reference(input_ids=sampled).logits.log_softmax(-1)
+            score = reward(input_ids=sampled).logits.mean()
+        mine = policy(input_ids=sampled).logits.log_softmax(-1)
+        kl = (mine.exp() * (mine - frozen)).sum(-1).mean()
+        return kl - 0.1 * score * mine[..., 0].mean(), reward(input_ids=sampled, labels=sampled).loss
+
+    for step in range(2):
+        policy_loss, reward_loss = losses(1, step, dist.get_rank())
+        made["policy"][1].backward(policy_loss)
+        made["reward"][1].backward(reward_loss)
+        for name in ("policy", "reward"):
+            made[name][1].step()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        for other in range(2):
+            for loss in losses(0, step, other):
+                (loss / 2).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        for name in ("policy", "reward"):
+            plain, engine = made[name]
+            for parameter, value in engine.iter_full("fp32"):
+                torch.testing.assert_close(value, plain.get_parameter(parameter).detach(), **TOLERANCE)
+    assert isinstance(made["reference"][1], deepspeed.DeepSpeedEngine)
+
+
+def test_policy_reference_and_reward_in_one_process():
+    run_ranks(_policy, 2, timeout=120)

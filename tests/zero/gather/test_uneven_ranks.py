@@ -1,0 +1,160 @@
+"""Ranks that use different parameters inside the same units: legal at every stage, as under DDP's unused parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.comm.host.gloo import GlooTransport
+from tests.engine.support import WIDTH, adamw, engine_of, inputs, rank
+from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import Tower
+from tests.zero.reading import full_masters
+
+
+class Chooser(nn.Module):
+    """One unit with two linears, of which a forward uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Linear(WIDTH, WIDTH)
+        self.odd = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, choice):
+        if choice != 1:
+            x = x + torch.tanh(self.even(x))
+        if choice != 0:
+            x = x + torch.tanh(self.odd(x))
+        return x
+
+
+class ChooserTower(nn.Module):
+    """Units whose inner choice is made per rank, so that buckets are complete at different times on each."""
+
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Chooser() for _ in range(depth))
+
+    def forward(self, x, choices):
+        for layer, choice in zip(self.layers, choices, strict=True):
+            x = layer(x, choice)
+        return x.square().mean()
+
+
+def _choices(step, of_rank):
+    """Both in the first step, in which the order of reductions is learned, and on rank 0 in every second one."""
+    if step == 0 or (of_rank == 0 and step % 2):
+        return [2] * 8
+    generator = torch.Generator().manual_seed(step * 31 + of_rank)
+    return torch.randint(3, (8,), generator=generator).tolist()
+
+
+def _reference(ranks, steps):
+    torch.manual_seed(3)
+    model = ChooserTower()
+    optimizer = adamw(model)
+    for step in range(steps):
+        grads = {}
+        for r in range(ranks):
+            copied = copy.deepcopy(model)
+            copied(inputs(step, r), _choices(step, r)).backward()
+            for name, parameter in copied.named_parameters():
+                if parameter.grad is not None:
+                    grads[name] = grads.get(name, 0) + parameter.grad
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads[name] / ranks if name in grads else None
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _train(stage, zero):
+    torch.manual_seed(3)
+    engine = engine_of(ChooserTower(), stage, zero=zero)
+    for step in range(5):
+        engine.backward(engine(inputs(step, rank()), _choices(step, rank())))
+        engine.step()
+    assert_states_equal(full_masters(engine), _reference(dist.get_world_size(), 5), rtol=1e-4, atol=1e-5)
+
+
+NOTHING_AHEAD = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_reuse_distance": 0,
+    "reduce_bucket_size": 200,
+    "overlap_comm": True,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_inner_choices_differ_between_ranks(stage):
+    """A rank that has not used a parameter holds its bucket back until the end of backward; nobody may wait for it."""
+    for ranks in (2, 3):
+        run_ranks(_train, ranks, stage, NOTHING_AHEAD, timeout=30)
+
+
+def test_with_default_limits():
+    run_ranks(_train, 2, 3, {}, timeout=30)
+
+
+class LeavingOut(Tower):
+    """Passes over one of its units on request."""
+
+    def forward(self, x, leaves_out):
+        x = self.first(x.to(self.first.bias.dtype))
+        for index, layer in enumerate(self.layers):
+            if not (leaves_out and index == 2):
+                x = layer(x)
+        return self.last(x).float().square().mean()
+
+
+def _leave_out_early(stage, settles):
+    """In the first of two micro-batches rank 1 has no gradient in a whole bucket; in the second everybody has."""
+    torch.manual_seed(3)
+    engine = engine_of(LeavingOut(), stage, accumulation=2, bf16={"enabled": True}, zero={"reduce_bucket_size": 200})
+    for step in range(2):
+        for micro in range(2):
+            if settles:  # no backward is the last one, so that the update reduces the sums
+                engine.set_gradient_accumulation_boundary(False)
+            engine.backward(engine(inputs(step, micro, rank()), rank() == 1 and micro == 0))
+            if settles:
+                engine.set_gradient_accumulation_boundary(micro == 1)
+            engine.step()
+    return full_masters(engine)
+
+
+def test_a_bucket_without_a_sum_travels_as_those_with_one():
+    """Sums are fp32 and gradients bf16: ranks that sent different ones killed each other."""
+    truth = run_ranks(_leave_out_early, 2, 2, False)[0]
+    for stage in (0, 1):
+        assert_states_equal(run_ranks(_leave_out_early, 2, stage, False)[0], truth, rtol=1e-2, atol=1e-3)
+    assert_states_equal(run_ranks(_leave_out_early, 2, 1, True)[0], truth, rtol=1e-2, atol=1e-3)
+
+
+def _reduces_at_the_end():
+    """As if the backend needed one order; what is sent while the backward runs."""
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooTransport, "needs_one_order", True)
+        engine = engine_of(ChooserTower(), 3, zero=NOTHING_AHEAD)
+    reducer = engine._runtime.reducer
+    sent, end = [], reducer.end
+
+    def counting_end():
+        sent.append(reducer.num_sent)
+        end()
+
+    reducer.end = counting_end
+    even = [2] * 8
+    for step, choices in enumerate([even, even, [rank()] * 8, even]):
+        engine.backward(engine(inputs(step, rank()), choices))
+        engine.step()
+    return sent
+
+
+def test_one_order_of_gathers_and_reductions_once_ranks_differ():
+    for sent in run_ranks(_reduces_at_the_end, 2):
+        assert sent[0] == 0 and sent[1] > 0 and sent[3] == 0, sent

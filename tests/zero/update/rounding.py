@@ -1,0 +1,48 @@
+"""A codec that rounds to bf16, for tests of everything around codecs; and engines whose values travel so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.engine import groups
+
+
+class Rounding(Codec):
+    """Values travel in bf16; what that loses of gradients is added to the next ones."""
+
+    name = "bf16"
+
+    def __init__(self, *, feeds_back: bool = True) -> None:
+        self.feeds_back = feeds_back
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, chunk: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
+        total = chunk.float() if error is None else chunk.float() + error
+        rounded = codes.view(torch.bfloat16).copy_(total)
+        if error is not None:
+            error.copy_(torch.where(rounded.isfinite(), total - rounded.float(), 0.0))
+
+    def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+        out.add_(codes.view(torch.bfloat16).to(out.dtype), alpha=factor)
+
+
+@contextmanager
+def travelling_rounded(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
+    """Engines that are made inside carry parameters and gradients so."""
+    original = groups.create_groups
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs).coded(gather, reduce)
+
+    groups.create_groups = create
+    try:
+        yield
+    finally:
+        groups.create_groups = original
