@@ -35,9 +35,13 @@ print("loaded:" + json.dumps(sorted(sys.modules)))
 # Loading it takes torch longer than all else that initialize does; only what compiles needs it.
 COMPILER = ("torch._dynamo", "torch._inductor", "sympy")
 
+# Every engine has timers, so of this package only the feature is seldom needed.
+PARTLY_NEEDED = "deepspeed.profiling"
+
 # What few models need: the engine loads it when the configuration or the model asks for it.
 SELDOM = (
-    *(name.removesuffix(".feature") for name in FEATURES if name.endswith(".feature")),
+    *(name for name in FEATURES if name.endswith(".feature")),
+    *({name.removesuffix(".feature") for name in FEATURES if name.endswith(".feature")} - {PARTLY_NEEDED}),
     "deepspeed.engine.generation",
     "deepspeed.engine.hybrid",
     "deepspeed.engine.pipeline",

@@ -23,7 +23,8 @@ def test_cuts_do_not_change_the_norm(num_blocks, cuts, seed, exponent):
     whole = norm_from_squares(squared_norm(flat).item())
     assert norm_from_squares(sum(squared_norm(part).item() for part in parts)) == whole
     truth = flat.double().norm().item()
-    assert abs(whole - truth) <= 2e-7 * truth
+    # Squares of 1e-20 are subnormal in fp32 and have fewer digits.
+    assert abs(whole - truth) <= (2e-7 if exponent > -20 else 1e-6) * truth
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
