@@ -52,7 +52,7 @@ class Exchange:
         try:
             result = action()
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
-            failure, cause = _tell(error), error
+            failure, cause = _describe(error), error
         outcomes = self.gather((failure, result), doing)
         failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:
@@ -60,7 +60,7 @@ class Exchange:
         return [value for _, value in outcomes]
 
 
-def _tell(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, DeepSpeedError):
         return str(error)
     if isinstance(error, OSError):

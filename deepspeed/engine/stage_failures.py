@@ -52,5 +52,5 @@ class StageFailures:
             message = f"{self._place(call)}: {what}"
             if self._job.watch is not None:  # there are other ranks
                 self._message = message
-                self._job.watch.tell_failure(message)
+                self._job.watch.post_failure(message)
             raise PipelineError(message) from error

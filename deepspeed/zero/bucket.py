@@ -35,7 +35,7 @@ from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, rem
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Ledger, LentBuffer, Memory, StorageKind
+from deepspeed.zero.storage import FlatBuffer, Ledger, LoanedBuffer, Memory, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Bucket(Holder):
             self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
             ledger.claim(self.shard)
         if is_sharded and memory.lends and self.transport.size == 1:
-            self.full: FlatBuffer = LentBuffer(self.shard)
+            self.full: FlatBuffer = LoanedBuffer(self.shard)
         else:
             self.full = FlatBuffer(
                 layout.numel,
@@ -210,7 +210,7 @@ class Bucket(Holder):
         self._read.wait()
         self._work.wait()
         self._work = None
-        for parameter, view, kind in self._not_lent(zip(self.params, self._views, self._classes, strict=True)):
+        for parameter, view, kind in self._without_loans(zip(self.params, self._views, self._classes, strict=True)):
             mark_full(parameter, view, kind)
         self._change_state(State.FULL)
         self.remember_values()
@@ -240,7 +240,7 @@ class Bucket(Holder):
         """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
         assert self.state is State.FULL and self.is_sharded, f"{self!r}: only a FULL sharded bucket can be resharded"
         self.keep_writes()
-        for parameter, placeholder in self._not_lent(zip(self.params, self._placeholders, strict=True)):
+        for parameter, placeholder in self._without_loans(zip(self.params, self._placeholders, strict=True)):
             mark_sharded(parameter, placeholder)
         self.full.free()
         self.is_kept = False
@@ -267,16 +267,16 @@ class Bucket(Holder):
         if self.state is State.FULL:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, placeholder in self._not_lent(zip(self.params, self._placeholders, strict=True)):
+            for parameter, placeholder in self._without_loans(zip(self.params, self._placeholders, strict=True)):
                 parameter.data = placeholder
 
     # -- single parameters -------------------------------------------------------------------------------------------
 
-    def _not_lent(self, entries: Iterable[T]) -> Iterable[T]:
+    def _without_loans(self, entries: Iterable[T]) -> Iterable[T]:
         """Entries per parameter, without those of parameters that have values of their own at the moment."""
-        return entries if not self.loans else self._skip_lent(entries)
+        return entries if not self.loans else self._skip_loans(entries)
 
-    def _skip_lent(self, entries: Iterable[T]) -> Iterator[T]:
+    def _skip_loans(self, entries: Iterable[T]) -> Iterator[T]:
         for tile, entry in enumerate(entries):
             loan = self.loans.get(tile)
             if loan is None or loan.tensor is None:
@@ -389,7 +389,9 @@ class Bucket(Holder):
             return []
         return [
             index
-            for index, (parameter, seen) in self._not_lent(enumerate(zip(self.params, self._fingerprints, strict=True)))
+            for index, (parameter, seen) in self._without_loans(
+                enumerate(zip(self.params, self._fingerprints, strict=True))
+            )
             if (parameter.data_ptr(), parameter._version) != seen
         ]
 

@@ -16,7 +16,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.layout import DATA
-from deepspeed.zero.tiling.parts import says_part
+from deepspeed.zero.tiling.parts import has_part
 
 
 def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:
@@ -39,7 +39,7 @@ def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _
 
 def guard_parts(model: nn.Module) -> list[RemovableHandle]:
     """For a model of whose parameters this rank has a part: its state dict says so."""
-    if not any(says_part(p) and describe(name, p).group != DATA for name, p in model.named_parameters()):
+    if not any(has_part(p) and describe(name, p).group != DATA for name, p in model.named_parameters()):
         return []
     return [model.register_state_dict_post_hook(_note_parts)]
 

@@ -309,7 +309,7 @@ class FlatBuffer:
         return made
 
 
-class LentBuffer(FlatBuffer):
+class LoanedBuffer(FlatBuffer):
     """A full buffer that is the only slice of a bucket where it lies, in a home that lends: nothing comes or goes.
 
     Args:

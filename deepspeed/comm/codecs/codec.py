@@ -37,13 +37,13 @@ class Codec:
     Attributes:
         name: For messages and books.
         feeds_back: Whether reductions keep what is lost for the next one.
-        says_zero: Whether codes of a 0 stand for 0; otherwise rows of zeros are marked beside them
+        encodes_zero: Whether codes of a 0 stand for 0; otherwise rows of zeros are marked beside them
             (``comm.codecs.zero_rows``).
     """
 
     name = "none"
     feeds_back = True
-    says_zero = True
+    encodes_zero = True
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the codes of ``numel`` elements, at most :data:`CHUNK`; rounded up to a multiple of 8 by callers."""

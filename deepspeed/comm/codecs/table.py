@@ -212,7 +212,7 @@ class SignCodec(BlockCodec):
 
     name = "sign"
     bits = 1
-    says_zero = False
+    encodes_zero = False
     is_of_length = True
 
     def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:

@@ -21,12 +21,12 @@ _PATIENCE = 5.0  # seconds
 
 
 @functools.cache
-def rest_at_exit() -> None:
+def drain_gloo_at_exit() -> None:
     """Makes this process wait, when its program has ended. Once is enough."""
-    atexit.register(wait_for_rest)
+    atexit.register(wait_for_gloo_threads)
 
 
-def wait_for_rest() -> None:
+def wait_for_gloo_threads() -> None:
     """Returns when no thread of gloo computes: all wait for something, be it for other ranks."""
     deadline = time.monotonic() + _PATIENCE
     while any(map(_computes, _tasks())) and time.monotonic() < deadline:

@@ -31,7 +31,7 @@ class WaitRecord:
     gives_up: bool = False
 
 
-def farewell_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str | None:
+def exit_notice_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str | None:
     """Returns what to say if a rank has left without issuing what is waited for."""
     left = [
         rank

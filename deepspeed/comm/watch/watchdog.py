@@ -26,7 +26,7 @@ whatever waits afterwards raises.
 A rank whose process was killed posts nothing. The other ranks of its machine find that the process is gone.
 
 A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
-where others depend on it may post why (:meth:`Watch.tell_failure`), and they raise with its words.
+where others depend on it may post why (:meth:`Watch.post_failure`), and they raise with its words.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from deepspeed.comm.watch.training_thread import TrainingThread
 from deepspeed.comm.watch.wait_records import (
     WaitRecord,
     circle_through,
-    farewell_of,
+    exit_notice_of,
     plain_error,
     sentence_of,
     words_for_dead,
@@ -62,8 +62,8 @@ from deepspeed.printable import printable
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
-_TOLD_SECONDS = 0.5  # a link notices the end of a process as soon as a connection of the process group does
-_FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
+_NOTICE_SECONDS = 0.5  # a link notices the end of a process as soon as a connection of the process group does
+_EXIT_NOTICE_TIMEOUT = timedelta(seconds=1)  # the longest a program's end may take longer for it
 _LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
 _VERDICT = "verdict"
 _FAILURE = "failure"
@@ -137,7 +137,7 @@ class Watch:
         self._on_device: deque[tuple[WaitRecord, DeviceEvent]] = deque()  # waits of streams, in their order
         self._stood: WaitRecord | None = None  # the latest that this rank said of a place
         self._decision: str | None = None
-        self._farewell: str | None = None  # of a rank that this one waited for
+        self._exit_notice: str | None = None  # of a rank that this one waited for
         self._failure: str | None = None  # of any rank
         self._has_aborted = False
         self._patience = _GRACE
@@ -146,7 +146,7 @@ class Watch:
         self._wake = threading.Event()
         self._processes: dict[int, str] = {}  # of other ranks, as they have posted themselves
         self.store.set(self._key(f"process/{rank}"), this_process())
-        self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
+        self._at_exit = functools.partial(_post_exit_notice, weakref.ref(self))
         atexit.register(self._at_exit)
         # A process that multiprocessing has forked ends without the functions of atexit (before Python 3.13).
         self._at_exit_of_fork = Finalize(None, self._at_exit, exitpriority=0)
@@ -314,9 +314,9 @@ class Watch:
 
     def is_in_vain(self) -> bool:
         """Whether it is known why no wait can end well."""
-        return any(end is not None for end in (self._decision, self._farewell, self._failure))
+        return any(end is not None for end in (self._decision, self._exit_notice, self._failure))
 
-    def tell_failure(self, text: str) -> None:
+    def post_failure(self, text: str) -> None:
         """Says that this rank cannot go on: whoever waits, now or later, raises with ``text``. The first one counts."""
         with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
             self.store.compare_set(self._key(_FAILURE), "", text)
@@ -382,12 +382,12 @@ class Watch:
             self._failure = self._read(_FAILURE)
             return None
         posts = {self.rank: mine, **self._posts(awaited)}
-        self._farewell = farewell_of(awaited, posts)
-        if self._farewell is not None:
+        self._exit_notice = exit_notice_of(awaited, posts)
+        if self._exit_notice is not None:
             return None
         if (dead := self._dead_among(posts)) is not None:
             self._failure = words_for_dead(dead, self.rank, awaited)
-            self.tell_failure(self._failure)
+            self.post_failure(self._failure)
             return None
         circle = [] if awaited.gives_up else circle_through(self.rank, posts)
         circle = circle or self._parted_from(posts)
@@ -480,8 +480,8 @@ class Watch:
         deadline = time.monotonic() + patience
         gone = ""
         if self.hears_losses:  # the store may have gone with the process that was lost, and torch is loud about that
-            told_by = time.monotonic() + _TOLD_SECONDS
-            while not self.is_in_vain() and time.monotonic() < told_by:
+            notice_deadline = time.monotonic() + _NOTICE_SECONDS
+            while not self.is_in_vain() and time.monotonic() < notice_deadline:
                 time.sleep(0.005)
         while not self.is_in_vain():
             try:
@@ -490,7 +490,7 @@ class Watch:
                 elif self.store.check([self._key(_FAILURE)]):
                     self._failure = self._read(_FAILURE)
                 else:
-                    self._farewell = farewell_of(awaited, self._posts(awaited))
+                    self._exit_notice = exit_notice_of(awaited, self._posts(awaited))
             except RuntimeError:
                 gone = " (rank 0 is gone, with the store that it held)"
                 break
@@ -501,18 +501,19 @@ class Watch:
             return DivergenceError(self._decision), gone
         if self._failure is not None:
             return CommunicationError(self._failure), gone
-        if self._farewell is not None:
-            return CommunicationError(self._farewell), gone
+        if self._exit_notice is not None:
+            return CommunicationError(self._exit_notice), gone
         return None, gone
 
-    def say_farewell(self) -> None:
+    def post_exit_notice(self) -> None:
         """Posts that this rank's program has ended."""
         if self._is_over or self._size == 1:
             return
         # A thread that is inside torch when the interpreter goes brings the process down with it.
         self._end_thread(_LAST_LOOK)
         try:
-            self.store.set_timeout(_FAREWELL)  # a store of files whose folder is gone waits for it to come back
+            # A store of files whose folder is gone waits for it to come back.
+            self.store.set_timeout(_EXIT_NOTICE_TIMEOUT)
             self.store.set(self._key(self.rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
         except RuntimeError:
             return  # the store went with the rank that held it: nobody is left to read this
@@ -524,10 +525,10 @@ class Watch:
             self._thread.join(patience.total_seconds())
 
 
-def _say_farewell(reference: weakref.ref[Watch]) -> None:
+def _post_exit_notice(reference: weakref.ref[Watch]) -> None:
     watch = reference()
     if watch is not None:
-        watch.say_farewell()
+        watch.post_exit_notice()
 
 
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:

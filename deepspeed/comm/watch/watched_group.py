@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.job.torch_groups import is_alive, rendezvous_store
 from deepspeed.comm.transports.counters import PROGRAM, waiting
-from deepspeed.comm.watch.drain_at_exit import rest_at_exit
+from deepspeed.comm.watch.drain_at_exit import drain_gloo_at_exit
 from deepspeed.comm.watch.watchdog import Connection, Watch
 
 _ABORT_TAG = (1 << 30) - 1
@@ -156,7 +156,7 @@ class WatchedGroups:
     def watch(self) -> Watch:
         """The watch of the job, made when it is first asked for. There must be a process group."""
         if self._watch is None:
-            rest_at_exit()
+            drain_gloo_at_exit()
             store, rank = rendezvous_store(), dist.get_rank()
             # Counted in the store, per rank: a store may serve one job after another.
             life = store.add(f"deepspeed/lives/{rank}", 1)

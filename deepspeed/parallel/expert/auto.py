@@ -29,7 +29,7 @@ from deepspeed.parallel.expert.spread import Spread, is_stack, spread, spread_of
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.holder import address_of, full_shape
-from deepspeed.zero.tiling.parts import say_part, says_part
+from deepspeed.zero.tiling.parts import has_part, say_part
 from deepspeed.zero.tiling.tiles import TilePart
 
 _PRESETS = {
@@ -269,7 +269,7 @@ def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> Replace
         for own, parameter in list(module._parameters.items()):
             if parameter is None or not full_shape(parameter) or full_shape(parameter)[0] != experts:
                 continue
-            if says_part(parameter):
+            if has_part(parameter):
                 raise DeepSpeedConfigError(
                     f"expert_parallel: the parameter {name}.{own} is cut over tensor-parallel ranks already; leave "
                     "experts out of the tensor_parallel section, or the expert_parallel section"

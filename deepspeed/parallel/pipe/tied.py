@@ -18,7 +18,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import rank_in
 from deepspeed.zero.tiling.describe import put_in_group
-from deepspeed.zero.tiling.parts import says_part
+from deepspeed.zero.tiling.parts import has_part
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.Mo
             Job.current().declared.define_copies(group, lists, is_cut=is_cut)
         if module is not None:
             for parameter in module.parameters():
-                put_in_group([parameter], f"{name}, cut" if says_part(parameter) else name)
+                put_in_group([parameter], f"{name}, cut" if has_part(parameter) else name)
                 parameter.ds_pipe_replicated = mesh.position(rank_in(), PIPE) != stages[0]  # type: ignore[attr-defined]
         ties[key] = Tie(key, tuple(stages), module, name)
     return ties

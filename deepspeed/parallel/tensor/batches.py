@@ -120,7 +120,7 @@ class BatchCheck:
             "equal random states"
         )
         if compared.event is not None and transport.watch is not None:
-            transport.watch.tell_failure(text)  # the others may look at theirs later, and wait for this rank until then
+            transport.watch.post_failure(text)  # the others may look at theirs later, and wait for this rank until then
         raise DivergenceError(text)
 
 

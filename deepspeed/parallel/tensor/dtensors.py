@@ -32,7 +32,7 @@ from deepspeed.parallel.tensor.making import sum_own_gradients
 from deepspeed.parallel.tensor.rules import CutStyle, of_plan
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.gather.outputs import tensors_in
-from deepspeed.zero.tiling.parts import Holders, part_of_placements, say_holders, say_part
+from deepspeed.zero.tiling.parts import PartOwners, mark_owners, part_of_placements, say_part
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
         made = exchanged[id(parameter)] = _plain(parameter)
         if parts[name] is not None:
             say_part(made, parts[name][channel.rank])
-            say_holders(made, Holders(channel.transport, tuple(parts[name])))
+            mark_owners(made, PartOwners(channel.transport, tuple(parts[name])))
             made.tensor_model_parallel = True  # type: ignore[attr-defined]
     waypoints = Waypoints(next(iter(found.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     for name, module in model.named_modules():

@@ -26,7 +26,7 @@ from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full,
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import address_of, forget_address, full_shape
 from deepspeed.zero.tiling.describe import CUT, put_in_group
-from deepspeed.zero.tiling.parts import Holders, say_holders, say_part
+from deepspeed.zero.tiling.parts import PartOwners, mark_owners, say_part
 from deepspeed.zero.tiling.tiles import TilePart
 
 
@@ -61,7 +61,7 @@ def cut_parameter(
     everybody = range(channel.size)
     parts = [TilePart.cut(logical, cut.shape, cut.dim, cut.split.intervals(place)) for place in everybody]
     say_part(parameter, parts[channel.rank])
-    say_holders(parameter, Holders(channel.transport, tuple(parts)))
+    mark_owners(parameter, PartOwners(channel.transport, tuple(parts)))
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     if group is not None:
         put_in_group([parameter], group)

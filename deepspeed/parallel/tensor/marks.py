@@ -23,7 +23,7 @@ from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import connect
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.tiling.describe import CUT, describe
-from deepspeed.zero.tiling.parts import Holders, say_holders, say_part, says_part
+from deepspeed.zero.tiling.parts import PartOwners, has_part, mark_owners, say_part
 from deepspeed.zero.tiling.tiles import TilePart
 
 _Mark = tuple[str, tuple[int, ...], int, int]
@@ -73,7 +73,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         intervals = [_intervals(whole[dim], stride, place, channel.size) for place in range(channel.size)]
         parts = [TilePart.cut(name, whole, dim, found) for found in intervals]
         say_part(parameter, parts[channel.rank])
-        say_holders(parameter, Holders(channel.transport, tuple(parts)))
+        mark_owners(parameter, PartOwners(channel.transport, tuple(parts)))
     log_dist(
         f"tensor parallelism of the program's own over {channel.size} ranks: {len(marked)} parameters say by "
         "partition_dim which part they are"
@@ -83,7 +83,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
 def _has_cut(model: nn.Module) -> bool:
     """Returns whether any parameter is marked as a part, by this package or by the caller."""
     return any(
-        type(parameter).__name__ == "DTensor" or says_part(parameter) or describe(name, parameter).group == CUT
+        type(parameter).__name__ == "DTensor" or has_part(parameter) or describe(name, parameter).group == CUT
         for name, parameter in model.named_parameters()
     )
 
@@ -93,7 +93,7 @@ def _marked(model: nn.Module) -> tuple[list[tuple[_Mark, nn.Parameter]], str]:
     found: list[tuple[_Mark, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         given: Any = getattr(parameter, "partition_dim", None)
-        if not isinstance(given, int) or given < 0 or says_part(parameter) or describe(name, parameter).group != CUT:
+        if not isinstance(given, int) or given < 0 or has_part(parameter) or describe(name, parameter).group != CUT:
             continue
         shape, stride = full_shape(parameter), getattr(parameter, "partition_stride", 1)
         if given >= len(shape) or not isinstance(stride, int) or stride < 1 or shape[given] % stride:

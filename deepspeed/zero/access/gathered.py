@@ -148,7 +148,7 @@ class GatheredBlock:
         self._entries = [
             entry for entry in entries if entry[1].holder.is_partitioned or (modifier is not None and entry[1].numel)
         ]
-        self._lent: list[Entry] = []
+        self._loaned: list[Entry] = []
         self._present: list[Entry] = []
         self._pinned: list[Bucket] = []
         self._whole: list[Bucket] = []
@@ -171,10 +171,10 @@ class GatheredBlock:
         by_holder: dict[int, tuple[Holder, list[Entry]]] = {}
         for entry in self._entries:
             by_holder.setdefault(id(entry[1].holder), (entry[1].holder, []))[1].append(entry)
-        lending: list[Entry] = []
+        new_loans: list[Entry] = []
         for holder, entries in by_holder.values():
-            lending += self._open_holder(holder, entries)
-        self._lend(lending)
+            new_loans += self._open_holder(holder, entries)
+        self._start_loans(new_loans)
         for holder, _ in by_holder.values():
             if holder.owner is not None:
                 holder.owner.open_blocks += 1
@@ -195,21 +195,21 @@ class GatheredBlock:
                     holder.restore_full()  # what the block leaves is taken for the parameters' values
                 holder.pin()
                 self._pinned.append(holder)
-        lending: list[Entry] = []
+        new_loans: list[Entry] = []
         for parameter, address in entries:
             loan = holder.loans.setdefault(address.tile, Loan(version=parameter._version))
             loan.depth += 1
             if loan.depth > 1:
-                (self._present if loan.tensor is None else self._lent).append((parameter, address))
+                (self._present if loan.tensor is None else self._loaned).append((parameter, address))
             elif holder.state is State.FULL:
                 self._present.append((parameter, address))
                 if self._modifier is None and holder not in self._whole and _master_values(address) is None:
                     loan.backup = parameter.detach().clone()
             else:
-                lending.append((parameter, address))
-        return lending
+                new_loans.append((parameter, address))
+        return new_loans
 
-    def _lend(self, entries: list[Entry]) -> None:
+    def _start_loans(self, entries: list[Entry]) -> None:
         """Brings the parts of the parameters together in tensors of their own."""
         pieces: list[Piece] = []
         tensors = []
@@ -227,7 +227,7 @@ class GatheredBlock:
             loan = address.holder.loans[address.tile]
             loan.tensor = tensor
             address.holder.lend(address.tile, parameter, tensor)
-            self._lent.append((parameter, address))
+            self._loaned.append((parameter, address))
 
     def _words(self, what: str) -> str:
         # States travel with the words: a rank for which a bucket is FULL would take another path than the others.
@@ -287,7 +287,7 @@ class GatheredBlock:
                 self._restore(parameter, address, loan)
             if loan is not None and isinstance(address.holder, Bucket) and address.holder.is_sharded:
                 address.holder.remember_value(address.tile)
-        for parameter, address in self._lent:
+        for parameter, address in self._loaned:
             if self._end_loan(address) is not None:
                 address.holder.take_back(address.tile, parameter)
         for bucket in self._pinned:
@@ -297,7 +297,7 @@ class GatheredBlock:
         for holder in {id(entry[1].holder): entry[1].holder for entry in self._entries}.values():
             if holder.owner is not None:
                 holder.owner.open_blocks -= 1
-        self._present, self._lent, self._pinned, self._whole = [], [], [], []
+        self._present, self._loaned, self._pinned, self._whole = [], [], [], []
 
     def _restore(self, parameter: torch.nn.Parameter, address: Address, loan: Loan) -> None:
         """Drops edits of a parameter that stays where it is."""
@@ -318,7 +318,7 @@ class GatheredBlock:
         return address.holder.loans.pop(address.tile) if loan.depth == 0 else None
 
     def _warn_of_edits(self) -> None:
-        for parameter, address in [*self._present, *self._lent]:
+        for parameter, address in [*self._present, *self._loaned]:
             loan = address.holder.loans[address.tile]
             if loan.depth == 1 and _was_edited(parameter, address, loan):
                 warn_once(
@@ -335,11 +335,11 @@ class GatheredBlock:
         assert self._modifier is not None
         pieces: list[Piece] = []
         arriving: list[tuple[Holder, Fragment, torch.Tensor]] = []
-        for parameter, address in [*self._present, *self._lent]:
+        for parameter, address in [*self._present, *self._loaned]:
             _back_in_place(parameter, address)
         copy, modifier = self._group.place_of(self._modifier)
-        self._tell_replicas(copy, modifier)
-        for parameter, address in [*self._present, *self._lent]:
+        self._send_to_replicas(copy, modifier)
+        for parameter, address in [*self._present, *self._loaned]:
             holder, values = address.holder, parameter.data.view(-1)
             if self._stays_full(address):
                 pieces.append(Piece(modifier, None, values))
@@ -349,15 +349,15 @@ class GatheredBlock:
             if fragment is not None and place is not None:
                 arriving.append((holder, fragment, place))
             pieces += scatter(holder.layout, address.tile, self._transport.rank, modifier, values, place)
-        if self._present or self._lent:  # every rank takes part, also one that has nothing to send or get
+        if self._present or self._loaned:  # every rank takes part, also one that has nothing to send or get
             self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
         for holder, fragment, values in arriving:
             holder.keep_fragment(fragment, values)
-        for parameter, address in [*self._present, *self._lent]:
+        for parameter, address in [*self._present, *self._loaned]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
 
-    def _tell_replicas(self, copy: int, modifier: int) -> None:
+    def _send_to_replicas(self, copy: int, modifier: int) -> None:
         """The modifier's values reach the rank of the same number in every other group that shares the parameters.
 
         Args:
@@ -366,7 +366,7 @@ class GatheredBlock:
         """
         replicas = self._group.combine
         if replicas is not None and not self._group.spans_parts and self._transport.rank == modifier:
-            edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
+            edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
             pieces = [Piece(copy, None, values) for values in edited]
             replicas.move(pieces, label=f"the changes of {_label(self._entries)}")
 
@@ -488,7 +488,7 @@ def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
             compare_calls(block._transport, block._words("all_gather as"))
             for parameter, address in away:
                 address.holder.loans[address.tile] = Loan(depth=1, version=parameter._version)
-            block._lend(away)
+            block._start_loans(away)
 
 
 def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:

@@ -25,7 +25,7 @@ from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiling.assemble import assemble
-from deepspeed.zero.tiling.parts import Holders, holders_of
+from deepspeed.zero.tiling.parts import PartOwners, part_owners_of
 from deepspeed.zero.untouched import untouched
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
@@ -39,12 +39,12 @@ class _TrainedParam:
     address: Address
     runtime: ZeroRuntime
     master: MasterBucket
-    holders: Holders | None = None
+    owners: PartOwners | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Of the logical parameter."""
-        return self.address.shape if self.holders is None else self.holders.mine.global_shape
+        return self.address.shape if self.owners is None else self.owners.mine.global_shape
 
     @property
     def bucket(self) -> Bucket:
@@ -68,7 +68,7 @@ class _TrainedParam:
 
     def tile_of_full(self, value: torch.Tensor) -> torch.Tensor:
         """Returns what this rank's model has of a whole value."""
-        return value if self.holders is None else self.holders.tile_of(value, self.address.shape)
+        return value if self.owners is None else self.owners.tile_of(value, self.address.shape)
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient, as a view; None before backward and after the update."""
@@ -109,7 +109,7 @@ def _trained(parameter: torch.Tensor) -> _TrainedParam | None:
     runtime = address.holder.owner
     runtime.drop_failed_backward()
     master = runtime.master_of(address.holder)
-    return None if master is None else _TrainedParam(address, runtime, master, holders_of(parameter))
+    return None if master is None else _TrainedParam(address, runtime, master, part_owners_of(parameter))
 
 
 def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
@@ -142,7 +142,7 @@ def _agree(found: _TrainedParam, call: str, numbers: tuple[int, ...] = ()) -> li
 def _whole(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Tensor:
     """Returns the whole value of the logical parameter."""
     tile = _assemble(found, mine, label)
-    return tile if found.holders is None else found.holders.whole(tile, f"{label} of {found.address.name}")
+    return tile if found.owners is None else found.owners.whole(tile, f"{label} of {found.address.name}")
 
 
 def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Tensor:
@@ -398,7 +398,7 @@ def safe_update_full_grad_vectorized(
             found = _trained(param)
             if found is not None:
                 # Ranks that share layers unevenly have other buckets, and put parts together in the caller's order.
-                key = id(found.bucket) if found.holders is None else id(param)
+                key = id(found.bucket) if found.owners is None else id(param)
                 by_bucket.setdefault(key, []).append((param, found))
         for members in by_bucket.values():
             _, first = members[0]
@@ -413,8 +413,8 @@ def safe_update_full_grad_vectorized(
             whole = source.read(tiles)
             for param, found in members:
                 value = _unscaled(whole[found.address.tile], found.loss_scale)
-                if found.holders is not None:
-                    value = found.holders.whole(value, f"the gradient of {found.address.name}")
+                if found.owners is not None:
+                    value = found.owners.whole(value, f"the gradient of {found.address.name}")
                 new = update_func(value, param)
                 _check_full(found, new, "safe_update_full_grad_vectorized")
                 _write_gradient(found, found.mine_of_full(new), "safe_update_full_grad_vectorized")

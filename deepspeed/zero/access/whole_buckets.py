@@ -17,7 +17,7 @@ from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiling.assemble import assemble
 from deepspeed.zero.tiling.layout import BucketLayout
-from deepspeed.zero.tiling.parts import holders_of
+from deepspeed.zero.tiling.parts import part_owners_of
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 from deepspeed.zero.update.masters import MasterBucket
@@ -138,7 +138,7 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
     turn. Otherwise each is yielded as soon as it has been read, whatever the order of the buckets.
     """
     present = _held(runtime, kind)
-    holders = {name: holders_of(parameter) for parameter, name in runtime.param_names.items()}
+    holders = {name: part_owners_of(parameter) for parameter, name in runtime.param_names.items()}
     if all(others is None for others in holders.values()):
         for tile, value in _walk(runtime, kind, present, bucket_bytes):
             yield tile.name, value

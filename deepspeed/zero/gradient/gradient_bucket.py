@@ -172,7 +172,7 @@ class GradientBucket:
         codec = group.reduce_codec
         self._rows: ZeroRows | None = None
         self._combine_rows: ZeroRows | None = None
-        if codec is not None and not codec.says_zero and not self._is_local:
+        if codec is not None and not codec.encodes_zero and not self._is_local:
             self._open_rows()
         self.feedback: ErrorFeedback | None = None
         if group.feeds_back:

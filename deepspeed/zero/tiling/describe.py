@@ -23,7 +23,7 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.tiling.layout import DATA
-from deepspeed.zero.tiling.parts import says_part
+from deepspeed.zero.tiling.parts import has_part
 
 CUT = "cut"
 """Name of the group of parameters of which model-parallel ranks have different parts."""
@@ -75,7 +75,7 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
             )
     marks = (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "model_parallel", False))
     if group is None or group == _ALONE:
-        is_cut = any(marks) or (group is None and says_part(parameter))
+        is_cut = any(marks) or (group is None and has_part(parameter))
         return Description(CUT if is_cut else DATA)
     if any(marks) and str(group).startswith(_EXPERTS):  # of an expert that tensor-parallel ranks have parts of
         group = cut_experts(str(group))

@@ -17,11 +17,11 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
 
 _MARK = "ds_tile_part"
-_HOLDERS = "ds_tile_holders"
+_OWNERS = "ds_tile_holders"
 
 
 @dataclass(frozen=True)
-class Holders:
+class PartOwners:
     """The ranks that together have a logical parameter, each a part of it.
 
     Attributes:
@@ -71,14 +71,14 @@ class Holders:
         return tile
 
 
-def say_holders(parameter: torch.Tensor, holders: Holders) -> None:
+def mark_owners(parameter: torch.Tensor, owners: PartOwners) -> None:
     """Notes on a parameter (any shape) who has its other parts, so that accessors can give all of it."""
-    setattr(parameter, _HOLDERS, holders)
+    setattr(parameter, _OWNERS, owners)
 
 
-def holders_of(parameter: torch.Tensor) -> Holders | None:
+def part_owners_of(parameter: torch.Tensor) -> PartOwners | None:
     """Returns who has the other parts of a parameter (any shape); None where nobody has said."""
-    return parameter.__dict__.get(_HOLDERS)
+    return parameter.__dict__.get(_OWNERS)
 
 
 def say_part(parameter: torch.Tensor, part: TilePart) -> None:
@@ -86,7 +86,7 @@ def say_part(parameter: torch.Tensor, part: TilePart) -> None:
     setattr(parameter, _MARK, part)
 
 
-def says_part(parameter: torch.Tensor) -> bool:
+def has_part(parameter: torch.Tensor) -> bool:
     """Returns whether a parameter (any shape) says that it is a part."""
     return hasattr(parameter, _MARK)
 

@@ -121,7 +121,7 @@ def exchanged(device: str, name: str, numel: int) -> tuple[list[torch.Tensor], i
         count = kernels_of(run)
         return [values.cpu(), error.sent.cpu()], count
     transport, out = coded(plain, WAYS[name]), torch.empty(numel, device=device)
-    rows = None if WAYS[name].says_zero else ZeroRows(range(0, numel, 4), numel, 2, torch.device(device))
+    rows = None if WAYS[name].encodes_zero else ZeroRows(range(0, numel, 4), numel, 2, torch.device(device))
     how = Reduction(0.5, 1, "the test", numel, error=error if WAYS[name].feeds_back else None, rows=rows)
     count = kernels_of(lambda: transport.all_reduce(values, out, how).wait())
     return [out.cpu(), error.sent.cpu()], count

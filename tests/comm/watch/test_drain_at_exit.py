@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm.watch.drain_at_exit import wait_for_rest
+from deepspeed.comm.watch.drain_at_exit import wait_for_gloo_threads
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no state there")
 
@@ -37,10 +37,10 @@ def test_returns_when_the_last_has_come_to_rest():
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
-    wait_for_rest()
+    wait_for_gloo_threads()
     assert said == ["done"]
     start = time.monotonic()
-    wait_for_rest()  # it waits for something else now
+    wait_for_gloo_threads()  # it waits for something else now
     assert time.monotonic() - start < 1.0
     end.set()
     thread.join()

@@ -95,7 +95,7 @@ def _one_saves(stage, folder, others):
             engine.step()
 
     def end():
-        Job.current().watched.watch.say_farewell()  # as the end of a program does
+        Job.current().watched.watch.post_exit_notice()  # as the end of a program does
 
     if others == "start anew":
         train()
@@ -131,7 +131,7 @@ def _one_initializes():
     deepspeed.init_distributed()
     if rank() == 0:
         return _complaint(lambda: engine_of(tower(), 2))
-    Job.current().watched.watch.say_farewell()
+    Job.current().watched.watch.post_exit_notice()
     return _complaint(lambda: None)
 
 

@@ -42,7 +42,7 @@ def broken():
 def test_a_wait_for_a_rank_that_left_is_aborted():
     aborted, (mine, other) = pair_of_watches()
     other.issue("gathers")
-    other.say_farewell()
+    other.post_exit_notice()
 
     def wait():
         assert aborted.wait(5), "nobody aborted the wait"
@@ -59,7 +59,7 @@ def test_nothing_is_taken_from_an_aborted_communicator():
     """A transfer on a stream ends without an error when its communicator is aborted, and its buffer is as it was."""
     aborted, (mine, other) = pair_of_watches()
     other.issue("step")
-    other.say_farewell()
+    other.post_exit_notice()
 
     def ends_quietly():
         assert aborted.wait(5), "nobody aborted the wait"
@@ -138,7 +138,7 @@ def test_a_wait_that_gives_up_is_part_of_no_circle():
 
 def test_a_wait_that_gives_up_ends_when_the_other_rank_has_ended():
     aborted, (mine, other) = pair_of_watches()
-    other.say_farewell()
+    other.post_exit_notice()
 
     def poll():
         assert aborted.wait(5), "nobody ended the poll"
@@ -153,7 +153,7 @@ def test_a_driver_that_does_not_answer_is_asked_again():
     reached = Reached()
     reached.query = broken
     mine.follow(reached, "gathers", mine.issue("gathers"), "a gather", BOTH)
-    other.say_farewell()
+    other.post_exit_notice()
     for _ in range(2):
         assert mine.look_after_long_wait()
     del reached.query
@@ -163,7 +163,7 @@ def test_a_driver_that_does_not_answer_is_asked_again():
 
 def test_waits_of_streams_are_not_kept_when_nobody_looks():
     aborted, (mine, other) = pair_of_watches()
-    other.say_farewell()
+    other.post_exit_notice()
     mine.follow(Reached(), "gathers", 1, "a gather", BOTH)
     assert aborted.wait(5)
     mine._thread.join(5)
@@ -213,7 +213,7 @@ def test_a_process_that_died():
 def test_a_rank_that_had_issued_what_is_awaited_is_not_blamed():
     _, (mine, other) = pair_of_watches()
     other.issue("gathers")
-    other.say_farewell()
+    other.post_exit_notice()
     mine._patience = 0.2
     with pytest.raises(CommunicationError, match="probably died"):
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
@@ -230,7 +230,7 @@ def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_
     with pytest.raises(CommunicationError, match="probably died"):
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
     assert time.monotonic() - started < 2 and mine._patience == 0
-    other.say_farewell()
+    other.post_exit_notice()
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
 
@@ -239,7 +239,7 @@ def test_the_end_of_the_program_waits_for_a_look_that_has_begun():
     """A thread that was still inside torch took the process down (SIGABRT) after the error had been caught."""
     aborted, (mine, other) = pair_of_watches()
     mine.aborts[1] = lambda: time.sleep(0.5)  # what torch needs to close its connections
-    other.say_farewell()
+    other.post_exit_notice()
 
     def wait():
         assert aborted.wait(5), "nobody aborted the wait"
@@ -248,7 +248,7 @@ def test_the_end_of_the_program_waits_for_a_look_that_has_begun():
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
         mine.wait(wait, "gathers", 1, "the gather of a", BOTH)
     assert mine._thread is not None and mine._thread.is_alive()
-    mine.say_farewell()
+    mine.post_exit_notice()
     assert not mine._thread.is_alive()
 
 
@@ -330,12 +330,12 @@ def test_wrong_posts_do_not_end_the_watch_and_are_reported_once(monkeypatch):
         assert mine.look_after_long_wait(), post
         assert mine._reason(mine._awaited, 0.0) == (None, "")
     assert len(warned) == 1 and "where rank 1 says what it waits for" in warned[0]
-    other.say_farewell()
+    other.post_exit_notice()
     assert not mine.look_after_long_wait() and aborted.is_set()  # it still watches
 
 
 def test_what_others_post_cannot_write_to_the_terminal():
     _, (mine, other) = pair_of_watches()
-    other.tell_failure("it \x1b[2J failed\x07")
+    other.post_failure("it \x1b[2J failed\x07")
     with pytest.raises(CommunicationError, match=r"it \?\[2J failed\?"):
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)

@@ -86,7 +86,7 @@ class _Skips(torch.nn.Module):
 
     def forward(self, hidden):
         if dist.get_rank() == 1 and self.ends:
-            Job.current().watched.watch.say_farewell()  # as the end of a program does
+            Job.current().watched.watch.post_exit_notice()  # as the end of a program does
             raise SystemExit
         return hidden if dist.get_rank() == 1 else self.layer(hidden)
 

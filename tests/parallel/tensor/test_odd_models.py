@@ -20,7 +20,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.verify import inputs_of
-from deepspeed.zero.tiling.parts import holders_of
+from deepspeed.zero.tiling.parts import part_owners_of
 from tests.harness import run_ranks
 from tests.parallel.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
 
@@ -105,7 +105,7 @@ def _compare(label: str, kind: str, sizes: dict[str, Any], size: int) -> None:
         if one.grad is None:
             assert other.grad is None or not other.grad.any(), (label, name)
             continue
-        gradient, holders = other.grad, holders_of(other)
+        gradient, holders = other.grad, part_owners_of(other)
         gradient = torch.zeros_like(other) if gradient is None else gradient
         found = gradient if holders is None else holders.whole(gradient, name)
         assert found.shape == one.grad.shape, (label, name)
