@@ -17,7 +17,9 @@ from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.stage_compute import PipelineCompute
 from deepspeed.engine.stage_failures import StageFailures
+from deepspeed.engine_feature import marks_of
 from deepspeed.errors import DeepSpeedConfigError, PipelineError
+from deepspeed.models.stacked_experts import stacked_weights
 from deepspeed.parallel.pipe.data import DataFeed
 from deepspeed.parallel.pipe.interpreter import METHOD_OF_INSTRUCTION, Interpreter
 from deepspeed.parallel.pipe.module import PipelineModule
@@ -40,6 +42,13 @@ _EXECUTE: dict[type, Callable[..., None]] = {
     kind: forwarded("_interpreter", getattr(Interpreter, name)) for kind, name in METHOD_OF_INSTRUCTION.items()
 }
 """By instruction, the method of the engine that executes it; methods of the same names are in the class."""
+
+
+def _has_experts(module: PipelineModule) -> bool:
+    """Returns whether this stage has a mixture of experts, of this package or of the Transformers library."""
+    if any("deepspeed.parallel.expert.feature" in marks_of(layer) for layer in module.children()):
+        return True
+    return any(stacked_weights(inner) for inner in module.modules())
 
 
 class PipelineEngine(EngineBase):
@@ -94,6 +103,8 @@ class PipelineEngine(EngineBase):
             device=parts.device,
             failures=self._failures,
             reduces_each=parts.placement.shard_params,
+            # Gathers must be the same on all ranks, but with experts it depends on a rank's tokens what can be split.
+            splits_backward=not (parts.placement.shard_params and _has_experts(module)),
             after_update=self._end_step,
         )
         transports = connect_stages(module.mesh, parts.device)

@@ -45,6 +45,7 @@ class PipelineCompute:
         failures: Reports failures to the other ranks.
         reduces_each: Reduce after every micro-batch (stage 3); otherwise gradients are summed on this rank and reduced
             by the backward that closes them.
+        splits_backward: The gradients of weights may be computed after those of inputs.
         after_update: Called at the end of each update.
 
     Attributes:
@@ -71,6 +72,7 @@ class PipelineCompute:
         device: torch.device,
         failures: StageFailures,
         reduces_each: bool,
+        splits_backward: bool,
         after_update: Callable[[], None],
     ) -> None:
         self.backwards_left: Counter[int] = Counter()
@@ -86,6 +88,7 @@ class PipelineCompute:
         self._job, self._mesh, self._rank, self._device = job, module.mesh, rank, device
         self._failures = failures
         self._reduces_each = reduces_each
+        self._splits_backward = splits_backward
         self._after_update = after_update
         self._parameters_of = {chunk: frozenset(module.parameters_of(chunk)) for chunk in module.chunks}
         self._last_chunk = len(module.stage_of_chunks) - 1
@@ -228,7 +231,8 @@ class PipelineCompute:
         if not outputs or not inputs:
             return outputs, gradients  # no stage waits: all of it is the weights' half
         # Experts have exchanges in their backward, which must come once and on all ranks alike, with or without tokens.
-        if self._module.activation_checkpoint_interval > 0 or backward_comm.is_uneven():
+        is_whole = self._module.activation_checkpoint_interval > 0 or backward_comm.is_uneven()
+        if is_whole or not self._splits_backward:
             self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
             return None
         if gradients is None:
