@@ -126,7 +126,7 @@ class PipelineGrid:
         return 2
 
     def get_slice_parallel_group(self):
-        return groups._alone()
+        return groups.group_of_one()
 
     def get_slice_parallel_rank(self):
         return 0
