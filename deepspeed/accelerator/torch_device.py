@@ -170,8 +170,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
     def is_bf16_supported(self) -> bool:
         """What the module says; True if it does not say."""
-        says = getattr(self._module, "is_bf16_supported", None)
-        return True if says is None else bool(says())
+        query = getattr(self._module, "is_bf16_supported", None)
+        return True if query is None else bool(query())
 
     def is_fp64_supported(self) -> bool:
         """What the device's properties say (some Intel GPUs have none); True if they do not say."""

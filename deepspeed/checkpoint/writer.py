@@ -67,9 +67,9 @@ class ChunkedStream:
         """
         last: Future[None] | None = None
         while data:
-            room = CHUNK_BYTES - self.size % CHUNK_BYTES
-            part, data = data[:room], data[room:]
-            last = self._pool.submit(self._checksum, part, len(part) == room)
+            space = CHUNK_BYTES - self.size % CHUNK_BYTES
+            part, data = data[:space], data[space:]
+            last = self._pool.submit(self._checksum, part, len(part) == space)
             self._pending.append((last, owner))
             disk.write_all(self._descriptor, part)
             self.size += len(part)

@@ -197,10 +197,10 @@ def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             _settle(device)
             start = time.perf_counter()
 
-            def finished(wait_begun: float) -> None:
+            def finished(wait_start: float) -> None:
                 _settle(device)
                 now = time.perf_counter()
-                log.add(name, size, now - start, self.size, what, waited=now - wait_begun)
+                log.add(name, size, now - start, self.size, what, waited=now - wait_start)
 
             return _TimedTransfer(method(self, flat, *args, **kwargs), finished)
 

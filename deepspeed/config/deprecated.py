@@ -229,7 +229,7 @@ def translate_old_keys(data: dict[str, Any], findings: ConfigMessages) -> None:
         for path in entry.new:
             _place(data, path, converted)
             findings.spelled[path] = entry.old
-        if converted not in entry.neutral and not _says_nothing(entry, converted):
+        if converted not in entry.neutral and not _is_default(entry, converted):
             is_same = entry.same_section or shown(value) == shown(converted)
             shown_value = "" if is_same else f"; {shown(value)} became {shown(converted)}"
             names = " and ".join(dotted(path) for path in entry.new)
@@ -262,7 +262,7 @@ def with_present_names(data: dict[str, Any], place: Path) -> dict[str, Any]:
     return section
 
 
-def _says_nothing(entry: OldKey, value: Any) -> bool:
+def _is_default(entry: OldKey, value: Any) -> bool:
     """Whether an old section is there but switched off."""
     return entry.same_section and isinstance(value, dict) and value in ({}, {"enabled": False})
 

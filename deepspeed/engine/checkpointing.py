@@ -164,7 +164,7 @@ class EngineCheckpoints:
         """
         self._runtime.leave_backward("load_checkpoint")
         self._saver.wait()
-        self._runtime.refuse_away("load_checkpoint")
+        self._runtime.refuse_offloaded("load_checkpoint")
         self._runtime.refuse_open_blocks("load_checkpoint")
         run_state = self._settled_run_state()
         self._runtime.take_unfrozen()  # so that their masters and states are there to be filled
@@ -242,7 +242,7 @@ class EngineCheckpoints:
                 ),
             )
         self._runtime.leave_backward("save_16bit_model")
-        self._runtime.refuse_away("save_16bit_model", "lp_params")
+        self._runtime.refuse_offloaded("save_16bit_model", "lp_params")
         run_state = self._settled_run_state()
         limit = None if max_shard_size is None else parse_size(max_shard_size)
         write_weights(
@@ -272,7 +272,7 @@ class EngineCheckpoints:
             saved buffers come last. Nothing on the other ranks.
         """
         self._runtime.leave_backward("export_weights")
-        self._runtime.refuse_away("export_weights", "lp_params")
+        self._runtime.refuse_offloaded("export_weights", "lp_params")
         run_state = self._settled_run_state()
         yield from iter_weights(run_state, self._saver.exchange, dtype=dtype, exclude_frozen=exclude_frozen_parameters)
 
@@ -296,7 +296,7 @@ class EngineCheckpoints:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
         self._runtime.leave_backward("_consolidated_16bit_state_dict")
-        self._runtime.refuse_away("_consolidated_16bit_state_dict", "lp_params")
+        self._runtime.refuse_offloaded("_consolidated_16bit_state_dict", "lp_params")
         run_state = self._settled_run_state()
         return full_state_dict(run_state, self._saver.exchange, exclude_frozen=exclude_frozen_parameters)
 
@@ -324,7 +324,7 @@ class EngineCheckpoints:
             CheckpointError: The state dict does not fit; nothing was changed.
         """
         self._runtime.leave_backward("load_module_state_dict")
-        self._runtime.refuse_away("load_module_state_dict")
+        self._runtime.refuse_offloaded("load_module_state_dict")
         self._runtime.refuse_open_blocks("load_module_state_dict")
         if "module" not in checkpoint:
             raise CheckpointError(

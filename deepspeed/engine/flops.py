@@ -19,9 +19,9 @@ class ProfiledStep:
     def __init__(self, settings: Settings, engine: Any) -> None:
         self._settings = settings
         self._engine = engine
-        speaks = engine.global_rank == 0
-        self.profiler = FlopsProfiler(engine.module, engine, settings.recompute_fwd_factor) if speaks else None
-        self._is_done = not speaks
+        is_rank_0 = engine.global_rank == 0
+        self.profiler = FlopsProfiler(engine.module, engine, settings.recompute_fwd_factor) if is_rank_0 else None
+        self._is_done = not is_rank_0
 
     def before_forward(self) -> None:
         """A forward begins."""

@@ -126,13 +126,13 @@ def build_parts(
         driver=driver,
         device=setup.device,
         groups=groups,
-        coordinates=_dealt_samples_over(everybody, setup.ranks),
+        coordinates=_over_all_data_ranks(everybody, setup.ranks),
         islands=islands,
         local_rank=local_rank_of(client.args),
     )
 
 
-def _dealt_samples_over(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
+def _over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
     """Returns where a rank stands on its island, to which samples are dealt out as to all other islands."""
     return replace(
         inside, data_group=everybody.data_group, data_size=everybody.data_size, data_rank=everybody.data_rank

@@ -36,7 +36,7 @@ def seconds(
     best = []
     count = 0
     for codec in (None, *codecs):
-        wire = coded(transport, codec)
+        candidate = coded(transport, codec)
         error = None
         if codec is not None and codec.feeds_back:
             owned = None if to_owner else torch.zeros(length, device=device)
@@ -48,7 +48,7 @@ def seconds(
             key = transfer_key(transport.owner, _BUCKET, 1, count)
             how = Reduction(1.0, key, "the measurement of the link", NUMEL, error=error)
             started = time.perf_counter()
-            (wire.reduce_scatter if to_owner else wire.all_reduce)(flat.clone(), out, how).wait()
+            (candidate.reduce_scatter if to_owner else candidate.all_reduce)(flat.clone(), out, how).wait()
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             took.append(time.perf_counter() - started)

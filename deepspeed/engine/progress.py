@@ -33,7 +33,7 @@ class ProgressLog:
     Args:
         root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
         monitor: Takes the events.
-        speaks: Whether this is rank 0.
+        is_rank_0: Whether this is rank 0.
         trackers: Of features, on every rank.
 
     Attributes:
@@ -45,21 +45,21 @@ class ProgressLog:
         self,
         root: Root,
         monitor: MonitorMaster,
-        speaks: bool,
+        is_rank_0: bool,
         trackers: Sequence[StepTracker] = (),
     ) -> None:
         every = root.steps_per_print
-        self._every = 0 if every is None or math.isinf(every) or not speaks else int(every)
+        self._every = 0 if every is None or math.isinf(every) or not is_rank_0 else int(every)
         self._monitor = monitor
         self._trackers = trackers
-        self._breakdown = speaks and (root.wall_clock_breakdown or root.flops_profiler.enabled)
-        self._memory = speaks and root.memory_breakdown
-        self._collectives = speaks and root.comms_logger.enabled
+        self._breakdown = is_rank_0 and (root.wall_clock_breakdown or root.flops_profiler.enabled)
+        self._memory = is_rank_0 and root.memory_breakdown
+        self._collectives = is_rank_0 and root.comms_logger.enabled
         self._throughput = root.timers.throughput
         tracks_loss = any(tracker.wants_loss for tracker in trackers)
-        self._wants_loss = speaks and (monitor.writes or self._every > 0 or tracks_loss)
+        self._wants_loss = is_rank_0 and (monitor.writes or self._every > 0 or tracks_loss)
         self.wants_events = monitor.writes or any(tracker.wants_events for tracker in trackers)
-        self.is_silent = not trackers and not (speaks and (monitor.writes or self._every or self._breakdown))
+        self.is_silent = not trackers and not (is_rank_0 and (monitor.writes or self._every or self._breakdown))
         self._watches = SynchronizedWallClockTimer()
         self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
         self._stop_clock: Callable[[], Any] | None = None

@@ -112,7 +112,7 @@ class TrainStep:
             DeepSpeedConfigError: The model was given floating tensors of another dtype than it computes in.
         """
         runtime = self._runtime
-        runtime.refuse_away("engine.forward", "lp_params")
+        runtime.refuse_offloaded("engine.forward", "lp_params")
         if differentiates_a_function():
             return self._forward_in_transform(fn, inputs, named)
         if not runtime.backward_is_running:  # as it is where this forward is recomputed
@@ -266,7 +266,7 @@ class TrainStep:
                 "engine.backward: this engine has no optimizer, so nothing is trained; give initialize an optimizer or "
                 "an `optimizer` section with trainable model_parameters"
             )
-        self._runtime.refuse_away("engine.backward", "lp_params", "lp_grads")
+        self._runtime.refuse_offloaded("engine.backward", "lp_params", "lp_grads")
 
     def _begin_backward(self, micro_batch: MicroBatch | None) -> None:
         if self._in_forward:
@@ -416,7 +416,7 @@ class TrainStep:
         self._scaling.refuse_unscaled()
         self._missing_step.step()
         self._runtime.refuse_open_blocks("the update")
-        self._runtime.refuse_away("engine.step")
+        self._runtime.refuse_offloaded("engine.step")
         if self._in_forward:
             self._runtime.hooks.pause()
         self._runtime.free_gathered()

@@ -152,7 +152,7 @@ class _Places:
             if old.is_meta:
                 self._replace(old, self._slices.start(name, old))
             parameter: nn.Parameter = getattr(holder, leaf)
-            self._slices.take(parameter, stored.stretch(), prod(stored.tile.shape), stored.read_run)
+            self._slices.take(parameter, stored.offset_in_named(), prod(stored.tile.shape), stored.read_run)
             return
         if stored.is_whole and tile.part is None:
             values = stored.read(())

@@ -52,7 +52,7 @@ class Stored:
         """Returns whether it is all of the named tensor."""
         return not self.is_part
 
-    def stretch(self) -> int:
+    def offset_in_named(self) -> int:
         """Returns the element of the flattened named tensor at which this one begins, as one stretch of it.
 
         Raises:

@@ -184,7 +184,7 @@ class LauncherLink:
                     elif key.data in self._unnamed:
                         self._greet(key.data, selector, sent)
                     elif isinstance(key.data, JsonConnection) and self._connections.get(key.data.index) is key.data:
-                        self._hear(key.data, selector)
+                        self._read_event(key.data, selector)
                 now = time.monotonic()
                 for connection in [each for each, deadline in self._unnamed.items() if deadline < now]:
                     self._drop(connection, selector)
@@ -288,7 +288,7 @@ class LauncherLink:
             )
         return None
 
-    def _hear(self, connection: JsonConnection, selector: selectors.BaseSelector) -> bool:
+    def _read_event(self, connection: JsonConnection, selector: selectors.BaseSelector) -> bool:
         """Passes on what a launcher says; False at its end."""
         messages, is_open = connection.receive()
         self._pass_on(connection, messages)
@@ -329,7 +329,7 @@ class LauncherLink:
         while is_open and not (self._is_closing.is_set() and self._outgoing.empty()):
             for key, _ in selector.select(_RETRY_SECONDS):
                 if key.data is connection:
-                    is_open = self._hear(connection, selector)
+                    is_open = self._read_event(connection, selector)
             _drain(self._wake_reader)
             while is_open and not self._outgoing.empty():
                 connection.send(self._outgoing.get_nowait())

@@ -349,7 +349,7 @@ class LocalRun:
             self._report(Failure(words, 128 + self._signal))
         for event in self._link.events():
             if event["event"] == "notice":
-                self._say(event["text"])
+                self._print_line(event["text"])
             elif event["event"] == "failed":
                 self._elsewhere.append(Failure.from_message(event))
             elif event["event"] == "lost":
@@ -380,7 +380,7 @@ class LocalRun:
             self._output.flush()
             self._consider_failures(time.monotonic())
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         self._screen.line(None, 2, f"deepspeed: {text}".encode())
 
     # --- end --------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ class LocalRun:
             wrong = write_failure(self._failure_file, summary)
             summary += [wrong] if wrong is not None else []
         for line in summary:
-            self._say(line)
+            self._print_line(line)
         self._output.finish(_BLOCKED_OUTPUT_SECONDS)
         if self._link is not None:
             # Unheard, a machine that comes late would wait for this one until torch's time-out.

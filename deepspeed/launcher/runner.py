@@ -164,8 +164,8 @@ def _take_place_in_cluster(args: argparse.Namespace) -> None:
 
     A host file, or an option that says which machines take part, counts more than the cluster's variables.
     """
-    says_where = args.no_ssh or args.force_multi or args.include or args.exclude or args.num_nodes != -1
-    if says_where or args.launcher != "pdsh" or os.path.isfile(args.hostfile):
+    chooses_hosts = args.no_ssh or args.force_multi or args.include or args.exclude or args.num_nodes != -1
+    if chooses_hosts or args.launcher != "pdsh" or os.path.isfile(args.hostfile):
         return
     node = find_cluster_node(os.environ)
     if node is None:

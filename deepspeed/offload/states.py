@@ -58,8 +58,8 @@ class StateTransfer:
             copy = host_tensor(tensor.numel(), tensor.dtype, pin=pin).view(tensor.shape)
             return copy.copy_(tensor, non_blocking=non_blocking)
 
-        self._move([kind for kind in wanted if kind not in self._runtime.away], to_host, Home.HOST)
-        self._runtime.away.update(wanted)
+        self._move([kind for kind in wanted if kind not in self._runtime.offloaded], to_host, Home.HOST)
+        self._runtime.offloaded.update(wanted)
 
     def reload(self, *, non_blocking: bool) -> None:
         """Brings everything back that :meth:`offload` moved.
@@ -76,8 +76,8 @@ class StateTransfer:
             with torch.inference_mode(False):
                 return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=non_blocking)
 
-        self._move(list(self._runtime.away), to_device, Home.DEVICE)
-        self._runtime.away.clear()
+        self._move(list(self._runtime.offloaded), to_device, Home.DEVICE)
+        self._runtime.offloaded.clear()
 
     @torch.no_grad()
     def _move(self, kinds: list[str], copy: Any, home: Home) -> None:

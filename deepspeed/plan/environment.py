@@ -54,7 +54,7 @@ class SimulatedPart:
 
 
 @contextmanager
-def scene(part: SimulatedPart) -> Iterator[tuple[Rehearsal, SimulatedDisk, SimulatedJob]]:
+def simulated_environment(part: SimulatedPart) -> Iterator[tuple[Rehearsal, SimulatedDisk, SimulatedJob]]:
     """Everything that the engine must not notice; undone at the end. Gives what counts: operations, disk, ranks."""
     count = Rehearsal(part.kind)
     disk = SimulatedDisk(count.note)

@@ -26,7 +26,7 @@ from deepspeed.plan.actions import Act, actions_of_step, loss_of
 from deepspeed.plan.codes import gradient_codec, gradient_sums
 from deepspeed.plan.current_module import CurrentModule
 from deepspeed.plan.devices import in_words
-from deepspeed.plan.environment import SimulatedPart, scene
+from deepspeed.plan.environment import SimulatedPart, simulated_environment
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.simulated_hardware import SimulatedDisk
@@ -50,7 +50,7 @@ def rehearse(
         part: How.
         other_setting: Given the engine, changes whether the model checkpoints its activations, for more at the end.
     """
-    with scene(part) as (count, disk, world):
+    with simulated_environment(part) as (count, disk, world):
         found = _SimulatedRun(workload, part, count, disk).result(other_setting)
         found.members = {**{t.axis: t.ranks for t in reversed(world.transports)}, **found.members}
         return found
@@ -58,7 +58,7 @@ def rehearse(
 
 def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
     """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
-    with scene(part) as (count, disk, _):
+    with simulated_environment(part) as (count, disk, _):
         return _SimulatedRun(workload, part, count, disk).heaviest_rank()
 
 

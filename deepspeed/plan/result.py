@@ -257,10 +257,10 @@ class Plan:
             for stage in part.layers:
                 chunks = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
                 for place, chunk in enumerate(chunks):
-                    times[chunk] = _times(part.rehearsed.chunk_flops[place], flops / self._stretch(part), transfer)
+                    times[chunk] = _times(part.rehearsed.chunk_flops[place], flops / self._slowdown(part), transfer)
         return times
 
-    def _stretch(self, part: PlannedPart) -> float:
+    def _slowdown(self, part: PlannedPart) -> float:
         """Returns how many times longer computations take with the exchanges that they wait for."""
         flow, machine = part.rehearsed.flow, self.machine
         computing = flow.flops / machine.device.flops

@@ -34,7 +34,7 @@ class _OpenStep:
     """Marks of a step whose times have not been read yet.
 
     Attributes:
-        begun: Mark at its beginning.
+        started: Mark at its beginning.
         ended: Mark at its end.
         intervals: ``(phase, begin, end)``, not in :attr:`phases` yet.
         waits: ``(phase, axis, begin, end)``, not in :attr:`waited` yet.
@@ -43,7 +43,7 @@ class _OpenStep:
         values: What else is written about it; the loss may be a tensor (0-dim) on the device.
     """
 
-    begun: Any
+    started: Any
     ended: Any = None
     intervals: list[tuple[str, Any, Any]] = field(default_factory=list)
     waits: list[tuple[str, str, Any, Any]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class _StepWriter:
 
     def _write(self, step: _OpenStep) -> None:
         step.settle(self._clock)
-        phases, waits, whole = step.phases, step.waited, self._clock.seconds(step.begun, step.ended)
+        phases, waits, whole = step.phases, step.waited, self._clock.seconds(step.started, step.ended)
         phases[OUTSIDE] = max(whole - sum(phases.values()), 0.0)
         loss = step.values.pop("loss")
         if loss is not None and math.isfinite(value := float(loss)):
@@ -139,9 +139,9 @@ class StepRecorder(StepTracker):
     def end(self, phase: str) -> None:
         if not self._phases or self._phases[-1][0] != phase:
             return
-        _, begun = self._phases.pop()
+        _, started = self._phases.pop()
         if not self._phases:  # inside another phase it counts as a part of that one
-            self._step.intervals.append((phase, begun, self._clock.mark()))
+            self._step.intervals.append((phase, started, self._clock.mark()))
             if len(self._step.intervals) > _MANY:
                 self._step.settle(self._clock)
 

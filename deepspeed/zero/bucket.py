@@ -199,9 +199,9 @@ class Bucket(Holder):
         key = self._next_key()
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
-            carrier = self.transport if exactly else self._compute_transport
-            self._work = carrier.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
-        self.is_decoded = not carrier.is_exact
+            transport = self.transport if exactly else self._compute_transport
+            self._work = transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
+        self.is_decoded = not transport.is_exact
         self._change_state(State.GATHERING)
 
     def finish_gather(self) -> None:

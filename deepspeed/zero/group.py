@@ -108,7 +108,7 @@ class BucketGroup:
     def feeds_back(self) -> bool:
         """Returns whether a rank keeps what reductions lose of its gradients."""
         both = (self.gradient_transport, self.combine_transport)
-        return any(isinstance(carrier, CodedTransport) and carrier.codec.feeds_back for carrier in both)
+        return any(isinstance(transport, CodedTransport) and transport.codec.feeds_back for transport in both)
 
     @property
     def size(self) -> int:

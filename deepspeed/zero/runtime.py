@@ -135,7 +135,7 @@ class ZeroRuntime:
         handles: Hooks on the model that go with this runtime.
         optimizer: The ZeRO optimizer; set by the engine once it exists.
         places: The parameters as the model had them.
-        away: Kinds of states that ``offload_states`` has moved to the host.
+        offloaded: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
         is_retired: Whether another engine has taken the model over.
     """
@@ -171,7 +171,7 @@ class ZeroRuntime:
         self.places = Places(model)
         self.handles: list[RemovableHandle] = []
         self.optimizer: Any = None
-        self.away: set[str] = set()
+        self.offloaded: set[str] = set()
         self.open_blocks = 0
         self.is_retired = False
         self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
@@ -304,7 +304,7 @@ class ZeroRuntime:
         was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
         if was_open:
             is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
-            if together and self._peers_rely_on_open_work:
+            if together and self._peers_need_open_work:
                 is_mixed = agree_to_go_on(self.groups.peers, self._describe_open_work(), is_mixed)
             self.schedule.drop()
             self._confirm(False)
@@ -342,7 +342,7 @@ class ZeroRuntime:
             raise CallOrderError(f"{call}: a backward is still running; call it after that has returned")
 
     @property
-    def _peers_rely_on_open_work(self) -> bool:
+    def _peers_need_open_work(self) -> bool:
         """Returns whether what an exception left open has transfers that other ranks take part in."""
         gathers = any(bucket.is_sharded and bucket.group.size > 1 for bucket in self.buckets)
         reduces = self.reducer is not None and self.reducer.is_reducing
@@ -370,16 +370,16 @@ class ZeroRuntime:
         position = self.states.position_of(bucket)
         return None if position is None or self.reducer is None else self.reducer.buckets[position]
 
-    def refuse_away(self, call: str, *kinds: str) -> None:
+    def refuse_offloaded(self, call: str, *kinds: str) -> None:
         """Raises while states that ``call`` works on are on the host.
 
         Args:
             call: For the message.
             *kinds: The kinds that it needs; none: all.
         """
-        if not self.away:  # as nearly always
+        if not self.offloaded:  # as nearly always
             return
-        missing = sorted(self.away.intersection(kinds) if kinds else self.away)
+        missing = sorted(self.offloaded.intersection(kinds) if kinds else self.offloaded)
         if missing:
             raise CallOrderError(
                 f"{call}: offload_states has moved {', '.join(missing)} to the host; call engine.reload_states() first"

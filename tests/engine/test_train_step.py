@@ -49,7 +49,7 @@ class FakeRuntime:
         if self.in_backward:
             raise CallOrderError(f"{call}: a backward is still running")
 
-    def __getattr__(self, name: str) -> Any:  # refuse_away, drop_open_work, free_gathered and the like
+    def __getattr__(self, name: str) -> Any:  # refuse_offloaded, drop_open_work, free_gathered and the like
         return lambda *_arguments, **_named: None
 
 

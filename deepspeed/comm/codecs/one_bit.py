@@ -79,7 +79,7 @@ class OneBitExchange:
         _clamp(values.add_(error.sent), limit)
         scale = _scale(values[:numel], numel)
         _write(sent, scale, values.view(transport.size, -1))
-        for place in _stretches(1, values):
+        for place in _ranges(1, values):
             piece = values[place]
             torch.sub(piece, torch.where(piece >= 0, scale, -scale), out=error.sent[place])
         error.sent[numel:] = 0.0
@@ -102,7 +102,7 @@ class OneBitExchange:
         transport, owned = self._transport, self._error.owned
         assert owned is not None
         mine = transport.my_slice(self._values).zero_()
-        for place in _stretches(transport.size, mine):
+        for place in _ranges(transport.size, mine):
             for summand in _decoded(self._received, place):
                 mine[place].add_(summand)
         first = transport.rank * mine.numel()
@@ -115,7 +115,7 @@ class OneBitExchange:
         owned[real:] = 0.0
         transport.share(shared.view(-1), key=self._key, label=self._label).wait()
         result = self._values.view(transport.size, -1)
-        for place in _stretches(transport.size, mine):
+        for place in _ranges(transport.size, mine):
             result[:, place] = _decoded(shared, place).add_(0.0)  # without -0
         self._values[self._numel :] = 0.0
 
@@ -125,7 +125,7 @@ def _clamp(values: torch.Tensor, limit: float) -> None:
         values.clamp_(-limit, limit)
 
 
-def _stretches(rows: int, values: torch.Tensor) -> Iterator[slice]:
+def _ranges(rows: int, values: torch.Tensor) -> Iterator[slice]:
     """Yields stretches of ``values`` (1-D), of which so many rows at once fit the cache of a CPU or into a batch."""
     length = CHUNK if values.device.type == "cpu" else max(DEVICE_ELEMENTS // rows // CHUNK, 1) * CHUNK
     for start in range(0, values.numel(), length):
@@ -148,7 +148,7 @@ def _write(rows: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> Non
         values: ``[slices, elements]``.
     """
     rows[:, :_HEAD].view(torch.float32)[:, 0] = scale
-    for place in _stretches(values.shape[0], values[0]):
+    for place in _ranges(values.shape[0], values[0]):
         rows[:, _signs_of(place)] = pack_signs(values[:, place])
 
 

@@ -48,7 +48,7 @@ class MessageQueue:
         self._seconds = seconds
         self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # came before anybody asked
         self._asked: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by box, see ask
-        self._carriers: dict[int, _SenderThread] = {}  # by rank
+        self._senders: dict[int, _SenderThread] = {}  # by rank
         self._is_closed = False
         self._head = bytearray(_TAG.size)
         self._spill = bytearray(LONGEST)
@@ -65,15 +65,15 @@ class MessageQueue:
             tag: Where it will lie there.
             message: Contiguous memory, which may be written to afterwards.
         """
-        if peer in self._carriers:
-            if self._carriers[peer].add(_TAG.pack(tag) + bytes(message)):
+        if peer in self._senders:
+            if self._senders[peer].add(_TAG.pack(tag) + bytes(message)):
                 return
-            del self._carriers[peer]
+            del self._senders[peer]
         connection = self._connections[peer]
         try:
             connection.sendmsg((_TAG.pack(tag), message), (), _QUIETLY_AT_ONCE)
         except BlockingIOError:
-            self._carriers[peer] = _SenderThread(connection, _TAG.pack(tag) + bytes(message))
+            self._senders[peer] = _SenderThread(connection, _TAG.pack(tag) + bytes(message))
         except ConnectionError:
             return
 
@@ -97,7 +97,7 @@ class MessageQueue:
             buffer[:] = message
             return
         while True:
-            if self._is_of(tag, peer, self._hear(peer, buffer), buffer):
+            if self._is_of(tag, peer, self._receive_next(peer, buffer), buffer):
                 return
 
     def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
@@ -166,9 +166,9 @@ class MessageQueue:
     @property
     def has_unsent(self) -> bool:
         """Whether something waits for room."""
-        if self._carriers:
-            self._carriers = {peer: carrier for peer, carrier in self._carriers.items() if carrier.is_alive()}
-        return bool(self._carriers)
+        if self._senders:
+            self._senders = {peer: sender for peer, sender in self._senders.items() if sender.is_alive()}
+        return bool(self._senders)
 
     @property
     def is_over(self) -> bool:
@@ -180,15 +180,15 @@ class MessageQueue:
         heard = set(self._connections)
         left, since = -1, time.monotonic()
         while self.has_unsent:
-            before, left = left, sum(carrier.left for carrier in self._carriers.values())
+            before, left = left, sum(sender.left for sender in self._senders.values())
             if left != before:
                 since = time.monotonic()
             elif time.monotonic() - since > self._seconds:
-                raise self._failed(f"ranks {sorted(self._carriers)} of the group read nothing within its time limit")
+                raise self._failed(f"ranks {sorted(self._senders)} of the group read nothing within its time limit")
             heard -= {peer for peer in heard if not self._keep_all(peer)}
-            next(iter(self._carriers.values())).join(_LOOK)
+            next(iter(self._senders.values())).join(_LOOK)
 
-    def _hear(self, peer: int, buffer: memoryview) -> int:
+    def _receive_next(self, peer: int, buffer: memoryview) -> int:
         """Waits for a rank's next message, of any box, into ``buffer`` and then the spill; its length."""
         try:
             try:
@@ -244,11 +244,11 @@ class MessageQueue:
     def leave(self) -> None:
         """The job is over."""
         self.close()
-        for carrier in self._carriers.values():
-            carrier.join()  # the end of its connection is its own
+        for sender in self._senders.values():
+            sender.join()  # the end of its connection is its own
         for connection in self._connections.values():
             connection.close()
-        for held in (self._connections, self._carriers, self._kept, self._asked):
+        for held in (self._connections, self._senders, self._kept, self._asked):
             held.clear()
 
 

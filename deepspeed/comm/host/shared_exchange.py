@@ -43,10 +43,10 @@ class SameHostTransport(GlooTransport):
         self._host, self._has_met, self._offered = None, False, None
 
     @override
-    def room(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
+    def staging_buffer(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
         host = self._met(label)
         if host is None or numel * like.element_size() > MOST:
-            return super().room(numel, like, label=label)
+            return super().staging_buffer(numel, like, label=label)
         self._offered = host.place(numel, like.dtype, label)
         return self._offered
 

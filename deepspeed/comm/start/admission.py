@@ -408,7 +408,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
             now = time.monotonic()
             if rendezvous is None or now > look_at:
                 look_at = now + _HOST_PERIOD
-                there = _meeting_at(store)
+                there = _rendezvous_point_at(store)
                 if there is not None and there != rendezvous:  # the first, or that of a rank 0 that was started again
                     rendezvous, number = there, _arrive(store, there, joining)
                 reason = None if rendezvous is None else _is_over_without(store, rendezvous, joining, where)
@@ -445,7 +445,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
     return str(answer["prefix"])
 
 
-def _meeting_at(store: Any) -> RendezvousPoint | None:
+def _rendezvous_point_at(store: Any) -> RendezvousPoint | None:
     return RendezvousPoint.from_json(store.get(_HOST)) if store.check([_HOST]) else None
 
 

@@ -111,7 +111,7 @@ def find_place(
     address: str | None = None
     port: int | None = None
     if init_method is None or init_method.startswith("env:"):
-        address, port = _meeting_point(environ, found, default_port, mpi_address)
+        address, port = _rendezvous_point(environ, found, default_port, mpi_address)
     is_alone_on_node = found.node is not None
     local_rank = 0 if is_alone_on_node else _local_rank(environ, rank, world_size, address, device_count)
     has_agent = way.startswith("torchrun") and environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -218,7 +218,7 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_JOB_NAME") not in ("bash", "sh", "zsh", "interactive")
 
 
-def _meeting_point(
+def _rendezvous_point(
     environ: Mapping[str, str], found: _FoundRank, default_port: int, mpi_address: Callable[[], str | None]
 ) -> tuple[str, int]:
     rank, world_size, way, slurm = found.rank, found.world_size, found.way, found.is_slurm

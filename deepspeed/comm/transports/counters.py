@@ -128,9 +128,9 @@ class WaitClock:
     def run(self, blocking: Callable[[], Any], axis: str, label: str) -> None:
         """Runs a wait for the ranks along ``axis`` and times it; ``label``: what for, in words."""
         marks = [(tracker, tracker.wait_begins(axis, label)) for tracker in self._trackers]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         blocking()
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - start
         for tracker, mark in marks:
             tracker.wait_ends(axis, mark)
 

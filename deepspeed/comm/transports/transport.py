@@ -397,7 +397,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def room(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
+    def staging_buffer(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
         """Where what leaves in the very next :meth:`exchange` may be written: saves a copy where ranks share memory.
 
         Args:

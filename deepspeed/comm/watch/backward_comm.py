@@ -30,11 +30,11 @@ def note(layer: Any, *, uneven: bool = False) -> BackwardComm:
     Returns:
         What the graph of that backward must keep until then.
     """
-    state, talk = Job.current().backward, BackwardComm()
-    state.to_come.add(talk)
+    state, expected = Job.current().backward, BackwardComm()
+    state.to_come.add(expected)
     state.communicating.add(layer)
     state.is_uneven = state.is_uneven or uneven
-    return talk
+    return expected
 
 
 def note_anywhere() -> None:
@@ -51,20 +51,22 @@ class BackwardCommTracker:
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        self._heard: tuple[BackwardNotes | None, int] = None, 0
-        self._has_talkers = False
+        self._seen: tuple[BackwardNotes | None, int] = None, 0
+        self._has_communicating = False
 
     def may_communicate(self) -> bool:
         """Whether they may; the answer may differ between ranks."""
         state = Job.current().backward
         if state.is_anywhere or len(state.to_come):
             return True
-        heard = state, len(state.communicating)
-        if heard != self._heard:
+        seen = state, len(state.communicating)
+        if seen != self._seen:
             model = self._model()
-            self._has_talkers = model is not None and any(module in state.communicating for module in model.modules())
-            self._heard = heard
-        return self._has_talkers
+            self._has_communicating = model is not None and any(
+                module in state.communicating for module in model.modules()
+            )
+            self._seen = seen
+        return self._has_communicating
 
 
 def is_uneven() -> bool:

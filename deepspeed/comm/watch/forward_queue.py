@@ -25,13 +25,13 @@ class ForwardQueue:
     """The promises of one rank in a job, of all engines together, oldest first."""
 
     def __init__(self) -> None:
-        self._owed: deque[ForwardRequest] = deque()
+        self._pending: deque[ForwardRequest] = deque()
         self._training = TrainingThread()
 
     def add(self, request: ForwardRequest) -> None:
         """Adds a promise of the training thread, which calls it."""
         self._training.is_elsewhere()  # so that it is known which one that is
-        self._owed.append(request)
+        self._pending.append(request)
 
     def catch_up(self, last: ForwardRequest | None = None) -> None:
         """Keeps the promises in order, up to ``last``; None: all. Does nothing in other threads than the training one.
@@ -39,14 +39,14 @@ class ForwardQueue:
         Args:
             last: If it is not in the queue (any more), nothing is done.
         """
-        if not self._owed or self._training.is_elsewhere() or (last is not None and last not in self._owed):
+        if not self._pending or self._training.is_elsewhere() or (last is not None and last not in self._pending):
             return
-        while self._owed:
-            request = self._owed.popleft()
+        while self._pending:
+            request = self._pending.popleft()
             request.hand_on()
             if request is last:
                 return
 
     def clear(self) -> None:
         """Drops all promises: the job is over."""
-        self._owed.clear()
+        self._pending.clear()

@@ -19,7 +19,7 @@ from deepspeed.comm.watch.wait_records import WaitRecord
 from deepspeed.errors import DeepSpeedError
 
 
-class Waypoints:
+class TracePoints:
     """The places of one model, which all ranks of a group pass in the same order.
 
     Args:
@@ -30,7 +30,7 @@ class Waypoints:
         self._group = group
         Job.current().watched.of(group)  # so that the watch can end the group's waits
 
-    def __deepcopy__(self, memo: Any) -> Waypoints:
+    def __deepcopy__(self, memo: Any) -> TracePoints:
         return self  # a copied model talks to the same ranks
 
     def reach(self, name: str) -> None:
@@ -41,7 +41,9 @@ class Waypoints:
         if watched is None or not watched.waits_on_host:
             return
         channel, index = watched.issue("waypoint", _key(name))
-        watched.watch.stand(WaitRecord(channel, index, watched.ranks, f"the others at {name}", time.monotonic()))
+        watched.watch.note_position(
+            WaitRecord(channel, index, watched.ranks, f"the others at {name}", time.monotonic())
+        )
 
 
 def reason_of(error: RuntimeError) -> Exception | None:

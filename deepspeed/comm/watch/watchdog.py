@@ -12,9 +12,9 @@ another one there, the ranks have parted already, though each has issued somethi
 keys, which are posted too. Being late is never an error.
 
 A program may also call torch's own collectives, which nobody counts. So a circle must be seen twice, and every rank in
-it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them tell where
-they are (:meth:`Watch.stand`): a rank that has got there may need the others there, whatever it does until it says
-something else, and as all ranks pass the same places in the same order, such words serve as those of a wait do.
+it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them report
+where they are (:meth:`Watch.note_position`). A rank that has reached a position may need the others there until it
+reports the next one. All ranks pass the same positions in the same order, so a position serves like a wait.
 
 Where transfers run on a stream of the device (NCCL), a wait does not block the host: the stream waits, and the host
 goes on until it needs a result, perhaps in a call of the program that nobody supervises (``loss.item()``). So an event
@@ -135,7 +135,7 @@ class Watch:
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: WaitRecord | None = None
         self._on_device: deque[tuple[WaitRecord, DeviceEvent]] = deque()  # waits of streams, in their order
-        self._stood: WaitRecord | None = None  # the latest that this rank said of a place
+        self._position: WaitRecord | None = None  # the latest that this rank said of a place
         self._decision: str | None = None
         self._exit_notice: str | None = None  # of a rank that this one waited for
         self._failure: str | None = None  # of any rank
@@ -274,14 +274,14 @@ class Watch:
             return self._on_device[0][0] if self._on_device else None
         return None
 
-    def stand(self, awaited: WaitRecord) -> None:
+    def note_position(self, awaited: WaitRecord) -> None:
         """Says where this rank may wait from now on, in code that supervises no wait."""
         self._begin_watching()
-        self._awaited = self._stood = awaited
+        self._awaited = self._position = awaited
 
     def known_reason(self) -> Exception | None:
         """Why a wait where this rank stood latest failed, if any rank knows. Does not wait for that."""
-        return None if self._stood is None else self._reason(self._stood, 0.0)[0]
+        return None if self._position is None else self._reason(self._position, 0.0)[0]
 
     def _begin_watching(self) -> None:
         if self._thread is None:

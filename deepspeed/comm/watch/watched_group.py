@@ -43,10 +43,10 @@ class ShortMessages(Connection, Protocol):
     def post(self, peer: int, tag: int, message: Any) -> None:
         """Sends a message (a buffer of bytes) to a peer of the group; does not wait for it."""
 
-    def take(self, peer: int, tag: int, room: memoryview) -> None:
-        """Blocks until a message of a peer has been written to ``room``, which is as long."""
+    def take(self, peer: int, tag: int, buffer: memoryview) -> None:
+        """Blocks until a message of a peer has been written to ``buffer``, which is as long."""
 
-    def take_if_there(self, peer: int, tag: int, room: memoryview) -> bool:
+    def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
         """Does the same where the message has arrived already; returns whether it has."""
 
     def flush(self) -> None:

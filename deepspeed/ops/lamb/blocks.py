@@ -51,10 +51,10 @@ class BlockMap:
 
     def sums(self, block_values: Tensor) -> Tensor:
         """Sums ``block_values`` (``[rows, blocks]``, fp64) per tensor, in a fixed order: ``[rows, num_tensors]``."""
-        stretches = torch.segment_reduce(block_values.T.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True)
+        sums = torch.segment_reduce(block_values.T.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True)
         totals = block_values.new_zeros(self._num_tensors + 1, block_values.shape[0])
         # Each tensor has at most one stretch in a run, so this adds one value to a zero; only padding adds several.
-        return totals.index_add_(0, self._owners, stretches)[: self._num_tensors].T.contiguous()
+        return totals.index_add_(0, self._owners, sums)[: self._num_tensors].T.contiguous()
 
     def most(self, block_values: Tensor) -> Tensor:
         """Returns the largest of ``block_values`` (``[blocks]``, fp64, not negative) per tensor: ``[num_tensors]``.

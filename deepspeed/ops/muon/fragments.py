@@ -22,7 +22,7 @@ ROUND_NUMEL_PER_RANK = 1 << 26
 
 
 @dataclass(frozen=True)
-class _PieceSpan:
+class _PieceInterval:
     """Where a piece lies on this rank."""
 
     run: Tensor
@@ -78,7 +78,7 @@ class FragmentExchange:
         self._group, self._axis = table.group, table.axis
         self._device = exchange_device(runs, table.group)
         self._locations = {
-            segment.index: _PieceSpan(run, segment) for run in runs for segment in table.of(run) if segment.numel
+            segment.index: _PieceInterval(run, segment) for run in runs for segment in table.of(run) if segment.numel
         }
         matrices = [tensor for tensor in table.shared if tensor.param_group in groups]
         planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))

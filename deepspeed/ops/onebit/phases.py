@@ -110,12 +110,12 @@ class PhaseCheck:
     """
 
     def __init__(self, optimizer: object, name: str, freeze_step: int, line: str | None = None) -> None:
-        self._progress: dict[str, Any] = {"updates": 0, "speaks": False}
+        self._progress: dict[str, Any] = {"updates": 0, "logs": False}
         self._end = weakref.finalize(optimizer, _remind, self._progress, name, freeze_step, line or _UNCOMPRESSED)
 
-    def note(self, updates: int, *, speaks: bool) -> None:
-        """Notes how many updates there were; ``speaks``: this rank says it."""
-        self._progress["updates"], self._progress["speaks"] = updates, speaks
+    def note(self, updates: int, *, logs: bool) -> None:
+        """Notes how many updates there were; ``logs``: this rank writes the reminder into its log."""
+        self._progress["updates"], self._progress["logs"] = updates, logs
 
     def __call__(self) -> None:
         """The run is over."""
@@ -123,7 +123,7 @@ class PhaseCheck:
 
 
 def _remind(progress: dict[str, Any], name: str, freeze_step: int, line: str) -> None:
-    if progress["speaks"] and 0 < progress["updates"] <= freeze_step:
+    if progress["logs"] and 0 < progress["updates"] <= freeze_step:
         logger.info("%s: %s", name, line % (progress["updates"], freeze_step))
 
 

@@ -354,18 +354,18 @@ def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor
     Returns:
         The rows of this rank's experts, sorted by expert, then by the rank they came from.
     """
-    width, num_own, wire = x.shape[1], plan.num_own, plan.transport
+    width, num_own, transport = x.shape[1], plan.num_own, plan.transport
     rows = x.new_empty(sum(plan.load), width)
-    if wire.size == 1:
+    if transport.size == 1:
         fill(slice(num_own), rows)
         return rows
     label = "tokens on their way to experts"
-    leaving = wire.room(sum(plan.sent) * width, x, label=label).view(-1, width)
+    leaving = transport.staging_buffer(sum(plan.sent) * width, x, label=label).view(-1, width)
     fill(slice(num_own, None), leaving)
     places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
-    by_rank = [places[rank :: wire.size] for rank in range(wire.size)]
-    own, by_rank[wire.rank] = by_rank[wire.rank], ()  # which stay out of the exchange
-    work = wire.exchange([[part] for part in leaving.split(plan.sent)], by_rank, x, label=label)
+    by_rank = [places[rank :: transport.size] for rank in range(transport.size)]
+    own, by_rank[transport.rank] = by_rank[transport.rank], ()  # which stay out of the exchange
+    work = transport.exchange([[part] for part in leaving.split(plan.sent)], by_rank, x, label=label)
     staying = own[0] if len(own) == 1 else x.new_empty(num_own, width)
     fill(slice(num_own), staying)  # while the others travel
     if len(own) > 1:

@@ -68,10 +68,10 @@ class FPDT_InputConstruct(nn.Module):  # noqa: N801 - the name programs know
 
     def generate(self) -> tuple[torch.Tensor | None, ...]:
         """``(tokens, labels, loss_mask, attention_mask, position_ids)``, the first two and the last this rank's."""
-        tokens, labels, positions = (self._dealt(x) for x in (self.tokens, self.labels, self.position_ids))
+        tokens, labels, positions = (self._own_tokens(x) for x in (self.tokens, self.labels, self.position_ids))
         return tokens, labels, self.loss_mask, self.attention_mask, positions
 
-    def _dealt(self, whole: torch.Tensor | None) -> torch.Tensor | None:
+    def _own_tokens(self, whole: torch.Tensor | None) -> torch.Tensor | None:
         if whole is None:
             return None
         return whole.unflatten(1, (-1, self.sp_size, self.chunk_size // self.sp_size))[:, :, self.sp_rank].flatten(1)

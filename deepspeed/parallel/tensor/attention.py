@@ -17,7 +17,7 @@ _MASK = "attention_mask"
 """The argument that may have heads as its second of four dimensions: where ALiBi is added to it, for example."""
 
 
-def tell(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
+def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
     """Sets the numbers of an attention module to those of a rank's part.
 
     Args:

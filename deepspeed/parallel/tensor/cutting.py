@@ -25,7 +25,7 @@ from deepspeed.models.head import takes_loss_function, use_loss_function
 from deepspeed.parallel.expert.auto import spread_modules
 from deepspeed.parallel.stages import gather_from_stages, raise_for_all_stages
 from deepspeed.parallel.tensor import rules as rules_module
-from deepspeed.parallel.tensor.attention import slice_arguments, tell
+from deepspeed.parallel.tensor.attention import set_head_counts, slice_arguments
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
 from deepspeed.parallel.tensor.channel import connect, connect_lists
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
@@ -93,7 +93,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         .axis_of(group_along(*SAME_PART))
         .transport("outside engines", device=device, timeout=comm.default_timeout())
     )
-    rehearsal = ConsistencyCheck.before(model, layout, section, device)
+    check = ConsistencyCheck.before(model, layout, section, device)
     made = CutModel(channel, layout)
     with torch.no_grad():
         _cut_parameters(model, layout, made, data)
@@ -101,7 +101,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     for layer in layout.layers:
         maker.make(layer)
     for name, (attention, heads) in layout.heads.items():
-        tell(model.get_submodule(name), attention, heads, channel.rank)
+        set_head_counts(model.get_submodule(name), attention, heads, channel.rank)
         slice_arguments(model.get_submodule(name), attention, heads, channel.rank)
     if sequences is not None:
         cut_sequences(model, sequences, channel)
@@ -109,8 +109,8 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     setattr(model, CUT, made)
     mark(model, "deepspeed.parallel.tensor.feature")
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
-    if rehearsal is not None:
-        rehearsal.after(model, channel)
+    if check is not None:
+        check.after(model, channel)
     same_random_states(channel)
     BatchCheck(channel).attach(model)
     return made

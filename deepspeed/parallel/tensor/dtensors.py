@@ -20,7 +20,7 @@ from deepspeed import comm
 from deepspeed.comm.job.mesh import TENSOR, Mesh
 from deepspeed.comm.job.mesh_sources import TAKEN
 from deepspeed.comm.job.world import rank_in
-from deepspeed.comm.watch.trace_points import Waypoints
+from deepspeed.comm.watch.trace_points import TracePoints
 from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -88,10 +88,10 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
             say_part(made, parts[name][channel.rank])
             mark_owners(made, PartOwners(channel.transport, tuple(parts[name])))
             made.tensor_model_parallel = True  # type: ignore[attr-defined]
-    waypoints = Waypoints(next(iter(found.values())).device_mesh.get_group())  # type: ignore[attr-defined]
+    trace_points = TracePoints(next(iter(found.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     for name, module in model.named_modules():
-        _exchange(name, module, exchanged, waypoints)
-    model.register_forward_hook(functools.partial(_announce_backward, waypoints))
+        _exchange(name, module, exchanged, trace_points)
+    model.register_forward_hook(functools.partial(_announce_backward, trace_points))
     for name, rule in of_plan(model).items() if getattr(model, "tp_size", None) else ():
         if rule.way is CutStyle.SUMMED:
             # Transformers sums it by a hook that the first forward puts on the parameter, after ZeRO has taken it.
@@ -135,7 +135,7 @@ def _plain(parameter: Any) -> nn.Parameter:
     return made
 
 
-def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], waypoints: Waypoints) -> None:
+def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], trace_points: TracePoints) -> None:
     """Puts the new parameters into a module, whose forward sees them as they were."""
     placed: dict[str, _ParameterPlacement] = {}
     for key, value in module._parameters.items():
@@ -144,19 +144,19 @@ def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], 
             module._parameters[key] = made
             placed[key] = made.__dict__["_ds_placed"]
     if placed:
-        module.forward = _placing(name, module, placed, waypoints)  # type: ignore[method-assign]
+        module.forward = _placing(name, module, placed, trace_points)  # type: ignore[method-assign]
 
 
 @uncompiled
-def _announce_backward(waypoints: Waypoints, _module: nn.Module, _args: Any, outputs: Any) -> None:
-    """Torch's collectives in a backward: one waypoint for all of it, as its layers have no hooks of their own."""
+def _announce_backward(trace_points: TracePoints, _module: nn.Module, _args: Any, outputs: Any) -> None:
+    """Torch's collectives in a backward: one trace point for all of it, as its layers have no hooks of their own."""
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:
-            tensor.register_hook(lambda _gradient: waypoints.reach("a backward through layers of DTensors"))
+            tensor.register_hook(lambda _gradient: trace_points.reach("a backward through layers of DTensors"))
 
 
 def _placing(
-    name: str, module: nn.Module, placed: dict[str, _ParameterPlacement], waypoints: Waypoints
+    name: str, module: nn.Module, placed: dict[str, _ParameterPlacement], trace_points: TracePoints
 ) -> Callable[..., Any]:
     original = module.forward
     place = f"the layer {name!r}, whose parameters are DTensors"
@@ -168,7 +168,7 @@ def _placing(
         for key, value in plain.items():
             if value is not None:
                 own[key] = placed[key].place(value)  # type: ignore[assignment]
-        waypoints.reach(place)
+        trace_points.reach(place)
         try:
             return original(*args, **kwargs)
         finally:

@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to
 from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.entrance import Entrance
+from deepspeed.parallel.tensor.shared_inputs import SharedInputs
 from deepspeed.parallel.tensor.split import Split
 from deepspeed.uncompiled import uncompiled
 
@@ -44,7 +44,7 @@ class CutLinear:
 
     Attributes:
         channel: The ranks.
-        entrance: Where inputs of column-parallel layers enter.
+        shared_inputs: Where inputs of column-parallel layers enter.
         split: Of the output features (column) or the input features (row).
         name: Of the layer, for messages.
         is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
@@ -54,7 +54,7 @@ class CutLinear:
     """
 
     channel: Channel
-    entrance: Entrance
+    shared_inputs: SharedInputs
     split: Split
     name: str
     is_transposed: bool = False
@@ -164,7 +164,7 @@ def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if cut.sequence is not None and cut.sequence.is_cut:  # the gather before the region sums the gradient
         entered, shared = values if dtype is None else values.to(dtype), None
     else:
-        entered, shared = cut.entrance.enter(values, dtype, cut.name)
+        entered, shared = cut.shared_inputs.enter(values, dtype, cut.name)
     with torch.autocast(kind, enabled=False) if dtype is not None else _AS_IT_IS:
         out = _Column.apply(entered, weight, bias, shared, cut.is_transposed)
     return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out

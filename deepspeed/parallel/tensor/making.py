@@ -14,10 +14,10 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
 from deepspeed.models.configurations import rotary_width_of, text_config
-from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
 from deepspeed.parallel.tensor.rules import CutStyle, is_transposed
+from deepspeed.parallel.tensor.shared_inputs import SharedInputs
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
@@ -86,7 +86,7 @@ class Maker:
         self._model = model
         self._channel = channel
         self._holders = holders
-        self._entrance = Entrance(channel)
+        self._shared_inputs = SharedInputs(channel)
 
     def make(self, layer: LayerCut) -> None:
         """Changes the module of ``layer``, whose parameters have been cut."""
@@ -136,7 +136,7 @@ class Maker:
         low, high = layer.split.holders(self._channel.rank)
         cut = CutLinear(
             channel=self._channel,
-            entrance=self._entrance,
+            shared_inputs=self._shared_inputs,
             split=layer.split,
             name=name,
             is_transposed=transposed,

@@ -10,7 +10,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.parallel.tensor.regions import SharedInput, enter_shared
 
 
-class Entrance:
+class SharedInputs:
     """Remembers the latest input, so that query, key and value, or gate and up, which follow each other, share it.
 
     Args:
@@ -21,8 +21,8 @@ class Entrance:
         self._channel = channel
         self._latest: tuple[torch.Tensor, int, torch.dtype | None, torch.Tensor, SharedInput] | None = None
 
-    def __deepcopy__(self, memo: Any) -> Entrance:
-        return Entrance(self._channel)
+    def __deepcopy__(self, memo: Any) -> SharedInputs:
+        return SharedInputs(self._channel)
 
     def enter(
         self, values: torch.Tensor, dtype: torch.dtype | None, name: str

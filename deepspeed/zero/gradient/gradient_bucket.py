@@ -372,8 +372,8 @@ class GradientBucket:
         feedback = self.feedback if self.is_coded else None
         if feedback is not None:
             feedback.begin_reduction()
-        carrier = self._group.gradient_transport if self.is_coded else self._group.early_gradient_transport
-        reduce = carrier.reduce_scatter if self._policy.to_owner else carrier.all_reduce
+        transport = self._group.gradient_transport if self.is_coded else self._group.early_gradient_transport
+        reduce = transport.reduce_scatter if self._policy.to_owner else transport.all_reduce
         is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
         squares = self.sum.fresh_squares(wanted=is_result)
         work = reduce(

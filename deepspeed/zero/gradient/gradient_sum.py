@@ -154,10 +154,10 @@ class GradientSum:
                 self.local.tensor.zero_()
         if self._cut is None or self._cut[0] is not self.local:
             self._cut = self.local, self.local.views(*self._tiles)
-        rooms = [self._cut[1][index] for index in grads]
+        targets = [self._cut[1][index] for index in grads]
         added = [grad.detach() if grad.requires_grad else grad for grad in grads.values()]  # of backwards with a graph
         if added:
-            (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, added)
+            (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, added)
 
     def take_local(self) -> FlatBuffer:
         """Returns the local sum, which is this value's no more."""

@@ -276,8 +276,8 @@ class GradientReducer:
         if not backward.is_patient:
             return None
         numels = [gradients.bucket.layout.numel for gradients in (*self._in_flight, self.buckets[position])]
-        room = max(*numels, min(_SMALL, self._largest))
-        if sum(numels) <= _MAX_IN_FLIGHT * room and len(numels) <= _MOST_SMALL:
+        largest = max(*numels, min(_SMALL, self._largest))
+        if sum(numels) <= _MAX_IN_FLIGHT * largest and len(numels) <= _MOST_SMALL:
             return None
         oldest = self._in_flight[0]
         is_finished = oldest.catch_up(_PATIENCE)

@@ -121,15 +121,15 @@ class LocalSteps(MomentumExchange):
 
     def _mean(self, bucket: BucketMomentum, flat: torch.Tensor) -> torch.Tensor:
         """Returns the exact mean of everybody's gradients."""
-        wire = bucket.master.bucket.group.reduce
-        if isinstance(wire, LocalTransport):
+        transport = bucket.master.bucket.group.reduce
+        if isinstance(transport, LocalTransport):
             return flat.clone()
         mean = torch.empty_like(flat)
         bucket.rounds += 1
-        key = transfer_key(wire.owner, bucket.master.bucket.index, _MEAN, bucket.rounds)
+        key = transfer_key(transport.owner, bucket.master.bucket.index, _MEAN, bucket.rounds)
         label = f"the mean gradients of {bucket.master.bucket.label}"
-        how = Reduction(scale=1.0 / wire.size, key=key, label=label, limit=flat.numel())
-        wire.all_reduce(flat.clone(), mean, how).wait()
+        how = Reduction(scale=1.0 / transport.size, key=key, label=label, limit=flat.numel())
+        transport.all_reduce(flat.clone(), mean, how).wait()
         return mean
 
     def _counted(self, bucket: BucketMomentum, squares: float) -> float:

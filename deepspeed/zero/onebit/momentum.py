@@ -75,8 +75,8 @@ class MomentumExchange(MeanGradient):
         self._updates = before
         former = optimizer.phase
         optimizer.begin_update(before)
-        speaks = self._groups.job.rank == 0
-        optimizer.reminder.note(before, speaks=speaks)
+        logs = self._groups.job.rank == 0
+        optimizer.reminder.note(before, logs=logs)
         if optimizer.phase is not former:
             log_dist(f"update {before + 1}: {type(optimizer).__name__}: {self._line(optimizer.phase)}")
         self._reducer.keeps_own = optimizer.phase is not Phase.WARM_UP

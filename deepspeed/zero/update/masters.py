@@ -197,15 +197,15 @@ class MasterBucket:
         Returns:
             The new runs; ``[run]`` itself if no cut is needed.
         """
-        stretches: list[tuple[Any, int, int]] = []
+        ranges: list[tuple[Any, int, int]] = []
         for tile, start, stop in self.tile_spans(run.span):
-            if stretches and stretches[-1][0] == labels[tile]:
-                stretches[-1] = (labels[tile], stretches[-1][1], stop)
+            if ranges and ranges[-1][0] == labels[tile]:
+                ranges[-1] = (labels[tile], ranges[-1][1], stop)
             else:
-                stretches.append((labels[tile], start, stop))
-        if len(stretches) <= 1:
+                ranges.append((labels[tile], start, stop))
+        if len(ranges) <= 1:
             return [run]
-        cut = [self._run(Run(run.span.param_group, start, stop)) for _, start, stop in stretches]
+        cut = [self._run(Run(run.span.param_group, start, stop)) for _, start, stop in ranges]
         position = self.runs.index(run)
         self.runs[position : position + 1] = cut
         return cut

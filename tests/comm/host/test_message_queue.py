@@ -73,7 +73,7 @@ def filled(queue: MessageQueue, peer: int, tag: int, more: int = 5) -> int:
     while more:
         queue.post(peer, tag, count.to_bytes(4, "little") * (LONGEST // 4))
         count += 1
-        more -= peer in queue._carriers
+        more -= peer in queue._senders
     return count
 
 

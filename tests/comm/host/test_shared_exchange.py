@@ -84,8 +84,8 @@ def _rounds() -> None:
                 leaving[rank], arriving[rank] = [flats[rank]], [torch.zeros(received[rank], dtype=dtype)]
             else:
                 others = [flat for target, flat in enumerate(flats) if target != rank]
-                room = transport.room(sum(flat.numel() for flat in others), like, label="pieces")
-                places = iter(room.split([flat.numel() for flat in others]))
+                staging_buffer = transport.staging_buffer(sum(flat.numel() for flat in others), like, label="pieces")
+                places = iter(staging_buffer.split([flat.numel() for flat in others]))
                 leaving = [[flats[rank]] if target == rank else [next(places)] for target in range(size)]
                 for part, flat in zip((p for t, p in enumerate(leaving) if t != rank), others, strict=True):
                     part[0].copy_(flat)
@@ -125,7 +125,7 @@ def test_ranks_that_get_nothing_wait_for_nobody():
 def _modes() -> None:
     """Inside and outside inference mode, of tensors that want a gradient; the bytes are counted once."""
     transport = Job.current().axis_of().transport()
-    transport.room(0, torch.empty(0), label="a tensor")  # now they know each other
+    transport.staging_buffer(0, torch.empty(0), label="a tensor")  # now they know each other
     source = torch.arange(6.0).requires_grad_()
     for mode in (torch.inference_mode(), torch.enable_grad(), torch.inference_mode()):
         with mode, counted() as books:

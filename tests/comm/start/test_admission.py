@@ -44,7 +44,7 @@ class Meeting:
         return outcome
 
     def at(self):
-        return admission._meeting_at(self.store)
+        return admission._rendezvous_point_at(self.store)
 
     def has_arrived(self, count):
         while self.store.add(self.at().key("arrivals"), 0) < count:

@@ -14,8 +14,8 @@ from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import connect
-from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
+from deepspeed.parallel.tensor.shared_inputs import SharedInputs
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.tensor.vocabulary import (
     CutEmbedding,
@@ -39,11 +39,11 @@ class Gated(nn.Module):
 
 
 def _cut(model: Gated, channel, split: Split) -> list[tuple[int, int]]:
-    entrance = Entrance(channel)
+    shared_inputs = SharedInputs(channel)
     for name, layer in model.named_children():
         dim = 1 if name == "down" else 0
         layer.__class__ = RowLinear if dim else ColumnLinear
-        layer.tensor_cut = CutLinear(channel, entrance, split, name)
+        layer.tensor_cut = CutLinear(channel, shared_inputs, split, name)
         for parameter in (layer.weight, *(() if dim or layer.bias is None else (layer.bias,))):
             parameter.data = torch.cat(
                 [parameter.data.narrow(dim, a, b - a) for a, b in split.intervals(channel.rank)], dim

@@ -158,15 +158,15 @@ class _Run:
     def steps(self, stage: int) -> Iterator[str | None]:
         """Runs a stage: None after each instruction that is done, a sentence whenever one cannot be done yet."""
         clock, loaded = 0.0, 0
-        for instruction in (told_ for step in StageSchedule(self.schedule, stage) for told_ in step):
+        for instruction in (instruction_ for step in StageSchedule(self.schedule, stage) for instruction_ in step):
             if isinstance(instruction, (instructions.RecvActivation, instructions.RecvGrad)):
                 while (taken := self._receive(stage, instruction, clock)) is None:
                     yield f"{instruction!r}, of which nothing was sent"
                 clock = taken
             elif isinstance(instruction, (instructions.SendActivation, instructions.SendGrad)):
-                while (room := self._room(stage, instruction)) is None:
+                while (free_from := self._buffer_free_from(stage, instruction)) is None:
                     yield f"{instruction!r}, for which there is no room"
-                clock = max(clock, room)
+                clock = max(clock, free_from)
                 self._send(stage, instruction, clock)
             elif kind := _KINDS.get(type(instruction)):
                 action = Action(kind, instruction.chunk, instruction.micro_batch)
@@ -193,7 +193,7 @@ class _Run:
         self._taken[key].append(max(clock, arrival))
         return self._taken[key][-1]
 
-    def _room(self, stage: int, instruction: instructions.PipeInstruction) -> float | None:
+    def _buffer_free_from(self, stage: int, instruction: instructions.PipeInstruction) -> float | None:
         """From when on a message can be sent; None: not before the receiver has gone on."""
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
         # A stage hands its own chunks the tensors themselves.
