@@ -69,7 +69,7 @@ def agree(client: Client, config: Any) -> AgreedSetup:
         DeepSpeedConfigError: The configuration is wrong, differs between ranks, or asks for what cannot be done.
     """
     features = FeatureSet()
-    features.ask_objects(client.model, client.mpu)
+    features.ask_objects(client.model, client.mpu, client.optimizer)
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
     parsed = _parse_alike(features.read_config(config, client.mpu), job_mesh, client, features)
     root = parsed.root

@@ -194,6 +194,157 @@ def test_fragments_over_gloo(cuts):
         assert torch.equal(found, value)
 
 
+STACK_SHAPES = [(5, 6, 9), (3, 12, 4), (1, 7, 7), (2, 9, 33)]
+
+
+def stack_data():
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(shape, generator=generator) for shape in STACK_SHAPES]
+    return weights, [[torch.randn(shape, generator=generator) for shape in STACK_SHAPES] for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_a_stack_is_so_many_matrices(method):
+    weights, gradients = stack_data()
+    found = whole(weights, gradients, ns_method=method)
+    for stack, begun, grads in zip(found, weights, zip(*gradients, strict=True), strict=True):
+        alone = whole(list(begun), [list(grad) for grad in grads], ns_method=method)
+        torch.testing.assert_close(stack, torch.stack(alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "cuts"), [(2, None), (3, None), (4, [64, 128, 640]), (3, [0, 320]), (1, None)])
+def test_fragments_equal_whole_stacks(monkeypatch, world_size, cuts):
+    use_threaded_collectives(monkeypatch)
+    weights, gradients = stack_data()
+    layout, group = Layout(STACK_SHAPES, world_size, cuts), ThreadedGroup(world_size)
+
+    def body(rank):
+        run = torch.nn.Parameter(layout.slice_of(weights, rank))
+        optimizer = Muon([{"params": [run], "use_muon": True, "stacked": True}], **OPTIONS)
+        optimizer.attach_segments(layout.table(run, rank, group if world_size > 1 else None))
+        for grads in gradients:
+            run.grad = layout.slice_of(grads, rank)
+            optimizer.step()
+        return run.detach()
+
+    found = layout.tensors(group.run(body))
+    for stack, expected in zip(found, whole(weights, gradients), strict=True):
+        torch.testing.assert_close(stack, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_matrices_of_one_stack_are_shared_out(monkeypatch):
+    """With a stack as one matrix, one rank had it all."""
+    use_threaded_collectives(monkeypatch)
+    weights = [torch.ones(8, 16, 16)]
+    layout, group = Layout([(8, 16, 16)], 4), ThreadedGroup(4)
+
+    def body(rank):
+        run = torch.nn.Parameter(layout.slice_of(weights, rank))
+        optimizer = Muon([{"params": [run], "use_muon": True, "stacked": True}], **OPTIONS)
+        optimizer.attach_segments(layout.table(run, rank, group))
+        (only,) = optimizer._exchange._tours
+        return sum(only.send_numels) - only.send_numels[rank], len({p.tensor.index for p in only.received})
+
+    assert group.run(body) == [(0, 2)] * 4, "whole matrices stay where they are"
+
+
+def test_stacks_and_convolutions_are_told_apart():
+    model = torch.nn.Module()
+    model.experts = torch.nn.Parameter(torch.ones(4, 3, 5))
+    model.experts_bias = torch.nn.Parameter(torch.ones(4, 3))
+    model.conv = torch.nn.Conv1d(3, 6, 2)
+    model.conv2 = torch.nn.Conv2d(3, 6, 2)
+    set_optimizer_flags({"optimizer": {"type": "Muon"}}, model)
+    matrices, stacks, rest = Muon(model.parameters()).param_groups
+    assert [p.shape for p in matrices["params"]] == [model.conv.weight.shape, model.conv2.weight.shape]
+    assert stacks["params"] == [model.experts] and stacks["stacked"] and not matrices["stacked"]
+    assert any(p is model.experts_bias for p in rest["params"])
+
+
+def initialize_with_convolution():
+    import deepspeed
+    from deepspeed.errors import DeepSpeedConfigError
+
+    model = torch.nn.Sequential(torch.nn.Conv1d(3, 6, 2))
+    with pytest.raises(DeepSpeedConfigError, match=r"0\.weight.*kernel of a convolution"):
+        deepspeed.initialize(model=model, optimizer=Muon(model.parameters()), config={"train_batch_size": 1})
+
+
+def test_an_engine_refuses_a_convolution_in_a_group_of_stacks():
+    run_ranks(initialize_with_convolution, 1)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.up = torch.nn.Parameter(torch.randn(3, 10, 6, generator=generator))
+        self.down = torch.nn.Parameter(torch.randn(3, 6, 10, generator=generator))
+        self.scale = torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        hidden = torch.einsum("bi,eoi->beo", x * self.scale, self.up).tanh()
+        return torch.einsum("beo,eio->bei", hidden, self.down).sum(1)
+
+
+def train_experts(stage, offload):
+    import torch.distributed as dist
+
+    import deepspeed
+
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    engine, *_ = deepspeed.initialize(
+        model=Experts(),
+        config={
+            "train_micro_batch_size_per_gpu": 12 // dist.get_world_size(),
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.05, "weight_decay": 0.1}},
+            "zero_optimization": zero,
+        },
+    )
+    for step in range(3):
+        batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        mine = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        engine.backward((engine(mine) - 1).square().mean())
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "offload"), [(2, 0, False), (2, 1, False), (2, 3, True), (3, 2, True)])
+def test_stacks_of_an_engine_equal_separate_matrices(world_size, stage, offload):
+    """Against plain torch, every matrix by itself."""
+    from tests.oracle.optimizers import Muon as Reference
+
+    model = Experts()
+    parts = torch.nn.ParameterList([*model.up.detach(), *model.down.detach()])
+    scale = torch.nn.Parameter(model.scale.detach().clone())
+    optimizer = Reference(
+        [
+            {"params": list(parts), "use_muon": True},
+            {"params": [scale], "use_muon": False, "betas": (0.9, 0.95), "eps": 1e-10},
+        ],
+        lr=0.05,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=True,
+    )
+    for step in range(3):
+        batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        found = torch.func.functional_call(
+            model, {"up": torch.stack(list(parts)[:3]), "down": torch.stack(list(parts)[3:]), "scale": scale}, (batch,)
+        )
+        optimizer.zero_grad()
+        (found - 1).square().mean().backward()
+        optimizer.step()
+    for up, down, scaled in run_ranks(train_experts, world_size, stage, offload):
+        torch.testing.assert_close(up, torch.stack(list(parts)[:3]), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(down, torch.stack(list(parts)[3:]), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(scaled, scale, rtol=1e-4, atol=2e-5)
+
+
 def test_a_rank_without_gradient_takes_part_unchanged(monkeypatch):
     use_threaded_collectives(monkeypatch)
     weights, gradients = data()
@@ -306,7 +457,7 @@ def test_runs_that_do_not_fit_the_table_are_refused():
     optimizer = Muon([{"params": [run], "use_muon": True}])
     shared = (SharedTensor("w", 0, (8, 16), 0, 0, range(0, 129, 64)),)
     segments = (Segment("w", 0, 0, 64, 64, (8, 16)),)
-    with pytest.raises(ValueError, match=r"tensor 0 .* hold the elements \(64, 128\), .* says \(0, 64\)"):
+    with pytest.raises(ValueError, match=r"matrix 0 .* hold the elements \(64, 128\), .* says \(0, 64\)"):
         optimizer.attach_segments(SegmentTable({id(run): segments}, 1, None, shared, range(2), 0))
 
 

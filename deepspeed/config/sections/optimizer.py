@@ -212,7 +212,10 @@ class ZeroOneAdamParams(OneBitParams):
 
 
 class MuonParams(OptimizerParams):
-    """Muon for matrices (two dimensions or more, name without embed and lm_head), Adam for the rest."""
+    """Muon for matrices (two dimensions or more, name without embed and lm_head, no bias), Adam for the rest.
+
+    A parameter of three dimensions that is no convolution is a stack of matrices, each of which is orthogonalised.
+    """
 
     lr: Float = key(
         0.02, "Learning rate; given explicitly it serves both parts. Adam's own default is 3e-4.", minimum=0

@@ -8,20 +8,57 @@ from torch import Tensor, nn
 
 _EXCLUDED = ("embed", "lm_head")
 
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+"""Modules whose ``weight`` is the kernel of a convolution."""
+
 
 def is_matrix_parameter(name: str, param: Tensor) -> bool:
     """Returns whether Muon orthogonalises a parameter's update: two dimensions or more, no embedding or output layer.
+
+    The biases of stacked experts have two dimensions and are no matrix either.
 
     Args:
         name: Qualified name.
         param: The parameter; while it is sharded its true shape is ``ds_shape``.
     """
     shape = getattr(param, "ds_shape", param.shape)
-    return len(shape) >= 2 and not any(part in name.lower() for part in _EXCLUDED)
+    lowered = name.lower()
+    if lowered.rpartition(".")[2].endswith("bias"):
+        return False
+    return len(shape) >= 2 and not any(part in lowered for part in _EXCLUDED)
+
+
+def is_stack_of_matrices(param: Tensor) -> bool:
+    """Returns whether the last two dimensions of a parameter are one matrix of many, as those of stacked experts.
+
+    Its attribute ``muon_stacked`` decides. Without it, a parameter of three dimensions is a stack, and one of more is
+    the kernel of a convolution.
+
+    Args:
+        param: The parameter; while it is sharded its true shape is ``ds_shape``.
+    """
+    dims = len(getattr(param, "ds_shape", param.shape))
+    return dims >= 3 and bool(getattr(param, "muon_stacked", dims == 3))
+
+
+def mark_convolutions(model: nn.Module) -> None:
+    """Sets ``muon_stacked`` to false on kernels of torch's convolutions, unless a program has said otherwise."""
+    for module in model.modules():
+        if isinstance(module, CONVOLUTIONS) and not hasattr(module.weight, "muon_stacked"):
+            module.weight.muon_stacked = False  # type: ignore[attr-defined]
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     """Sets ``use_muon`` on every trainable parameter of ``model``, if the config's optimizer is Muon.
+
+    Kernels of torch's convolutions also get ``muon_stacked`` false: three dimensions are otherwise a stack of matrices.
 
     Args:
         config_class: The config: its dict, or an object that has ``optimizer_name`` or ``root.optimizer``.
@@ -30,6 +67,7 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     name = _optimizer_name(config_class)
     if name is None or name.lower() != "muon":
         return
+    mark_convolutions(model)
     for param_name, param in model.named_parameters():
         if param.requires_grad:
             param.use_muon = is_matrix_parameter(param_name, param)  # type: ignore[attr-defined]

@@ -6,8 +6,8 @@ orthogonalised there, and the fragments are sent back: two exchanges per round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.ops.exchange import exchange_device, exchange_parts
 from deepspeed.ops.muon.plan import MatrixSegment, MuonRound, heaviest_position, plan_rounds
-from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
 ROUND_NUMEL_PER_RANK = 1 << 26
@@ -59,6 +59,8 @@ class _ExchangeRound:
 class FragmentExchange:
     """Gathers and returns the matrices of a segment table.
 
+    Each matrix of a stack has an owner of its own. Those of one stack that a rank owns are orthogonalised together.
+
     Every rank of the table's group must construct it with the same matrices; nothing is exchanged for that.
 
     Attributes:
@@ -68,19 +70,36 @@ class FragmentExchange:
         table: Which matrix pieces the runs hold.
         runs: The runs of the matrix groups.
         groups: Indices of the matrix groups.
+        stacks: Those of them whose tensors are stacks of matrices.
 
     Raises:
         ValueError: The same on every rank: a tensor that is no matrix. On this rank: the runs do not hold what the
             table says of its position.
     """
 
-    def __init__(self, table: SegmentTable, runs: list[Tensor], groups: Collection[int]) -> None:
+    def __init__(
+        self, table: SegmentTable, runs: list[Tensor], groups: Collection[int], stacks: Collection[int] = ()
+    ) -> None:
         self._group, self._axis = table.group, table.axis
         self._device = exchange_device(runs, table.group)
+        matrices: list[SharedTensor] = []
+        self._stack_of: dict[int, int] = {}
+        by_tensor: dict[int, list[SharedTensor]] = {}
+        for tensor in table.shared:
+            if tensor.param_group in groups:
+                is_stack = tensor.param_group in stacks
+                found = _matrices_of(tensor, len(matrices), is_stack=is_stack)
+                by_tensor[tensor.index] = found
+                matrices += found
+                if is_stack:
+                    self._stack_of.update((matrix.index, tensor.index) for matrix in found)
         self._locations = {
-            segment.index: _PieceInterval(run, segment) for run in runs for segment in table.of(run) if segment.numel
+            part.index: _PieceInterval(run, part)
+            for run in runs
+            for segment in table.of(run)
+            if segment.numel
+            for part in _matrix_segments(segment, by_tensor.get(segment.index, []))
         }
-        matrices = [tensor for tensor in table.shared if tensor.param_group in groups]
         planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))
         self._tours = [_ExchangeRound(members, table) for members in planned]
         heaviest = heaviest_position(planned)
@@ -100,7 +119,7 @@ class FragmentExchange:
         wrong = sorted(index for index in wanted.keys() | present.keys() if wanted.get(index) != present.get(index))
         if wrong:
             raise ValueError(
-                f"Muon: of tensor {wrong[0]} the runs of the matrix groups hold the elements {present.get(wrong[0])}, "
+                f"Muon: of matrix {wrong[0]} the runs of the matrix groups hold the elements {present.get(wrong[0])}, "
                 f"but the segment table says {wanted.get(wrong[0])}; attach_segments must be called again after the "
                 "runs have changed"
             )
@@ -108,14 +127,14 @@ class FragmentExchange:
     def step(
         self,
         update_of: Callable[[Tensor, slice], Tensor],
-        orthogonalize: Callable[[Tensor], Tensor],
+        orthogonalize: Callable[..., Tensor],
         apply: Callable[[Tensor, slice, Tensor, tuple[int, ...]], None],
     ) -> None:
         """One step of all matrices. Every rank must call it.
 
         Args:
             update_of: ``(run, elements) -> `` fp32 update of those elements, before orthogonalising.
-            orthogonalize: Matrix in its full shape to matrix.
+            orthogonalize: Matrix in its full shape to matrix; of a stack, 3-D, to a stack.
             apply: ``(run, elements, orthogonalised update, full shape)``: changes the weights.
         """
         for exchange_round in self._tours:
@@ -142,20 +161,64 @@ class FragmentExchange:
         if self._group is not None:
             exchange_parts(incoming, outgoing, numels, self._group, "the matrices of Muon", self._axis)
 
-    @staticmethod
     def _orthogonalize_all(
-        pieces: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[[Tensor], Tensor]
+        self, pieces: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[..., Tensor]
     ) -> None:
         """Puts each matrix together, orthogonalises it, and writes the result back over its pieces."""
         by_matrix: dict[int, list[tuple[MatrixSegment, Tensor]]] = {}
         for piece, view in pieces:
             by_matrix.setdefault(piece.tensor.index, []).append((piece, view))
-        for parts in by_matrix.values():
+        stacks: dict[int, list[list[tuple[MatrixSegment, Tensor]]]] = {}
+        for index, parts in by_matrix.items():
             parts.sort(key=lambda part: part[0].start)
-            shape = parts[0][0].tensor.shape
-            flat = orthogonalize(torch.cat([view for _, view in parts]).view(shape)).reshape(-1)
-            for piece, view in parts:
-                view.copy_(flat[piece.start : piece.stop])
+            if index in self._stack_of:
+                stacks.setdefault(self._stack_of[index], []).append(parts)
+            else:
+                _write_back(parts, orthogonalize(_joined(parts)))
+        for members in stacks.values():
+            found = orthogonalize(torch.stack([_joined(parts) for parts in members]), is_stack=True)
+            for parts, matrix in zip(members, found, strict=True):
+                _write_back(parts, matrix)
+
+
+def _matrices_of(tensor: SharedTensor, first: int, *, is_stack: bool) -> list[SharedTensor]:
+    """Returns the matrices of a tensor, numbered from ``first`` on."""
+    if not is_stack:
+        return [replace(tensor, index=first)]
+    shape = tensor.shape[-2:]
+    numel = shape[0] * shape[1]
+    return [
+        replace(tensor, index=first + number, shape=shape, start=tensor.start + number * numel)
+        for number in range(tensor.numel // numel)
+    ]
+
+
+def _matrix_segments(segment: Segment, matrices: list[SharedTensor]) -> Iterator[Segment]:
+    """Cuts a piece of a tensor, which is not empty, at the ends of its matrices."""
+    numel = matrices[0].numel if matrices else 0
+    for number in range(segment.tensor_start // numel, -(-segment.tensor_stop // numel)) if numel else ():
+        first, last = max(segment.tensor_start, number * numel), min(segment.tensor_stop, (number + 1) * numel)
+        start = segment.start + first - segment.tensor_start
+        matrix = matrices[number]
+        yield replace(
+            segment,
+            index=matrix.index,
+            start=start,
+            stop=start + last - first,
+            tensor_start=first - number * numel,
+            shape=matrix.shape,
+        )
+
+
+def _joined(parts: list[tuple[MatrixSegment, Tensor]]) -> Tensor:
+    """Returns a matrix of which all parts are given in order."""
+    return torch.cat([view for _, view in parts]).view(parts[0][0].tensor.shape)
+
+
+def _write_back(parts: list[tuple[MatrixSegment, Tensor]], matrix: Tensor) -> None:
+    flat = matrix.reshape(-1)
+    for piece, view in parts:
+        view.copy_(flat[piece.start : piece.stop])
 
 
 def _views(buffer: Tensor, pieces: list[MatrixSegment]) -> tuple[Tensor, ...]:

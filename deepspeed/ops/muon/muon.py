@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import KeepsStateDtypes, check_supported, evaluate, update_group
 from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.muon.flags import is_stack_of_matrices
 from deepspeed.ops.muon.fragments import FragmentExchange
 from deepspeed.ops.muon.newton_schulz import METHODS, orthogonalize
 from deepspeed.ops.rules import AdamRule
@@ -25,12 +27,15 @@ _ADAM_LR = 3e-4
 class Muon(KeepsStateDtypes):
     """Momentum whose update is orthogonalised, for matrices; AdamW for every other parameter.
 
-    See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (further
-    dimensions count as columns) is scaled by ``sqrt(max(1, m / n))``; weight decay is decoupled.
+    See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (of a kernel of
+    a convolution, further dimensions count as columns) is scaled by ``sqrt(max(1, m / n))``; weight decay is decoupled.
+    A stack of matrices, such as the weights of stacked experts, is so many matrices.
 
     Which part a group belongs to is said by its key ``use_muon``. A group without the key is divided: a parameter is
     a matrix if it has an attribute ``use_muon`` that is true (:func:`~deepspeed.ops.muon.set_optimizer_flags`), or
-    no such attribute and at least two dimensions.
+    no such attribute and at least two dimensions. Likewise its key ``stacked`` says whether the parameters of a matrix
+    group are stacks of matrices. A matrix group without it is divided: a parameter with three dimensions is a stack,
+    unless its attribute ``muon_stacked`` says otherwise.
 
     Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding pieces of tensors: each matrix
     is gathered to one rank, orthogonalised there, and its pieces are sent back. State is elementwise:
@@ -52,6 +57,8 @@ class Muon(KeepsStateDtypes):
     Raises:
         ValueError: A number or ``ns_method`` is out of range, or a parameter of a matrix group is no matrix.
     """
+
+    _ds_features = ("deepspeed.ops.muon.feature",)
 
     def __init__(
         self,
@@ -100,17 +107,21 @@ class Muon(KeepsStateDtypes):
         self._exchange = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; without ``use_muon`` it becomes up to two, matrices first."""
-        if "use_muon" in param_group:
+        """Adds a group; without ``use_muon`` and ``stacked`` it becomes up to three, matrices first, then stacks."""
+        if param_group.get("use_muon") is False or ("use_muon" in param_group and "stacked" in param_group):
             use_muon = bool(param_group["use_muon"])
             torchs(super().add_param_group)({**self._part_defaults[use_muon], **param_group})
             return
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
-        for use_muon in (True, False):
-            part = [param for param in params if _is_flagged(param) is use_muon]
-            if part:
-                self.add_param_group({**param_group, "params": part, "use_muon": use_muon})
+        key, says = ("stacked", is_stack_of_matrices) if "use_muon" in param_group else ("use_muon", _is_flagged)
+        order = (False, True) if key == "stacked" else (True, False)
+        parts = [(value, [param for param in params if says(param) is value]) for value in order]
+        if not params:
+            parts = [(order[0], params)]
+        for value, part in parts:
+            if part or not params:
+                self.add_param_group({**param_group, "params": part, key: value})
 
     def attach_segments(self, table: SegmentTable) -> None:
         """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
@@ -134,8 +145,9 @@ class Muon(KeepsStateDtypes):
                         f"{group[name]!r} and the optimizer {settings[name]!r}"
                     )
         groups = [index for index, group in enumerate(self.param_groups) if group["use_muon"]]
+        stacks = [index for index in groups if self.param_groups[index].get("stacked", False)]
         runs = [param for index in groups for param in self.param_groups[index]["params"]]
-        self._exchange = FragmentExchange(table, runs, groups)
+        self._exchange = FragmentExchange(table, runs, groups, stacks)
 
     @property
     def heaviest_rank(self) -> int | None:
@@ -174,8 +186,11 @@ class Muon(KeepsStateDtypes):
                         "group with use_muon=False, or call attach_segments if it is a run of fragments"
                     )
                 update = self._advance(group, param)(slice(None))
-                direction = orthogonalize(update, method=group["ns_method"], num_steps=group["ns_steps"])
-                _apply(group, param, direction, param.shape)
+                is_stack = group.get("stacked", False)
+                direction = orthogonalize(
+                    update, method=group["ns_method"], num_steps=group["ns_steps"], is_stack=is_stack
+                )
+                _apply(group, param, direction, param.shape[-2:] if is_stack else param.shape)
 
     def _step_fragments(self, exchange: FragmentExchange, groups: list[dict[str, Any]]) -> None:
         runs = {id(param): group for group in groups for param in group["params"]}
@@ -199,7 +214,7 @@ class Muon(KeepsStateDtypes):
 
         exchange.step(
             update_of,
-            lambda matrix: orthogonalize(matrix, method=settings["ns_method"], num_steps=settings["ns_steps"]),
+            partial(orthogonalize, method=settings["ns_method"], num_steps=settings["ns_steps"]),
             apply,
         )
 
