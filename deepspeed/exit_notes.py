@@ -1,6 +1,6 @@
 """What ranks and their launcher tell each other through a folder: who has ended how, and whom the others do without.
 
-Without a launcher of this package there is no folder, and nothing is told.
+Without a launcher of this package there is no folder, and nothing is written.
 """
 
 from __future__ import annotations

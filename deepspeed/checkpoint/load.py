@@ -215,7 +215,7 @@ def _find(run_state: RunState, options: LoadOptions, exchange: Exchange, doing: 
 
 
 def _trained_names(run_state: RunState, exchange: Exchange, doing: str) -> list[list[str]]:
-    """Of each param group, the names on this rank; of a pipeline those of all stages, in their order."""
+    """Returns the parameter names of each param group: this rank's, or in a pipeline those of all stages in order."""
     if not run_state.is_pipeline:
         return run_state.trained_names()
     everyones = exchange.together(doing, run_state.trained_names)

@@ -56,7 +56,7 @@ class Roster:
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
-        """As the manifest lists them."""
+        """Layouts of all buckets, numbered as in the manifest."""
         return tuple(replace(entry.layout, index=number) for number, entry in enumerate(self.listed))
 
     def _tiles(self) -> Iterator[tuple[Tile, bool, Listed]]:

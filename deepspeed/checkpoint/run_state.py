@@ -168,7 +168,7 @@ class RunState:
         return callable(getattr(self.model, "tied_layer_names", None))
 
     def layer_names(self) -> dict[int, str]:
-        """Of a pipeline, with what the names of its tied layers begin, by the layers' numbers; empty for others."""
+        """Returns the name prefix of each tied layer of a pipeline, by layer number; empty without a pipeline."""
         names = getattr(self.model, "tied_layer_names", None)
         return names() if callable(names) else {}
 

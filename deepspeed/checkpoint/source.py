@@ -114,7 +114,7 @@ class CheckpointSource(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, SavedParameter]:
-        """By name, tied ones once."""
+        """The parameters by name; tied ones occur once."""
         ...
 
     @property

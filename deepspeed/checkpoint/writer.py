@@ -43,7 +43,7 @@ class BucketRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
         return self.values[0].dtype
 
 
@@ -141,7 +141,7 @@ class WritableRun(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
         ...
 
     @property

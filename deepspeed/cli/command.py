@@ -17,7 +17,7 @@ def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] |
         args: What ``main`` was given: None if it is the process's own command line, so that the process is ours to end.
 
     Raises:
-        DeepSpeedError: ``work`` could not be done, and ``args`` was given: the caller is told.
+        DeepSpeedError: ``work`` failed, and ``args`` was given: the error goes to the caller.
         SystemExit: The same without ``args``; or the exit code is not 0.
     """
     try:

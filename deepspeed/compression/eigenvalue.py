@@ -178,7 +178,9 @@ class Eigenvalue:
     def compute_eigenvalue(
         self, module: nn.Module, device: Any = None, scale: float = 1.0
     ) -> dict[int, tuple[float, int]]:
-        """Of each block, after ``loss.backward(create_graph=True)``, from the gradients in ``parameter.grad``.
+        """Returns the largest eigenvalue of each block's Hessian, from the gradients in ``parameter.grad``.
+
+        Call it after ``loss.backward(create_graph=True)``.
 
         Args:
             module: The model.

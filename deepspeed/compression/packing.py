@@ -43,7 +43,7 @@ class QuantizationLevels:
     def of(
         cls, rounded: RoundedGroups, bits: int, shape: tuple[int, int], symmetric: bool
     ) -> QuantizationLevels | None:
-        """Of a weight ``[out, in]``; None where groups and rows have no common boundaries."""
+        """Returns the levels of a weight ``[out, in]``; None where groups and rows have no common boundaries."""
         rows, columns = shape
         length = rows * columns // len(rounded.scale)
         if length % columns == 0:

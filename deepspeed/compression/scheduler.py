@@ -18,7 +18,7 @@ class compression_scheduler:  # noqa: N801 - a published name
 
     Args:
         model: After ``init_compression``.
-        compression_config: Not read: the layers know what they were told.
+        compression_config: Not read: the layers have their settings already.
 
     Attributes:
         training_steps: Updates so far; skipped ones do not count.

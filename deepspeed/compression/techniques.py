@@ -78,7 +78,7 @@ class Pruning:
 
 @dataclass
 class Techniques:
-    """Of one layer.
+    """The techniques that act on one layer.
 
     Attributes:
         name: The layer's name in the model.

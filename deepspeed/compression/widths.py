@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class BitWidth(NamedTuple):
-    """Of a weight at some step.
+    """Bits of a weight at some step.
 
     Attributes:
         bits: Width of its codes.

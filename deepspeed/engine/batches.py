@@ -159,7 +159,7 @@ class Batches:
         self._current = None
 
     def count_anew(self) -> None:
-        """What comes next is the first micro-batch of an update."""
+        """Makes the next micro-batch the first of an update."""
         self._counted_from = self.micro_steps
 
     @contextmanager

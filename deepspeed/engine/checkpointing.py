@@ -32,7 +32,7 @@ class EngineCheckpoints:
         parts: Of the engine.
         progress: Takes times.
         run_state: Gives the engine's present state.
-        resume: Told what was loaded, for the engine to go on from there.
+        resume: Called with what was loaded, so that the engine continues from there.
         sums_are_open: Whether micro-steps have run since the last update.
     """
 

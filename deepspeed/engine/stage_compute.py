@@ -134,7 +134,7 @@ class PipelineCompute:
         return items
 
     def may_begin(self) -> bool:
-        """See ``StageCompute``; where stages have several ranks, their forwards communicate."""
+        """Returns whether the computation may start early: not if forwards of a stage communicate between its ranks."""
         return self._module.num_stages == self._mesh.world_size and self._has_all_items
 
     def agree(self) -> bool:

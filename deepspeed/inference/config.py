@@ -33,7 +33,7 @@ _POINTLESS = {
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """What ``init_inference`` was told, in order.
+    """Arguments of ``init_inference``, in order.
 
     Attributes:
         config: All keys.

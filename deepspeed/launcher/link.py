@@ -1,4 +1,4 @@
-"""How the launchers of one run hear of each other.
+"""Connects the launchers of one run: each learns what happens on the others.
 
 Rank 0's launcher is the hub: it listens, the others connect and introduce themselves. A launcher that sees a rank fail
 tells the hub. The hub decides which failure was first and tells all launchers, so that every machine stops its ranks
@@ -59,7 +59,7 @@ def link_ports(master_port: int) -> list[int]:
 
 
 class LauncherLink:
-    """The launcher's side of the connection to the others: what it says and what it hears.
+    """The launcher's side of the connection to the others: sends its events and receives theirs.
 
     Events are dicts with ``event``: ``failed`` (to the hub: a :class:`~.failures.Failure` as a message), ``verdict``
     (from the hub: the same), ``lost`` (who: a launcher in words), ``wrong`` (reason: the launchers do not belong
@@ -94,7 +94,7 @@ class LauncherLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether those who must hear us can: the hub, or for the hub everybody who is still at work."""
+        """Whether all receivers are connected: the hub, or for the hub every launcher still at work."""
         if not self.is_hub:
             return 0 in self._connections
         return set(range(1, len(self.me.sizes))) <= self._connections.keys() | self._gone
@@ -119,7 +119,7 @@ class LauncherLink:
         _wake(self._wake_writer)
 
     def events(self) -> list[dict[str, Any]]:
-        """What was heard since the last call."""
+        """Returns the events received since the last call."""
         _drain(self._event_reader)
         found = []
         while not self._events.empty():
@@ -130,7 +130,7 @@ class LauncherLink:
         """Says good-bye and hangs up.
 
         Args:
-            patience: Seconds in which those who are not connected yet may still come and hear what was sent.
+            patience: Seconds in which launchers that are not connected yet may still connect and receive what was sent.
         """
         if self._thread is None:
             return

@@ -2,7 +2,7 @@
 
 The front (the process the user started) reads what the ranks write and decides who failed first; the supervisor, a
 fork of it, owns the ranks. See the package docstring for who watches whom. Where the run has other machines, their
-launchers are heard through a :class:`~.link.LauncherLink`, and the first failure is that of the whole run.
+launchers are reached through a :class:`~.link.LauncherLink`, and the first failure is that of the whole run.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Command:
     script: str | None = None
 
     def __str__(self) -> str:
-        """As one would type it into a shell."""
+        """Returns the command as it would be typed into a shell."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         script = [] if self.script is None else ["<<<", shlex.quote(self.script)]
         return " ".join([*words, shlex.join(self.program), *script])

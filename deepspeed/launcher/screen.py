@@ -91,7 +91,7 @@ class Output:
         """Whether stdout or stderr is a pipe or connection without anybody at its other end, written to or not."""
         poll = select.poll()
         for descriptor in (1, 2):
-            poll.register(descriptor, 0)  # errors and hang-ups are always told
+            poll.register(descriptor, 0)  # errors and hang-ups are always reported
         return bool(poll.poll(0))
 
 

@@ -155,7 +155,7 @@ def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
-    """As many ranks as were asked for: the processor takes any number."""
+    """Returns as many slots as were asked for: a CPU host takes any number of ranks."""
     if args.include or args.exclude:
         # Slots of a processor are only numbers: there are as many as one cares to name.
         named = [int(piece) for piece in args.include.partition(":")[2].split(",") if piece.strip().isdecimal()]

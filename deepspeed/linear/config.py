@@ -1,4 +1,4 @@
-"""What the layers of this package can be told."""
+"""Configurations of the layers of this package."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class OptimizedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: type[nn.Module] = nn.Linear,
     ) -> nn.Module:
-        """See the class."""
+        """Returns the layer that the configurations ask for."""
         plain = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
         return optimized(plain, lora_config, quantization_config)
 

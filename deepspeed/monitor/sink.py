@@ -60,7 +60,7 @@ class Monitor:
 
     @contextmanager
     def _giving_up_on_failure(self) -> Iterator[None]:
-        """Whatever fails inside switches this monitor off, with one line."""
+        """Switches this monitor off, with one line, if anything inside fails."""
         try:
             yield
         except Exception as error:

@@ -73,7 +73,7 @@ class CodedCost:
 
     @property
     def seconds(self) -> float:
-        """Of both, one after the other."""
+        """Seconds of both, one after the other."""
         return self.link_seconds + self.codec_seconds
 
 

@@ -106,7 +106,7 @@ def _effect(func: Any) -> _OperationKind:
 
 
 def _facts(values: Any) -> tuple[Any, ...] | None:
-    """What a result depends on, to be compared; None if there is more to it than can be told from outside."""
+    """Returns what a result depends on, for comparison; None if it also depends on something unknown."""
     found: list[Any] = [type(values)]
     for value in values:
         kind = type(value)

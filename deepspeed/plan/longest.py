@@ -100,7 +100,7 @@ class _Lines:
         return low * unit
 
     def miss(self, plan: Plan) -> float:
-        """By how many bytes the lines miss a plan, where they miss it most."""
+        """Returns the largest difference between the lines and a plan, in bytes."""
         return max(abs(self._most(home, _length(plan)) - most) for home, most in _sums(plan).items())
 
     def _would_fit(self, tokens: int) -> bool:

@@ -391,7 +391,7 @@ class BlockCheckpointing:
             block.forward = checkpointed  # type: ignore[method-assign]
 
     def off(self) -> None:
-        """As before :meth:`on`.
+        """Restores the model to its state before :meth:`on`.
 
         Raises:
             DeepSpeedConfigError: The model cannot do that.

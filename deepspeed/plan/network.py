@@ -83,7 +83,7 @@ class _CollectiveGroup(FakeGroup):
 
 
 def _as_gathered(rows: torch.Tensor, mine: int) -> torch.Tensor:
-    """What the ranks tell each other in numbers: a sum that this one leaves to others to count is 1 there."""
+    """Returns the gathered rows; a sum that this rank leaves to another one is 1 there."""
     if rows.dtype == torch.float64 and rows[mine, 0] == 0:
         rows[:, 0] = 1.0
         rows[mine, 0] = 0.0
@@ -92,25 +92,25 @@ def _as_gathered(rows: torch.Tensor, mine: int) -> torch.Tensor:
 
 class _SimulatedGlooTransport(TracedTransport, HostTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """See the class this one derives from; as if all ranks told the same."""
+        """Returns the rows of all ranks as if each had sent this rank's values."""
         self.trace.add(HostWaitEvent())
         return _as_gathered(super().gather_small(tensor, channel=channel, label=label), self.rank)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """See the class this one derives from; the values are those that are there."""
+        """Leaves the tensors as they are."""
 
 
 class _SimulatedNativeTransport(TracedTransport, NativeTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """See the class this one derives from; as if all ranks told the same."""
+        """Returns the rows of all ranks as if each had sent this rank's values."""
         self.trace.add(HostWaitEvent())
         return _as_gathered(super().gather_small(tensor, channel=channel, label=label), self.rank)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """See the class this one derives from; the values are those that are there."""
+        """Leaves the tensors as they are."""
 
     def move(self, pieces: Any, *, label: str) -> None:
-        """See the class this one derives from; the values are those that are there."""
+        """Leaves the tensors as they are."""
 
 
 class _SimulatedOperations:

@@ -60,7 +60,7 @@ class Pipeline:
         return make_schedule(self.schedule, self.stages, micro_batches, self.num_chunks)
 
     def enough(self, micro_batches: int) -> int:
-        """As many micro-batches as show all that happens in a step: the most in flight, and one group after another."""
+        """Returns how many micro-batches show everything that happens in a step."""
         most = [self.in_flight(stage, micro_batches) for stage in range(self.stages)]
         least = max(3 * self.group, self.stages + 2)
         for number in range(micro_batches % self.group, micro_batches, self.group):
@@ -96,7 +96,7 @@ class PlannedCut:
 
 
 def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
-    """As many trained elements for each chunk, as ``PipelineModule`` cuts where nothing else is asked for.
+    """Cuts the layers so that chunks have equally many trained elements, the default of ``PipelineModule``.
 
     Args:
         layers: Layers or layer specs, as ``PipelineModule`` takes them; called with ``meta`` as torch's device.
@@ -177,7 +177,7 @@ def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int
 
 
 def idle_shares(stages: int, micro_batches: int) -> dict[str, float]:
-    """By schedule, waiting over computing, if all stages compute equally long: which schedule would pay.
+    """Returns waiting divided by computing for each schedule, if all stages compute equally long.
 
     F : B = 1 : 2, half of the backward for weights; with as few chunks as a schedule can have. Found by playing them.
     """

@@ -305,7 +305,7 @@ def _module_of(part: SimulatedPart) -> nn.Module:
 
 
 def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Of parameters of experts, over how many ranks as many others are spread."""
+    """Returns over how many ranks the experts of a layer are spread, by parameter of its own experts."""
     return {p: layer.ep_size for _, layer in expert_layers(model) for p in layer.experts.parameters()}
 
 

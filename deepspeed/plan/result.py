@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def trained(self) -> int:
-        """Of those, the trained ones."""
+        """Elements of those parameters that are trained."""
         return sum((part.rehearsed.trained - part.rehearsed.repeated) * max(len(part.layers), 1) for part in self.parts)
 
     @property

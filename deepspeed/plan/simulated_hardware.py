@@ -50,7 +50,7 @@ class SimulatedDevice(CPUAccelerator):
 
     @property
     def computes_in_host_memory(self) -> bool:
-        """Of the kind that is played."""
+        """Returns the answer of the simulated kind of device."""
         return self._kind == "cpu"
 
     @override

@@ -65,7 +65,7 @@ class Stage:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the step."""
+        """Schedule of the step."""
         return self.pipeline.of(self.micro_batches)
 
     def module(self) -> PipelineModule:
@@ -141,10 +141,10 @@ class SimulatedTransports:
         return _Outgoing(packs=self._packs)
 
     def drain(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once."""
 
     def batch(self) -> AbstractContextManager[None]:
-        """There is nobody to keep in step with."""
+        """Returns an empty context: no other stage runs."""
         return nullcontext()
 
     def received(self, kind: str, stage: int) -> Any:

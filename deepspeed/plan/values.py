@@ -52,7 +52,7 @@ class Rehearsal(MemoryCount):
             yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
-        """Computes the shapes of one operation, or answers it; see the class this one derives from."""
+        """Computes the shapes of one operation, or its values where they are known."""
         operation = id(func)
         if operation not in self._answers:
             self._answers[operation] = (_answer_to(func), func)

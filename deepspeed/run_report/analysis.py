@@ -159,7 +159,7 @@ def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
 
 
 def _factors(group: list[RankRun], phase: str, numbers: list[int]) -> dict[int, float]:
-    """By rank, the median over steps of its time over the median rank's; nothing for a phase that takes no time."""
+    """Returns for each rank its time over the median rank's (median of steps); empty for a phase without time."""
     found: dict[int, list[float]] = defaultdict(list)
     if len(group) < 2:
         return {}

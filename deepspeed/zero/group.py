@@ -188,7 +188,7 @@ class Groups:
 
     @classmethod
     def of(cls, *groups: BucketGroup, lease: Lease | None = None) -> Groups:
-        """Of one part of the model that is all there is."""
+        """Makes the groups of a model that has one part."""
         peers = groups[0].reduce.peers
         return cls({group.name: group for group in groups}, peers, peers, lease=lease)
 

@@ -52,7 +52,7 @@ class Ledger:
     """Bytes alive and their peak, by kind and home. One per ZeRO instance.
 
     Attributes:
-        observer: Told of every entry, or None.
+        observer: Called with every entry, or None.
     """
 
     observer: ClassVar[LedgerObserver | None] = None

@@ -15,6 +15,7 @@ RAISES = 0.98  # share of the functions that raise and say so
 _TENSOR = re.compile(r"(?<![\w.])(torch\.)?Tensor\b")
 _SHAPE = re.compile(r"\[[^\]\n]*\]|\d-D\b|\d-dim\b|\bshape|\b[Ss]calar\b|\bdimension|\bflat\b|\belementwise\b")
 _REFERENCE = re.compile(r"^(See the class|As of\b|Likewise\b|As `|As :)")
+_FRAGMENT = re.compile(r"(Of|As|By|Whose|Whatever|Likewise|See)\b(?! (default|convention)\b)")
 _REFERENCE_OF_ARGUMENT = re.compile(r"^\s*\**\w+: (As of\b|Likewise\b|See there\b|See above\b)")
 _OF_THE_PROGRAMMER = {"AssertionError", "NotImplementedError", "StopIteration"}
 
@@ -87,6 +88,17 @@ def test_errors_are_said():
     raising = [each for each in functions() if each.raised]
     said = [each for each in raising if "raise" in each.docstring.lower()]
     _check(said, [each for each in raising if each not in said], RAISES, "what they raise")
+
+
+def test_no_docstring_begins_in_the_middle_of_a_sentence():
+    """Of private functions and classes too: ``Of the elements.`` leaves out what it speaks of."""
+    nodes = ((module, node) for module in modules() for node in ast.walk(tree_of(module)))
+    found = [
+        f"{module}:{node.lineno} {node.name}"
+        for module, node in nodes
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and _FRAGMENT.match(ast.get_docstring(node) or "")
+    ]
+    assert not found, f"say in a whole sentence what these are or do:\n{chr(10).join(found)}"
 
 
 def test_no_docstring_is_only_a_reference():

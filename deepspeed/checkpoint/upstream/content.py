@@ -18,7 +18,7 @@ class ValueSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
         """Copies elements of the flattened parameter; returns whether all were there.
@@ -49,7 +49,7 @@ class Values:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
         return self.tensors[0].dtype
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:

@@ -34,15 +34,15 @@ class UnpickledObject:
 
 
 class UnpickledLossScaler(UnpickledObject):
-    """Of ``runtime.fp16.loss_scaler``."""
+    """Stands for the class of ``runtime.fp16.loss_scaler``."""
 
 
 class UnpickledDynamicLossScaler(UnpickledObject):
-    """Of ``runtime.fp16.loss_scaler``."""
+    """Stands for the class of ``runtime.fp16.loss_scaler``."""
 
 
 class ZeroStage(UnpickledObject):
-    """Of ``runtime.zero.config``: an enumeration, restored from its number."""
+    """Stands for the enumeration of ``runtime.zero.config``; restored from its number."""
 
     @property
     def number(self) -> int:
@@ -51,11 +51,11 @@ class ZeroStage(UnpickledObject):
 
 
 class FragmentAddress(UnpickledObject):
-    """Of ``utils.tensor_fragment``."""
+    """Stands for the class of ``utils.tensor_fragment``."""
 
 
 class SubparamShape(UnpickledObject):
-    """Of the universal layout."""
+    """Stands for the class of the universal layout."""
 
 
 _STAND_INS: list[tuple[Any, str]] = [

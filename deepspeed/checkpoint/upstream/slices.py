@@ -84,7 +84,7 @@ class JoinedValues:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Dtype of the elements."""
         return self._slices[0].dtype
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
@@ -190,7 +190,7 @@ def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any]
 
 
 def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, Any] | None) -> SlicedParam | None:
-    """By the places of all elements, which newer versions store."""
+    """Cuts by the stored offsets of all elements, which newer versions write."""
     params = (described or {}).get("params") or {}
     entry = next((value for key, value in params.items() if _compiled(key).match(name)), None)
     if entry is None:
@@ -212,7 +212,7 @@ def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, 
 
 
 def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> SlicedParam:
-    """By the kind of the parameter, which patterns of its name say."""
+    """Cuts by the kind of the parameter, found by patterns of its name."""
     first = tuple(int(extent) for extent in shapes[0])
     if _named(name, info.get("autotp_unsupported_parameter_patterns") or ()):
         raise CheckpointError(

@@ -19,7 +19,7 @@ from deepspeed.errors import CheckpointError
 
 
 class UpstreamSource:
-    """See :class:`~deepspeed.checkpoint.source.CheckpointSource`.
+    """Reads a checkpoint in upstream's layout; a :class:`~deepspeed.checkpoint.source.CheckpointSource`.
 
     Attributes:
         state: Everything that is no large tensor.

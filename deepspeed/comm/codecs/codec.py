@@ -6,7 +6,7 @@ values come out depends on the bytes alone, so every rank that decodes the same 
 
 *Error feedback*: what a codec has lost of a gradient is added to the next one, so that nothing is lost for good. That
 error is the one state of training that differs on every rank and is as long as the whole: the **private** column of the
-placement table (``zero.placement``). It belongs to whoever reduces, which hands it to each reduction as a
+placement table (``zero.placement``). It belongs to the caller of the reduction, which passes it to each as a
 :class:`Residual`.
 """
 

@@ -116,7 +116,7 @@ class ZeroRows:
 
 
 def row_starts(starts: Sequence[int], shapes: Sequence[Sequence[int]], numel: int) -> list[int]:
-    """Where the rows of tensors in a flat buffer begin, and the stretches between them.
+    """Returns where the rows of tensors in a flat buffer begin, and the gaps between them.
 
     A tensor of two or more dimensions has rows along its first one; any other is one row.
 

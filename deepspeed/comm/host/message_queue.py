@@ -216,7 +216,7 @@ class MessageQueue:
         return RuntimeError(words)
 
     def _tag(self) -> int:
-        """Of the message that was read last."""
+        """Returns the tag of the message that was read last."""
         number: int = _TAG.unpack(self._head)[0]
         return number
 

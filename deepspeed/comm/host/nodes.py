@@ -235,7 +235,7 @@ class NativeByNodes(NativeTransport):
 
     @contextmanager
     def _behind(self, device: torch.device) -> Iterator[None]:
-        """What is queued inside neither waits for later work of the current stream nor holds it up."""
+        """Runs what is queued inside on a side stream, so that the current stream and it do not wait for each other."""
         accelerator = get_accelerator()
         if device.type == "cpu":
             yield

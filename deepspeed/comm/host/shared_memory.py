@@ -51,7 +51,7 @@ class SharedRegion:
         weakref.finalize(self, os.close, file)
 
     def of(self, numel: int, dtype: torch.dtype, *, start: int = 0, is_mine: bool) -> torch.Tensor:
-        """What lies at byte ``start``, 1-D.
+        """Returns the elements at byte ``start``, 1-D.
 
         Raises:
             CommunicationError: There is not so much memory.
@@ -211,7 +211,7 @@ class SameHost:
         return self._places[number % PLACES].of(numel, dtype, is_mine=True)
 
     def next_number(self) -> int:
-        """Of the next round."""
+        """Number of the next round."""
         return self._started + 1
 
     def begin(self, started: Round, messages: list[RoundMessage]) -> None:

@@ -116,7 +116,7 @@ class _FakeRanks(Ranks):
 
 
 class _FakeWatchedGroups(WatchedGroups):
-    """Nobody is waited for, and no group is ever destroyed."""
+    """Registers no group with a watchdog, and destroys none."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)

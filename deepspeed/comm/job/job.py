@@ -122,7 +122,7 @@ class Job:
 
     @contextmanager
     def during(self, purpose: str) -> Iterator[None]:
-        """Inside, whoever waits in vain for a collective is told that it belongs to ``purpose``."""
+        """Inside, errors about collectives name ``purpose`` as what they belong to."""
         before, self.purpose = self.purpose, purpose
         try:
             yield

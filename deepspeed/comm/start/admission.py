@@ -4,7 +4,7 @@ Two runs need only a port in common for their processes to connect to one store,
 rank 1 of the other. So nothing is put under a name that two of them could share before rank 0, the host, has seen who
 is there. Every other process takes a number, posts who it is, and waits for the answer under its number. The host lets
 in one process per rank, and refuses by name who belongs to another run: there the whole run knows, here a line says so.
-What it tells those who are let in is where the run's own keys begin, under a word that nobody else can know.
+Admitted processes are sent the prefix of the run's keys, which contains a secret word.
 
 Most starters give a run a name (``Place.run``). Where none does, whoever runs something else on rank 0's machine, and
 was not started together with it, counts as a stranger. Where two processes come as one rank and nothing tells which of
@@ -378,7 +378,7 @@ class _Host:
 
 
 def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
-    """What a process is told that is not let in."""
+    """Answer to a process that is not admitted."""
     missing = (
         ". If both are one run, give all its processes the same DS_RUN_ID" if not (joining.run and host.run) else ""
     )

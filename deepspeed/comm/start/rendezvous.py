@@ -74,7 +74,7 @@ def release_store() -> None:
 
 
 def _tcp_store(place: Place, is_master: bool, timeout: timedelta) -> torch_dist.TCPStore:
-    """As torch would make it, but without its wait for as many clients as there are ranks: strangers would count."""
+    """Returns a ``TCPStore`` that does not wait for ``world_size`` clients: processes of other runs would count."""
     assert place.address is not None and place.port is not None
     return torch_dist.TCPStore(
         place.address,

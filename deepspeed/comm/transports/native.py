@@ -61,7 +61,7 @@ class NativeWork:
         return self._work is None or self._work.is_completed()
 
     def catch_up(self, seconds: float) -> bool:
-        """See ``transport.catch_up``. The host polls, so that nothing on the device waits for this transfer."""
+        """Polls the transfer on the host, like ``transport.catch_up``; no stream of the device waits for it."""
         if not self.will_arrive():
             self._transport.guard_poll(lambda: self._poll(seconds), self._ticket, self._label)
         return self.will_arrive()

@@ -1,4 +1,4 @@
-"""Sends and receives that begin, whatever has become of the connection: what is broken is told by the wait."""
+"""Starts P2P operations. If the connection is closed, returns a failed ``Work`` whose ``wait()`` raises."""
 
 from __future__ import annotations
 

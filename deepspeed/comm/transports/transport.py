@@ -86,7 +86,7 @@ def catch_up(work: Work, seconds: float) -> bool | None:
 
 
 def job_is_over(what: str) -> CommunicationError:
-    """What to raise where something that was made for a job is used after it.
+    """Returns the error for the use of something whose job is over.
 
     Args:
         what: Was wanted.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BackwardComm:
-    """What a layer will say to other ranks in a backward, whose graph keeps it alive until it has been said."""
+    """Communication that a layer will start in a backward; the graph keeps it alive until then."""
 
 
 @dataclass(eq=False)

@@ -78,7 +78,7 @@ class DeviceEvent(Protocol):
 
 
 class Member(Protocol):
-    """What takes part in a job."""
+    """Holds resources of a job, and is closed with it."""
 
     def leave(self) -> None:
         """The job is over: gives back what it holds."""
@@ -275,12 +275,12 @@ class Watch:
         return None
 
     def note_position(self, awaited: WaitRecord) -> None:
-        """Says where this rank may wait from now on, in code that supervises no wait."""
+        """Notes the position at which this rank may wait from now on, in code whose waits are not supervised."""
         self._begin_watching()
         self._awaited = self._position = awaited
 
     def known_reason(self) -> Exception | None:
-        """Why a wait where this rank stood latest failed, if any rank knows. Does not wait for that."""
+        """Returns why a wait at this rank's latest position failed, if any rank has posted it. Does not wait."""
         return None if self._position is None else self._reason(self._position, 0.0)[0]
 
     def _begin_watching(self) -> None:
@@ -317,7 +317,7 @@ class Watch:
         return any(end is not None for end in (self._decision, self._exit_notice, self._failure))
 
     def post_failure(self, text: str) -> None:
-        """Says that this rank cannot go on: whoever waits, now or later, raises with ``text``. The first one counts."""
+        """Posts that this rank cannot go on: ranks that wait, now or later, raise with ``text``. The first counts."""
         with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
             self.store.compare_set(self._key(_FAILURE), "", text)
 
@@ -476,7 +476,7 @@ class Watch:
         )
 
     def _reason(self, awaited: WaitRecord, patience: float) -> tuple[Exception | None, str]:
-        """What any rank has found out, or finds out in so many seconds; and the words for a store that is gone."""
+        """Returns the failure that a rank has posted, or posts within ``patience`` seconds, and a note on a lost store."""
         deadline = time.monotonic() + patience
         gone = ""
         if self.hears_losses:  # the store may have gone with the process that was lost, and torch is loud about that

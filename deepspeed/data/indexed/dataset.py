@@ -90,7 +90,7 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @property
     def dtype(self) -> numpy.dtype[Any]:
-        """Of the values."""
+        """Dtype of the values."""
         return self._index.dtype
 
     @property

@@ -87,7 +87,7 @@ def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: i
 
 
 def heaviest_position(rounds: Iterable[MuonRound]) -> int | None:
-    """Whose buffers are largest: the owner of the largest matrix, of several the one with most beside it in the round.
+    """Returns the owner of the largest matrix; among several, the one with most other elements in that round.
 
     Returns:
         Its position; None without matrices.

@@ -28,7 +28,7 @@ class FrozenAdamRule:
         self._frozen_at = frozen_at
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """As Adam's."""
+        """Returns Adam's initial state."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:

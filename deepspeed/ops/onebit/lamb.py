@@ -115,7 +115,7 @@ class OneBitLamb(FusedLamb):
         self.reminder = PhaseCheck(self, "1-bit LAMB", freeze_step)
 
     def begin_update(self, before: int) -> None:
-        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`; a collective as phases change."""
+        """Chooses the phase of the next update. Every rank must call it: a change of phase is a collective."""
         former, self.phase = self.phase, Phase.WARM_UP if before < self.freeze_step else Phase.MOMENTUM
         if self.phase is Phase.WARM_UP:
             if former is Phase.MOMENTUM:  # an earlier checkpoint was loaded
@@ -136,7 +136,7 @@ class OneBitLamb(FusedLamb):
     # -- what is remembered of tensors ---------------------------------------------------------------------------------
 
     def _remembered(self) -> dict[str, _LambTensorState]:
-        """Of every tensor that was updated, the same on all ranks; kept with the groups, which checkpoints have."""
+        """Returns the state of each updated tensor, equal on all ranks. The param groups hold it, so it is saved."""
         found: dict[str, _LambTensorState] = {}
         for group in self.param_groups:
             found.update({name: _LambTensorState(*numbers) for name, numbers in group.get(_MEMORY, {}).items()})

@@ -148,12 +148,12 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
 def farthest_of(group: dict[str, Any], updates: int) -> float:
     """Returns how far Adam could be from the anchor after the learning rates since then; arguments as above."""
     bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
-    # Denominators have the correction of the variance in them, which the bound is without.
+    # Denominators contain the bias correction of the variance; the bound does not.
     return bound * _correction(group, updates) if group["bias_correction"] else bound
 
 
 def _correction(group: dict[str, Any], updates: int) -> float:
-    """Of the root of a variance, for its start at zero."""
+    """Returns the bias correction of the root of a variance."""
     return float((1 - float(group["betas"][1]) ** updates) ** 0.5)
 
 
@@ -281,7 +281,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         self.comes_together = (local + 1) % gap == 0
 
     def coefficient(self, name: str) -> float:
-        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`; what is moved has the learning rate in it."""
+        """Returns 1: the movement that is exchanged contains the learning rate already."""
         return 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -19,7 +19,7 @@ _CALLS = ("train_batch", "eval_batch", "_exec_schedule")
 
 
 class DataError(PipelineError):
-    """Found by all ranks alike, so that nobody needs to be told and the engine can go on."""
+    """Raised on all ranks alike, so that no rank must be notified and the engine can continue."""
 
 
 class DataFeed:

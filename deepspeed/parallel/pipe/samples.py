@@ -19,7 +19,7 @@ _LOOKED_AT = 1024  # elements of a tensor; longer ones are looked at here and th
 
 
 def fingerprints(items: Iterable[Any]) -> tuple[int, int]:
-    """Of all inputs, and of all labels.
+    """Returns a fingerprint of all inputs and one of all labels.
 
     Args:
         items: Pairs ``(inputs, labels)``; what is no pair says nothing.

@@ -93,7 +93,7 @@ def share_layers(
 
 
 def _checked_core(model: Any, core: str | None, what: str) -> str:
-    """See :func:`core_of`; raises also where tokens of other ranks are needed elsewhere than in self-attention."""
+    """Returns :func:`core_of` the model; raises where layers other than self-attention need tokens of other ranks."""
     config = model.config
     if attends_across_sequences(config):
         raise DeepSpeedConfigError(

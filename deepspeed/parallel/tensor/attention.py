@@ -1,4 +1,4 @@
-"""What an attention module says of its heads, and what it must be told when they are divided."""
+"""Reads the numbers of heads of an attention module, and sets them when heads are divided."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, plac
 
 
 def _part_of_heads(value: torch.Tensor, count: int, low: int, high: int) -> torch.Tensor:
-    """Of ``(heads, ...)``, ``(batch x heads, ...)`` or ``(batch, heads, ...)``; anything else has no heads."""
+    """Returns the heads of this rank along the first of 3 dimensions or the second of 4; other tensors whole."""
     if value.dim() == 4:
         return value[:, low:high] if value.shape[1] == count else value
     if value.dim() == 3 and value.shape[0] % count == 0:

@@ -30,7 +30,7 @@ _AS_IT_IS = nullcontext()
 
 
 class Sequence(Protocol):
-    """See ``sequence.CutSequence``."""
+    """What a layer asks of a sequence that tensor-parallel ranks share; ``sequence.CutSequence`` is one."""
 
     is_cut: bool
 

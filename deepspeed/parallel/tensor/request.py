@@ -21,7 +21,7 @@ _REQUEST = "_ds_tensor_request"
 
 @dataclass(frozen=True)
 class TensorParallelRequest:
-    """What :func:`tp_model_init` was told.
+    """Arguments of one call of :func:`tp_model_init`.
 
     Attributes:
         size: Ranks that share a layer.

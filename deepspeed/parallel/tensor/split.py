@@ -149,7 +149,7 @@ class Split:
 
     @property
     def extent(self) -> int:
-        """Of the whole dimension."""
+        """Size of the whole dimension."""
         return self.runs[-1].stop
 
     def intervals(self, place: int) -> list[Interval]:

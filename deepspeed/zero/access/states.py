@@ -43,7 +43,7 @@ class _TrainedParam:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Of the logical parameter."""
+        """Shape of the logical parameter."""
         return self.address.shape if self.owners is None else self.owners.mine.global_shape
 
     @property
@@ -250,7 +250,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 
 def _carry_writes(found: _TrainedParam) -> None:
-    """What a user wrote into a resident parameter since the last update counts as its master value."""
+    """Copies what a program wrote into a resident parameter since the last update into its master."""
     bucket, tile = found.bucket, found.address.tile
     if not bucket.is_sharded and tile in bucket.changed_params():
         bucket.reattach(tile)

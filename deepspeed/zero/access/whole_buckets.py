@@ -202,7 +202,7 @@ def _walk(
     left_out: Collection[str] = (),
     borrow: bool = False,
 ) -> Iterator[tuple[Tile, torch.Tensor]]:
-    """See :func:`walk_full`; ``present`` is what :func:`_held` has found."""
+    """Walks the buckets for :func:`walk_full`; ``present`` is the result of :func:`_held`."""
     scale = 1.0
     if kind == "grad" and runtime.optimizer is not None:
         scale = runtime.optimizer.loss_scale

@@ -113,7 +113,7 @@ class SavedTensorHooks:
         self._by_storage = {}
 
     def _follow(self, old_key: int, new_key: int) -> None:
-        """A bucket's memory was left to somebody else: what they save of it is theirs."""
+        """Follows a bucket to its new memory, after the old memory was left to other views of it."""
         self._by_storage[new_key] = self._by_storage.pop(old_key)
 
     def push_guard(self) -> bool:

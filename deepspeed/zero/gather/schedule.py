@@ -190,7 +190,7 @@ class GatherSchedule:
 
     @property
     def _left_out(self) -> frozenset[int]:
-        """Of the open segment; an evaluation uses everything."""
+        """Buckets that the open segment skips; none in an evaluation."""
         return frozenset() if self.kind == "evaluation" else self._skipped
 
     def end(self) -> None:
@@ -333,7 +333,7 @@ class GatherSchedule:
 
 
 def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
-    """By bucket the buckets, in model order, that are gathered with it; leaves that share one count as one leaf."""
+    """Returns by bucket the buckets gathered with it, in model order; leaves that share a bucket count as one leaf."""
     found: list[set[int]] = []
     for leaf in leaves:
         joined = {bucket.index for bucket in leaf}

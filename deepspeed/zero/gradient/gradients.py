@@ -145,7 +145,7 @@ class GradientReducer:
         self.listen([len(self.buckets) - 1])
 
     def listen(self, positions: Iterable[int]) -> None:
-        """Hears of the gradients of all parameters of some buckets that require one now."""
+        """Registers hooks on the parameters of some buckets that require a gradient now."""
         for position in positions:
             for index, parameter in enumerate(self.buckets[position].bucket.params):
                 if parameter.requires_grad and (position, index) not in self._hooks:

@@ -38,7 +38,7 @@ class _Tensor:
 
     @property
     def place(self) -> slice:
-        """Where it lies in the message."""
+        """Its elements in the message."""
         return slice(self.start, self.start + self.numel)
 
 
@@ -137,7 +137,7 @@ class BucketMomentum:
         return "update" if self._optimizer.precondition else "momentum"
 
     def _make_root(self, variance: torch.Tensor) -> None:
-        """Of a variance in the order of the message, what momentum is divided by; infinite where nothing moves."""
+        """Turns a variance, in the order of the message, into the divisor of momentum; infinite where nothing moves."""
         frozen_root(variance, out=variance)
         for tensor in self._tensors:
             variance[tensor.place].add_(float(self._optimizer.param_groups[self._group(tensor)]["eps"]))
@@ -187,7 +187,7 @@ class BucketMomentum:
         return max((largest_update(group["betas"], rate) for group in groups), default=0.0)
 
     def multiply_errors(self, by: Sequence[float]) -> None:
-        """By param group: what is owed becomes so many times as much."""
+        """Scales the error-feedback residuals, one factor per param group."""
         for tensor in self._tensors:
             factor = by[self._group(tensor)]
             if factor != 1.0:
@@ -195,7 +195,7 @@ class BucketMomentum:
                     errors.mul_(factor)
 
     def _errors_of(self, tensor: _Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of what this rank has lost of it: as it sent, and of its slice."""
+        """Returns views of this rank's residuals of the tensor: of what it sent, and of its slice."""
         sent, owned = self._error.sent, self._error.owned
         assert owned is not None
         first = self._transport.rank * owned.numel()

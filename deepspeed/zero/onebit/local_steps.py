@@ -56,7 +56,7 @@ class LocalSteps(MomentumExchange):
         self._apart = None
 
     def _taking(self, used: list[list[bool]]) -> list[list[bool]]:
-        """Of what there is an update: what has a gradient and, as ranks come together, what moved since they last did.
+        """Returns per tile whether it is updated: it has a gradient, or it is exchanged now and has moved.
 
         A parameter may have had a gradient in a step of the ranks' own and have none in the one that brings them
         together; it would stay where each rank has moved it.
@@ -103,7 +103,7 @@ class LocalSteps(MomentumExchange):
 
     @property
     def optimizer(self) -> ZeroOneAdam:
-        """Whose exchanges."""
+        """The optimizer whose movements are exchanged."""
         assert isinstance(self._optimizer, ZeroOneAdam)
         return self._optimizer
 
@@ -156,16 +156,16 @@ class LocalSteps(MomentumExchange):
         return norm
 
     def _rescale_errors(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
-        """Keeps what is owed as it is where the coming update changes the variance, whose root is its unit."""
+        """Rescales the residuals if the next update changes the variance, whose root is their unit."""
         if bucket.private is None:
             return
         before, after = bucket.find_root(), bucket.find_root(mean, flags)
         if before is not None and after is not None:
-            # Where nothing could move before nothing is owed.
+            # Where nothing could move before, there is no residual.
             bucket.rescale(before.masked_fill_(before.isinf(), 0.0).div_(after))
 
     def _exchange(self, work: Work, clip: float) -> None:
-        """The movement of this one step travels, and its momentum is what has come, by the learning rate."""
+        """Exchanges the movement of this one step; the result divided by the learning rate is its momentum."""
         # A rate of 0 moves nothing, but its momentum is to be known.
         lrs = [max(float(group["lr"]), _LEAST) for group in self._optimizer.param_groups]
         self._send(work, clip, lrs, lrs)
@@ -200,10 +200,10 @@ class LocalSteps(MomentumExchange):
             before.finish()
 
     def _lower_errors(self, rates: Sequence[float]) -> None:
-        """Where the learning rate has fallen at once, so does what is owed.
+        """Scales the residuals down where the learning rate has dropped in one step.
 
-        As it comes back it is momentum too, what has come by the learning rate, which has fallen: in full it would come
-        ten times over. In a fall that is spread over exchanges feedback sees to it.
+        Momentum is the exchanged movement divided by the learning rate. An old residual would count in it as often as
+        the rate has dropped, ten times for example. If the rate drops over several exchanges, error feedback adapts.
         """
         factors = []
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -215,7 +215,7 @@ class LocalSteps(MomentumExchange):
             bucket.multiply_errors(factors)
 
     def _step_alone(self, work: Work, still: Mapping[BucketMomentum, list[int]], clip: float) -> None:
-        """A step of this rank's own; where ranks come together, what they have moved travels."""
+        """Makes a local step; at a synchronization the movement since the last one is exchanged."""
         lrs = []
         for group in self._optimizer.param_groups:
             lrs.append(float(group["lr"]))
@@ -232,7 +232,7 @@ class LocalSteps(MomentumExchange):
             own.sum.add_reduced(made)
 
     def _rates(self) -> list[float]:
-        """By param group, the sum of the learning rates since ranks came together."""
+        """Returns for each param group the sum of its learning rates since the last exchange."""
         return [float(group.get(LR_SUM) or 0.0) for group in self._optimizer.param_groups]
 
     def _count_from_zero(self) -> None:

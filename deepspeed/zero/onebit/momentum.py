@@ -146,7 +146,7 @@ class MomentumExchange(MeanGradient):
         return ExchangeResult(norm, None, used)
 
     def _norm_of_mean(self, gradients: Sequence[tuple[BucketMomentum, torch.Tensor | None, float]]) -> float:
-        """Of this rank's own gradients, each with its multiplier, the norm of the mean over ranks, within 2 %."""
+        """Returns the norm of the mean over ranks of gradients times their multipliers, within 2 %."""
         entries = [
             (bucket.master.bucket.group, bucket.master.layout.numel, gradient, factor)
             for bucket, gradient, factor in gradients
@@ -154,7 +154,7 @@ class MomentumExchange(MeanGradient):
         return self._root([sketch.squares() for sketch in sketches(entries, self._updates)])
 
     def _root(self, squares: Sequence[float]) -> float:
-        """Of the sum over the job; every rank must call it."""
+        """Returns the root of the sum over all ranks of the job. Every rank must call it."""
         rows = self._groups.job.gather_small(
             torch.tensor([sum(squares)], dtype=torch.float64), channel="step", label="the norm of the gradients"
         )

@@ -82,7 +82,7 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Pull the next item of the data. Told once per micro-batch, to stages with the first or the last chunk."""
+    """Pulls the next item of the data. Issued once per micro-batch, on stages with the first or the last chunk."""
 
     words = "loading"
 

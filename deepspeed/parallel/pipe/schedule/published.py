@@ -96,7 +96,7 @@ class TrainSchedule(PipeSchedule):
     """
 
     def num_pipe_buffers(self) -> int:
-        """As many as stages follow and one more, at least 2."""
+        """Number of stages after this one plus 1, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
