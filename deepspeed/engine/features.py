@@ -35,6 +35,7 @@ FEATURES = (
     "deepspeed.parallel.tensor.feature",
     "deepspeed.linear.feature",
     "deepspeed.ops.sparse_attention.feature",
+    "deepspeed.activation_checkpointing.feature",
     "deepspeed.ops.muon.feature",
     "deepspeed.data.batching.feature",
     "deepspeed.preemption.feature",

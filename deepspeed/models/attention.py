@@ -8,6 +8,7 @@ all, and padding would be seen; so both are registered together here, and nowher
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,16 +49,42 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
     Raises:
         DeepSpeedConfigError: The model's class does not use the registries.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    register_attention(name, attention, mask)
     model.set_attn_implementation(name)
     if attention_name(model.config) != name:
         raise DeepSpeedConfigError(
             f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
             "exchanged; use a model class that does"
         )
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Registers an implementation; see :func:`use_attention` for the arguments."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def interface_of(name: str, layer: nn.Module) -> Callable[..., Any]:
+    """Returns the attention function of the implementation ``name``; "eager" is that of the layer's own module.
+
+    Raises:
+        DeepSpeedConfigError: The layer's module has no function for "eager".
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name in ALL_ATTENTION_FUNCTIONS:
+        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+        return found
+    own = [getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in type(layer).__mro__]
+    eager = next((function for function in own if function is not None), None)
+    if eager is None:
+        raise DeepSpeedConfigError(
+            f"{type(layer).__name__}: its module has no eager_attention_forward, which the attention implementation "
+            f'{name!r} stands for; use attn_implementation="sdpa"'
+        )
+    return eager
 
 
 def check_use_of_attention(model: Any, name: str, attention: Any, mask: Any, what: str) -> None:
@@ -70,7 +97,12 @@ def check_use_of_attention(model: Any, name: str, attention: Any, mask: Any, wha
 def name_attention(layers: nn.Module, name: str) -> None:
     """Gives a registered implementation to layers that were taken out of a model, in place."""
     for module in configured_modules(layers):
-        module.config._attn_implementation = name
+        set_attention_name(module.config, name)
+
+
+def set_attention_name(config: Any, name: str) -> None:
+    """Gives a configuration the name of an implementation that is registered."""
+    config._attn_implementation = name
 
 
 def configured_modules(model: nn.Module) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.models.tensor_plan import part_of_plan
+from deepspeed.models.tensor_plan import cuts_blocks, part_of_plan
 
 
 class ModelPart:
@@ -55,5 +55,8 @@ class ModelPart:
         return module
 
     def tensor_plan(self, prefix: str) -> dict[str, str]:
-        """Returns what the model's tensor-parallel plan says of this part, by names that begin with ``prefix``."""
-        return part_of_plan(self.skeleton, self.path, prefix)
+        """Returns what the model's tensor-parallel plan says of this part, by names that begin with ``prefix``.
+
+        Empty if the plan cuts no block, as that of a model whose head alone has an entry.
+        """
+        return part_of_plan(self.skeleton, self.path, prefix) if cuts_blocks(self.skeleton) else {}

@@ -1,12 +1,13 @@
 """Runs a causal language model's own forward from its decoder's output on, without the decoder's modules.
 
 What a family does to its logits, and the balance loss of a mixture of experts, is computed by the model's own code. The
-decoder is replaced by a module that returns hidden states that are there already, the head by its weight.
+decoder is replaced by a module that returns hidden states that are there already, the head by a call of it.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,22 +35,19 @@ class Shell:
         self._model = copy.copy(found.model)
         self._model._modules = {**found.model._modules, self._decoder: None, self.head_path: None}
 
-    def finish(
-        self, hidden: torch.Tensor, router_outputs: Heard, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Any:
+    def finish(self, hidden: torch.Tensor, router_outputs: Heard, head: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """Returns logits; where routers count, a pair of logits and the weighted balance loss.
 
         Args:
             hidden: The decoder's output, ``[batch, tokens, width]``.
             router_outputs: What routers said.
-            weight: Of the head.
-            bias: Of the head, or None.
+            head: Makes logits ``[batch, tokens, vocabulary]`` of ``hidden``.
         """
         running = copy.copy(self._model)
         running._modules = {
             **self._model._modules,
             self._decoder: _GivenOutput(hidden, router_outputs),
-            self.head_path: _HeadCall(weight, bias),
+            self.head_path: _HeadCall(head),
         }
         if router_outputs is None:
             return running(input_ids=None, use_cache=False).logits
@@ -84,13 +82,13 @@ class _GivenOutput(nn.Module):
 
 
 class _HeadCall(nn.Module):
-    """In the place of the head: its weight, which belongs to a layer elsewhere."""
+    """In the place of the head: calls it, though it belongs to a layer elsewhere."""
 
-    weight_and_bias: tuple[torch.Tensor, torch.Tensor | None]
+    head: Callable[[torch.Tensor], torch.Tensor]
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.__dict__["weight_and_bias"] = (weight, bias)  # not registered here
+        self.__dict__["head"] = head  # not registered here
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, *self.weight_and_bias)
+        return self.head(hidden)

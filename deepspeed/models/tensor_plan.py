@@ -31,5 +31,13 @@ def part_of_plan(model: Any, path: str, prefix: str) -> dict[str, str]:
     return found
 
 
+_OF_BLOCKS = ("colwise", "rowwise", "rowwise_split_input")
+
+
+def cuts_blocks(model: Any) -> bool:
+    """Returns whether a model's plan cuts more than its embedding and its head, or is the part of one that does."""
+    return getattr(model, "_tp_plan_is_part", False) or any(style in _OF_BLOCKS for style in _plan_of(model).values())
+
+
 def _plan_of(model: Any) -> Mapping[str, str]:
     return getattr(model, "_tp_plan", None) or {}

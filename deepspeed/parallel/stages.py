@@ -22,6 +22,11 @@ def is_stage(model: nn.Module) -> bool:
     return bool(getattr(model, "is_part_of_model", False))
 
 
+def is_pipeline(model: nn.Module) -> bool:
+    """Returns whether ``model`` is a row of layers that may be divided over stages."""
+    return bool(getattr(model, "is_pipeline", False))
+
+
 def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
     """Everybody's ``mine``, where ranks hold different layers; else this rank's only, and nothing is communicated.
 

@@ -124,6 +124,7 @@ _BLOCK_PLAN = {
     "rise": "colwise",
     "fall": "rowwise",
 }
+_EMBEDDING_PLAN = {"embedding": "embedding_rowwise"}
 _HEAD_PLAN = {"head": "colwise_gather_output"}
 """How tensor parallelism cuts the layers, as Transformers' plans say it."""
 
@@ -231,7 +232,11 @@ def _block(shape: DecoderShape) -> nn.Module:
 class Decoder(nn.Module):
     """Embedding, blocks, head; returns the mean loss of the next token."""
 
-    _tp_plan: ClassVar = {**{f"layers.*.{name}": style for name, style in _BLOCK_PLAN.items()}, **_HEAD_PLAN}
+    _tp_plan: ClassVar = {
+        **_EMBEDDING_PLAN,
+        **{f"layers.*.{name}": style for name, style in _BLOCK_PLAN.items()},
+        **_HEAD_PLAN,
+    }
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -253,10 +258,25 @@ class Decoder(nn.Module):
         return token_loss(self.head(self.norm(x)), labels)
 
 
+class _FirstLayer(nn.Module):
+    """The first layer of a pipeline: the embedding."""
+
+    _tp_plan = _EMBEDDING_PLAN
+    _tp_plan_is_part = True
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
 class _LastLayers(nn.Module):
     """The last layer of a pipeline: norm and head."""
 
     _tp_plan = _HEAD_PLAN
+    _tp_plan_is_part = True
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -281,4 +301,4 @@ def layers_of(shape: DecoderShape) -> list[LayerSpec]:
     """The decoder as a row of layers: embedding, blocks, norm and head together."""
     block = _ExpertBlock if shape.experts else _DecoderBlock
     blocks = [LayerSpec(block, shape) for _ in range(shape.layers)]
-    return [LayerSpec(nn.Embedding, shape.vocab, shape.hidden), *blocks, LayerSpec(_LastLayers, shape)]
+    return [LayerSpec(_FirstLayer, shape), *blocks, LayerSpec(_LastLayers, shape)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.comm.job.mesh import SEQUENCE, TENSOR
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.inspection import EngineInspection
@@ -227,6 +227,7 @@ class _SimulatedRun:
         stage = self._part.stage
         if stage is None:
             return lambda: self._step(engine, inputs, self._steps)
+        cut = self._part.config.get("tensor_parallel") or {}
         simulated = SimulatedStage(
             engine,
             stage,
@@ -236,6 +237,7 @@ class _SimulatedRun:
             enter=self._current_module.enter,
             after_backward=lambda: self._note_states(engine),
             mark=self._count.trace.add,
+            sequence_ranks=self._part.mesh.size(TENSOR) if cut.get("sequence_parallel_norms") else 1,
         )
 
         def step() -> list[StepTotals]:

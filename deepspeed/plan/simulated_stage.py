@@ -192,6 +192,7 @@ class SimulatedStage:
         enter: Called with the phase that begins.
         after_backward: Called after each computation of gradients.
         mark: Called when a computation begins, and when it is over (``other``).
+        sequence_ranks: Ranks of which each has a part of the sequence between blocks; 1: it is whole.
     """
 
     def __init__(
@@ -205,6 +206,7 @@ class SimulatedStage:
         enter: Callable[[str], None],
         after_backward: Callable[[], None],
         mark: Callable[[MarkEvent], None],
+        sequence_ranks: int = 1,
     ) -> None:
         self._engine, self._items = engine, items
         self._flow, self._held, self._enter, self._after_backward = flow, held, enter, after_backward
@@ -220,7 +222,8 @@ class SimulatedStage:
         assert isinstance(interpreter.transports, SimulatedTransports), "made by played_wires"
         interpreter.wrap_handlers(self._watched)
         context = precision.forward_context(get_accelerator())
-        interpreter.transports.forms = forms_between(stage, items, precision.compute_dtype, context)
+        pieces = SequenceLayout.of(engine.module, sequence_ranks)
+        interpreter.transports.forms = forms_between(stage, items, precision.compute_dtype, context, pieces)
 
     def step(self) -> StageCost:
         """One step.
@@ -267,7 +270,35 @@ class SimulatedStage:
         self._seen.kept[own] = max(self._seen.kept[own], self._arrived[chunk, micro_batch])
 
 
-def forms_between(stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any) -> dict[int, Any]:
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Between which layers ranks have parts of sequences (``tensor_parallel.sequence_parallel_norms``).
+
+    Attributes:
+        blocks: Numbers of the layers; what the last of them gives is whole.
+        ranks: That share a sequence; 1: sequences are whole everywhere.
+    """
+
+    blocks: range = range(0)
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, module: PipelineModule, ranks: int) -> SequenceLayout:
+        """Returns those of a module whose activations ``ranks`` share."""
+        return cls(module.run_of_blocks()[:-1], ranks) if ranks > 1 else cls()
+
+    def cut(self, number: int, value: Any) -> Any:
+        """Returns what a rank has of what layer ``number`` gives: its own part of the first tensor, or all."""
+        if number not in self.blocks:
+            return value
+        first, rest = (value[0], value[1:]) if isinstance(value, tuple) else (value, None)
+        part = first.narrow(1, 0, first.shape[1] // self.ranks).contiguous()
+        return part if rest is None else (part, *rest)
+
+
+def forms_between(
+    stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any, pieces: SequenceLayout
+) -> dict[int, Any]:
     """Descriptions of what each chunk gives to the next: all layers run once, one after the other.
 
     Args:
@@ -275,6 +306,7 @@ def forms_between(stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | Non
         items: Inputs and labels of a micro-batch.
         dtype: That layers compute in; None: their own.
         context: What forward runs in.
+        pieces: Where ranks have parts of sequences.
     """
     found: dict[int, Any] = {}
     tied: dict[str, nn.Module] = {}
@@ -292,7 +324,7 @@ def forms_between(stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | Non
                 run = entry.to(dtype)
             value = map_tensors(run(value), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
             if number + 1 in stage.bounds:
-                found[stage.bounds.index(number + 1) - 1] = taken_apart(value)[0]
+                found[stage.bounds.index(number + 1) - 1] = taken_apart(pieces.cut(number, value))[0]
     return found
 
 

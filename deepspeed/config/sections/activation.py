@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from typing_extensions import override
+
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Int
 
 
 class ActivationCheckpointing(Section):
-    """Settings of ``deepspeed.checkpointing``; they do nothing until the program calls its functions."""
+    """Settings of ``deepspeed.checkpointing``, which do nothing until the program calls its functions.
+
+    ``recompute_modules`` needs no call.
+    """
+
+    _feature: ClassVar[str] = "deepspeed.activation_checkpointing.feature"
 
     partition_activations: Bool = key(False, "Split saved activations over the model-parallel ranks.")
     cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
@@ -17,3 +27,13 @@ class ActivationCheckpointing(Section):
     number_checkpoints: Int | None = key(None, "Number of checkpointed layers.", unit="layers", above=0)
     synchronize_checkpoint_boundary: Bool = key(False, "Synchronise the device at each checkpoint.")
     profile: Bool = key(False, "Time forward and backward of each checkpoint.")
+    recompute_modules: list[Literal["core_attn"]] = key(
+        None,
+        "Parts of the blocks of a Transformers model that run again in backward, everything else being kept. "
+        "core_attn: what attention computes between its projections.",
+        factory=list,
+    )
+
+    @override
+    def _own_features(self) -> Iterator[str]:
+        return super()._own_features() if self.recompute_modules else iter(())

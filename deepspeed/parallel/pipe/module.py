@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -194,14 +195,55 @@ class PipelineModule(PlainAttributes, nn.Module):
         """
         from deepspeed.parallel.pipe import transformers_models
 
-        if self.loss_fn is not transformers_models.next_token_loss:
+        given, options = self._own_loss()
+        if given is not transformers_models.next_token_loss:
             return
         if counts_routers(self.transformers_model.config):
             raise NotYetSupportedError(
                 "from_transformers with sequence_parallel_size and output_router_logits: the balance of routers would "
                 "be that of each rank's own tokens; set output_router_logits to False, or give a loss_fn"
             )
-        self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share)
+        self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share, **options)
+
+    def use_token_losses(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+        """Makes the loss of :meth:`from_transformers` one of logits that are cut over the vocabulary.
+
+        Args:
+            losses: From logits ``[tokens, vocabulary of this rank]`` and labels ``[tokens]`` to losses ``[tokens]``.
+
+        Returns:
+            False for another loss, which stays.
+        """
+        given, options = self._own_loss()
+        if given is not None:
+            self.loss_fn = functools.partial(given, **{**options, "losses": losses})
+        return given is not None
+
+    def _own_loss(self) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+        """Returns the loss of :meth:`from_transformers` and its options; None where the program gave another."""
+        from deepspeed.parallel.pipe.transformers_models import next_token_loss, next_token_loss_of_parts
+
+        is_partial = isinstance(self.loss_fn, functools.partial)
+        given: Any = self.loss_fn.func if is_partial else self.loss_fn  # type: ignore[union-attr]
+        options = dict(self.loss_fn.keywords) if is_partial else {}  # type: ignore[union-attr]
+        return (given if given in (next_token_loss, next_token_loss_of_parts) else None), options
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Returns the layer with the weight of the head of a Transformers model; None where this stage has no head."""
+        last = self._num_layers - 1
+        if self.transformers_model is None or self.stage_owner(last) != self.stage_id:
+            return None
+        layer: Any = self.forward_funcs[self.fwd_map[str(last)]]
+        found: nn.Module = (layer.args[0] if isinstance(layer, functools.partial) else layer).part
+        return found
+
+    def run_of_blocks(self) -> range:
+        """Returns the numbers of the repeated blocks: the longest run of layers of one class, on whatever stages."""
+        names = [class_name(entry) for entry in self._layer_specs]
+        runs = [(len(list(run)), name) for name, run in itertools.groupby(names)]
+        ends = list(itertools.accumulate(length for length, _ in runs))
+        length, place = max((length, -place) for place, (length, _) in enumerate(runs))
+        return range(ends[-place] - length, ends[-place])
 
     def take_pipeline_config(self, section: PipelineSection) -> None:
         """Takes what the configuration says; of the schedule, where the program said nothing. Layers may be built anew.

@@ -59,6 +59,8 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
         group = Job.current().declared.group_of(Job.current().declared.defined()[tie.group])
         if tie.module is None:
             continue
+        cut = [parameter for parameter in tie.module.parameters() if has_part(parameter)]
+        put_in_group(cut, _cut_group(tie.group))  # tensor parallelism may have cut it since it was declared
         parameters = dict(tie.module.named_parameters())
         comm.check_same_model(
             [
@@ -91,11 +93,16 @@ def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.Mo
         name = f"tied {key} of stages {', '.join(map(str, stages))}"
         module = modules[key] if key in modules else None
         lists = [[ranks[stage] for stage in stages] for ranks in mesh.groups(PIPE)]
-        for is_cut, group in ((False, name), (True, f"{name}, cut")):
+        for is_cut, group in ((False, name), (True, _cut_group(name))):
             Job.current().declared.define_copies(group, lists, is_cut=is_cut)
         if module is not None:
             for parameter in module.parameters():
-                put_in_group([parameter], f"{name}, cut" if has_part(parameter) else name)
+                put_in_group([parameter], _cut_group(name) if has_part(parameter) else name)
                 parameter.ds_pipe_replicated = mesh.position(rank_in(), PIPE) != stages[0]  # type: ignore[attr-defined]
         ties[key] = Tie(key, tuple(stages), module, name)
     return ties
+
+
+def _cut_group(name: str) -> str:
+    """Returns the group of copies of which tensor ranks have parts, by that of whole ones."""
+    return f"{name}, cut"

@@ -14,7 +14,8 @@ and the model's own forward makes its balance loss of it at the head; its gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from deepspeed.models.parts import ModelPart
 from deepspeed.models.recorded import Recording, Routers, record_routers, recorded_routers
 from deepspeed.models.shell import Heard, Shell
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
+from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding
 
 
 def layers_of(model_or_config: Any) -> list[Any]:
@@ -53,13 +55,18 @@ def layers_of(model_or_config: Any) -> list[Any]:
     return plan.layers()
 
 
-def next_token_loss(outputs: Any, labels: Any) -> Any:
+TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From logits ``[tokens, vocabulary]`` and labels ``[tokens]`` to losses ``[tokens]``; 0 where a label is IGNORED."""
+
+
+def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = None) -> Any:
     """Cross entropy of each token by those before it; labels of -100 do not count, as in Transformers.
 
     Args:
         outputs: Logits ``(batch, length, vocabulary)``; where routers count, those and the balance loss, 0-dim.
         labels: ``(batch, length)``, of the same tokens: they are shifted here. Or ``{"shift_labels": ...}``, of the
             same shape, with each token's next one.
+        losses: Computes the loss of each token, for logits of which ranks have parts; None: torch's cross entropy.
 
     Returns:
         The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss.
@@ -69,13 +76,19 @@ def next_token_loss(outputs: Any, labels: Any) -> Any:
         following = labels["shift_labels"]
     else:
         logits, following = logits[:, :-1], labels[:, 1:]
-    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED)
+    flat = following.flatten()
+    if losses is None:
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), flat, ignore_index=IGNORED)
+    else:
+        loss = losses(logits.flatten(0, 1), flat).sum() / (flat != IGNORED).sum()
     if balance is None:
         return loss
     return loss + balance, {"lm_loss": loss.detach(), "router_loss": balance.detach()}
 
 
-def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bool) -> torch.Tensor:
+def next_token_loss_of_parts(
+    logits: torch.Tensor, labels: Any, *, own_share: bool, losses: TokenLosses | None = None
+) -> torch.Tensor:
     """Cross entropy of the next token where each rank has a part of every sequence: the mean over all ranks' tokens.
 
     Args:
@@ -83,6 +96,7 @@ def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bo
         labels: ``{"shift_labels": (batch, this rank's tokens)}`` with each token's next one, as the one after the last
             token is on the next rank. Labels of -100 do not count.
         own_share: Back-propagate only this rank's share of the mean, see ``mean_loss``.
+        losses: See :func:`next_token_loss`.
 
     Returns:
         The loss, 0-dim, the same on all ranks that share sequences.
@@ -99,9 +113,12 @@ def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bo
             "labels (UlyssesSPDataLoaderAdapter makes them)"
         )
     following = labels["shift_labels"]
-    each = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
-    )
+    if losses is None:
+        each = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+    else:
+        each = losses(logits.flatten(0, 1), following.flatten())
     return mean_loss(each, following, own_share=own_share)
 
 
@@ -223,7 +240,14 @@ class _TiedHead:
         self.name = shell.head_path
 
     def __call__(self, module: Any, value: Any) -> Any:
-        return self._shell.finish(*_with_routers(value), module.part.weight, None)
+        return self._shell.finish(*_with_routers(value), functools.partial(_tied_logits, module.part))
+
+
+def _tied_logits(embedding: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns logits ``[batch, tokens, vocabulary]`` by the weight of an embedding, which ranks may share."""
+    if isinstance(embedding, VocabularyEmbedding):
+        return embedding.project(hidden)
+    return nn.functional.linear(hidden, embedding.weight)
 
 
 def _with_routers(value: Any) -> tuple[torch.Tensor, Heard]:
@@ -235,10 +259,13 @@ class _Embed(nn.Module):
     """Tokens, or a dict or tuple that begins with them, to their vectors; the rest goes along."""
 
     part: Any
+    _tp_plan: Mapping[str, str] = {}
+    _tp_plan_is_part = True
 
     def __init__(self, part: ModelPart) -> None:
         super().__init__()
         self.part = part.get()
+        self._tp_plan = part.tensor_plan("part")
 
     def forward(self, value: Any) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "position_ids")
@@ -341,11 +368,14 @@ class _Head(nn.Module):
 
     part: Any
     _shell: Shell
+    _tp_plan: Mapping[str, str] = {}
+    _tp_plan_is_part = True
 
     def __init__(self, part: ModelPart, shell: Shell) -> None:
         super().__init__()
         self.part = part.get()
+        self._tp_plan = part.tensor_plan("part")
         self.__dict__["_shell"] = shell
 
     def forward(self, value: Any) -> Any:
-        return self._shell.finish(*_with_routers(value), self.part.weight, getattr(self.part, "bias", None))
+        return self._shell.finish(*_with_routers(value), self.part)

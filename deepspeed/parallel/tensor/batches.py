@@ -56,10 +56,12 @@ class BatchCheck:
 
     Args:
         channel: The ranks that share its layers.
+        cuts_between_stages: Stages of a pipeline get parts of sequences from each other, which differ.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, cuts_between_stages: bool = False) -> None:
         self._channel = channel
+        self._cuts_between_stages = cuts_between_stages
         self._prints = Fingerprints()
         self._coming: deque[_ForwardRecord] = deque()
 
@@ -68,7 +70,9 @@ class BatchCheck:
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
 
     @uncompiled
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._cuts_between_stages and model.active_chunk != 0:
+            return
         found = dict(_leaves(args, kwargs))
         names, shown = list(found), ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
         prints = [self._prints.of(value) for value in found.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +24,20 @@ from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
 from deepspeed.models.head import takes_loss_function, use_loss_function
 from deepspeed.parallel.expert.auto import spread_modules
-from deepspeed.parallel.stages import gather_from_stages, raise_for_all_stages
+from deepspeed.parallel.stages import gather_from_stages, is_pipeline, is_stage, raise_for_all_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import set_head_counts, slice_arguments
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
 from deepspeed.parallel.tensor.channel import connect, connect_lists
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
+from deepspeed.parallel.tensor.linear import ColumnLinear
 from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
-from deepspeed.parallel.tensor.sequence import cut_sequences, plan_of
+from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_of
 from deepspeed.parallel.tensor.structure import of_structure, summed_inside
 from deepspeed.parallel.tensor.verify import ConsistencyCheck, inputs_of
-from deepspeed.parallel.tensor.vocabulary import causal_loss
+from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.holder import full_shape
 
@@ -82,7 +84,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     check_group(model, mesh.group(rank_in(), TENSOR))
     rules = _rules_by_stages(model, section, device)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
-    sequences = plan_of(model, layout) if section.sequence_parallel_norms else None
+    sequences = _sequences_by_stages(model, layout, device) if section.sequence_parallel_norms else None
     comm.check_same_model(_lines(model), group_along(TENSOR))
     channel = connect(mesh, device, comm.default_timeout())
     holders = _holders(model, layout, mesh, device)
@@ -105,14 +107,14 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         slice_arguments(model.get_submodule(name), attention, heads, channel.rank)
     if sequences is not None:
         cut_sequences(model, sequences, channel)
-    _use_parallel_loss(model, section, layout, channel)
+    _use_parallel_loss(model, section, channel, device)
     setattr(model, CUT, made)
     mark(model, "deepspeed.parallel.tensor.feature")
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
     if check is not None:
         check.after(model, channel)
     same_random_states(channel)
-    BatchCheck(channel).attach(model)
+    BatchCheck(channel, cuts_between_stages=sequences is not None and is_pipeline(model)).attach(model)
     return made
 
 
@@ -137,6 +139,19 @@ def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.de
         model, device, len(rules), problem, _NoPlanError, label="the tensor-parallel cuts of the stages"
     )
     return rules
+
+
+def _sequences_by_stages(model: nn.Module, layout: Layout, device: torch.device) -> ScatterPlan | None:
+    """Returns where the sequence is cut. Every rank raises what speaks against it on any stage."""
+    plan: ScatterPlan | None = None
+    problem: DeepSpeedConfigError | None = None
+    try:
+        plan = plan_of(model, layout)
+    except DeepSpeedConfigError as error:
+        problem = error
+    label = "the cuts of sequences between the layers of the stages"
+    raise_for_all_stages(model, device, int(plan is not None), problem, _NoPlanError, label=label)
+    return plan
 
 
 def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
@@ -180,18 +195,37 @@ def _head_rule(model: nn.Module, name: str, rule: CutRule, is_cut: bool) -> CutR
     return CutRule(CutStyle.COLUMN if is_cut else CutStyle.WHOLE, "vocab_parallel_lm_head")
 
 
-def _use_parallel_loss(model: nn.Module, section: TensorParallel, layout: Layout, channel: Channel) -> None:
+def _use_parallel_loss(model: nn.Module, section: TensorParallel, channel: Channel, device: torch.device) -> None:
     if not section.vocab_parallel_lm_head:
         return
-    head = output_head(model)
-    by_module = {id(model.get_submodule(layer.name)): layer for layer in layout.layers if layer.way is CutStyle.COLUMN}
-    if head is None or id(head) not in by_module or not takes_loss_function(model):
-        raise DeepSpeedConfigError(
+    problem = None
+    has_head = not is_stage(model) or output_head(model) is not None
+    if has_head and not _has_parallel_loss(model, channel):
+        problem = DeepSpeedConfigError(
             f"tensor_parallel.vocab_parallel_lm_head: {type(model).__name__} has no output layer that is cut over the "
             "vocabulary and computes a causal language model's loss; leave the key out"
         )
-    use_loss_function(model, causal_loss(channel))
+    label = "the loss of logits that are cut over the vocabulary"
+    raise_for_all_stages(model, device, int(has_head), problem, _NoPlanError, label=label)
     log_dist("tensor_parallel.vocab_parallel_lm_head: every rank's logits are those of its part of the vocabulary")
+
+
+def _has_parallel_loss(model: Any, channel: Channel) -> bool:
+    """Gives the model a loss of cut logits; returns whether it has such logits and takes such a loss."""
+    head = output_head(model)
+    cut: Any = getattr(head, "tensor_cut", None)
+    if isinstance(head, VocabularyEmbedding):  # of a pipeline, whose tied head has no module of its own
+        assert head.tensor_cut.projection is not None
+        head.tensor_cut.projection.is_gathered = False
+    elif not isinstance(head, ColumnLinear) or cut.is_gathered:
+        return False
+    if is_pipeline(model):
+        extent = cut.split.extent
+        return bool(model.use_token_losses(partial(vocab_parallel_cross_entropy, channel=channel, vocabulary=extent)))
+    if takes_loss_function(model):
+        use_loss_function(model, causal_loss(channel))
+        return True
+    return False
 
 
 def _lines(model: nn.Module) -> list[str]:

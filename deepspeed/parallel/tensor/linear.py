@@ -152,7 +152,18 @@ def _as(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor 
 
 
 @uncompiled
-def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
+def column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
+    """Computes a column-parallel layer. All ranks of ``cut.channel`` must call it.
+
+    Args:
+        values: ``[..., in]``.
+        weight: ``[out of this rank, in]``, or its transpose where ``cut.is_transposed``.
+        bias: ``[out of this rank]`` or None.
+        cut: How the layer is cut.
+
+    Returns:
+        ``[..., out of this rank]``, or ``[..., out]`` where ``cut.is_gathered``.
+    """
     kind = values.device.type
     if cut.holders is not None:
         weight = copy_to(weight, cut.holders, f"the gradient of the weight of {cut.name}")
@@ -199,7 +210,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Maps ``[..., in]`` to ``[..., out of this rank]``, or to ``[..., out]`` where the output is gathered."""
-        return _column(values, self.weight, self.bias, self.tensor_cut)
+        return column(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:
         """Returns the layer as a whole, and this rank's part."""

@@ -152,7 +152,9 @@ class Maker:
         assert layer.split is not None and isinstance(module, nn.Embedding)
         padding = module.padding_idx
         module.__class__ = VocabularyEmbedding if way is CutStyle.VOCABULARY else WidthEmbedding
-        module.tensor_cut = CutEmbedding(self._channel, layer.split, layer.name, padding)  # type: ignore[assignment]
+        projection = CutLinear(self._channel, self._shared_inputs, layer.split, layer.name, is_gathered=True)
+        cut = CutEmbedding(self._channel, layer.split, layer.name, padding, projection)
+        module.tensor_cut = cut  # type: ignore[assignment]
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:

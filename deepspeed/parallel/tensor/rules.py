@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.config.sections.tensor_parallel import LayerPartition, TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.configurations import model_type_of
-from deepspeed.models.tensor_plan import plans_in
+from deepspeed.models.tensor_plan import cuts_blocks, plans_in
 from deepspeed.parallel.tensor import presets
 
 
@@ -138,14 +138,16 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
         DeepSpeedConfigError: The plan has an unknown style.
     """
     found: dict[str, CutRule] = {}
+    # In the place of a layer that another stage of a pipeline has.
+    empty = {name for name, module in model.named_modules() if isinstance(module, nn.Identity)}
     for place, plan in plans_in(model):
         prefix = re.escape(f"{place}." if place else "")
-        if not any(style in ("colwise", "rowwise", "rowwise_split_input") for style in plan.values()):
+        if not cuts_blocks(model.get_submodule(place)):
             continue  # the head alone: a head that is cut without a model that is
         patterns = [(key, re.compile(prefix + key.replace(".", r"\.").replace("*", r"[^.]+"))) for key in plan]
         for name in _names(model):
             key = next((key for key, pattern in patterns if pattern.fullmatch(name)), None)
-            if key is None:
+            if key is None or name in empty:
                 continue
             style = plan[key]
             if style not in _STYLES:

@@ -19,6 +19,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.parallel.stages import is_pipeline
 from deepspeed.parallel.tensor.layout import Layout, block_of
 from deepspeed.parallel.tensor.linear import CutLinear
 from deepspeed.parallel.tensor.making import sum_own_gradients
@@ -38,21 +39,22 @@ class CutSequence:
     Attributes:
         channel: The ranks.
         is_cut: False in an evaluation whose length the ranks do not divide, which goes on with whole activations.
+        must_divide: Evaluations must be divided too: the stages of a pipeline do not know of each other's.
     """
 
     channel: Channel
     is_cut: bool = True
+    must_divide: bool = False
 
     @uncompiled
     def split(self, values: torch.Tensor) -> torch.Tensor:
         """Returns this rank's positions, ``[batch, S / ranks, width]`` of ``[batch, S, width]``.
 
         Also sets :attr:`is_cut` for the blocks that follow. In an evaluation whose S the ranks do not divide it is
-        False, and
-        ``values`` is returned whole.
+        False, and ``values`` is returned whole.
 
         Raises:
-            DeepSpeedConfigError: ``values`` is not 3-D, or the ranks do not divide S in training.
+            DeepSpeedConfigError: ``values`` is not 3-D, or the ranks do not divide S in training or in a pipeline.
         """
         size = self.channel.size
         if values.dim() != 3:
@@ -60,7 +62,7 @@ class CutSequence:
                 f"{_KEY}: the first block takes activations of shape {tuple(values.shape)}; expected (batch, sequence, "
                 "width). Leave the key out"
             )
-        self.is_cut = torch.is_grad_enabled() or values.shape[_DIM] % size == 0
+        self.is_cut = self.must_divide or torch.is_grad_enabled() or values.shape[_DIM] % size == 0
         if not self.is_cut:
             return values
         if values.shape[_DIM] % size:
@@ -103,16 +105,18 @@ class ScatterPlan:
     """Which modules change.
 
     Attributes:
-        first: Name of the first block.
-        last: Name of the last block.
+        first: Name of the first block; None: it lies on another stage.
+        last: Name of the last block, likewise.
+        is_of_stages: The blocks are layers of a pipeline.
         regions: Names of modules whose input is gathered.
         columns: Names of column-parallel layers in them.
         rows: Names of row-parallel layers.
         between: Names of modules with parameters that work on a part of the sequence.
     """
 
-    first: str
-    last: str
+    first: str | None
+    last: str | None
+    is_of_stages: bool = False
     regions: list[str] = field(default_factory=list)
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
@@ -131,6 +135,31 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
     """
     ways = {layer.name: layer.way for layer in layout.layers}
     rows = [name for name, way in ways.items() if way is CutStyle.ROW]
+    columns = [name for name, way in ways.items() if way is CutStyle.COLUMN]
+    if is_pipeline(model):
+        plan, roots = _blocks_of_stage(model, rows)
+    else:
+        plan, roots = _blocks_of(model, rows)
+    prefixes = tuple(f"{root}." for root in roots)
+    columns = [name for name in columns if name.startswith(prefixes)]
+    for row in rows:
+        block = row.partition(".")[0] if plan.is_of_stages else block_of(row)
+        region = _region(row, columns, block)
+        if region not in plan.regions:
+            plan.regions.append(region)
+    inside = tuple(f"{region}." for region in plan.regions) or ("\0",)
+    plan.columns = [name for name in columns if f"{name}.".startswith(inside)]
+    _refuse_others(model, layout, plan, inside)
+    for root in roots:
+        for name, module in model.get_submodule(root).named_modules(prefix=root):
+            own = any(True for _ in module.parameters(recurse=False))
+            if own and not f"{name}.".startswith(inside):
+                plan.between.append(name)
+    return plan
+
+
+def _blocks_of(model: nn.Module, rows: list[str]) -> tuple[ScatterPlan, list[str]]:
+    """Returns a plan without regions, and the names of the modules whose parts work on parts of the sequence."""
     blocks = list(dict.fromkeys(block_of(name) for name in rows))
     stacks = {block.rpartition(".")[0] for block in blocks}
     numbers = [int(found[0]) for block in blocks if (found := re.search(r"\d+$", block))]
@@ -142,20 +171,22 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
     count = len(list(model.get_submodule(stack).children()))
     if sorted(numbers) != list(range(count)):
         raise _refused(f"of the {count} blocks of {stack!r} only {sorted(numbers)} have layers that are cut")
-    plan = ScatterPlan(f"{stack}.0", f"{stack}.{count - 1}", rows=rows)
-    columns = [name for name, way in ways.items() if way is CutStyle.COLUMN and name.startswith(f"{stack}.")]
-    for row in rows:
-        region = _region(row, columns, block_of(row))
-        if region not in plan.regions:
-            plan.regions.append(region)
-    inside = tuple(f"{region}." for region in plan.regions)
-    plan.columns = [name for name in columns if f"{name}.".startswith(inside)]
-    _refuse_others(model, layout, plan, inside)
-    for name, module in model.get_submodule(stack).named_modules(prefix=stack):
-        own = any(True for _ in module.parameters(recurse=False))
-        if own and not f"{name}.".startswith(inside):
-            plan.between.append(name)
-    return plan
+    return ScatterPlan(f"{stack}.0", f"{stack}.{count - 1}", rows=rows), [stack]
+
+
+def _blocks_of_stage(model: Any, rows: list[str]) -> tuple[ScatterPlan, list[str]]:
+    """Returns the same for a stage of a pipeline. Which layers are blocks is known on all stages; cuts are not."""
+    blocks = model.run_of_blocks()
+    mine = [number for number in blocks if str(number) in model.fwd_map]
+    cut = sorted({int(name.partition(".")[0]) for name in rows if name.partition(".")[0].isdigit()})
+    if cut != mine or len(rows) != sum(name.partition(".")[0].isdigit() for name in rows):
+        raise _refused(
+            f"the layers {blocks.start} to {blocks.stop - 1} of the pipeline are its blocks, as the longest run of one "
+            f"class, of which this stage has {mine}; expected row-parallel layers in each of them and nowhere else, "
+            f"found them in {sorted({name.partition('.')[0] for name in rows})}"
+        )
+    first, last = (str(number) if number in mine else None for number in (blocks.start, blocks.stop - 1))
+    return ScatterPlan(first, last, is_of_stages=True, rows=rows), [str(number) for number in mine]
 
 
 def _region(row: str, columns: list[str], block: str) -> str:
@@ -189,8 +220,9 @@ def cut_sequences(model: nn.Module, plan: ScatterPlan, channel: Channel) -> None
         plan: Result of :func:`plan_of`.
         channel: The ranks.
     """
-    cut = CutSequence(channel)
-    model.get_submodule(plan.first).register_forward_pre_hook(_on_input(cut.split), with_kwargs=True)
+    cut = CutSequence(channel, must_divide=plan.is_of_stages)
+    if plan.first is not None:
+        model.get_submodule(plan.first).register_forward_pre_hook(_on_input(cut.split), with_kwargs=True)
 
     def gather(values: torch.Tensor) -> torch.Tensor:
         return cut.gather(values, is_partial=True)
@@ -208,16 +240,17 @@ def cut_sequences(model: nn.Module, plan: ScatterPlan, channel: Channel) -> None
             return cut.gather(output, is_partial=False)
         return (cut.gather(output[0], is_partial=False), *output[1:])
 
-    model.get_submodule(plan.last).register_forward_hook(gather_output)
-    log_dist(
-        f"{_KEY}: between {plan.first!r} and {plan.last!r} each of {channel.size} ranks has a part of the sequence"
-    )
+    if plan.last is not None:
+        model.get_submodule(plan.last).register_forward_hook(gather_output)
+    log_dist(f"{_KEY}: between the first block and the last each of {channel.size} ranks has a part of the sequence")
 
 
 def _on_input(change: Any) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (change(args[0]), *args[1:]), kwargs
+            first = args[0]
+            changed = (change(first[0]), *first[1:]) if isinstance(first, tuple) else change(first)
+            return (changed, *args[1:]), kwargs
         name = next((name for name in _ARGUMENTS if isinstance(kwargs.get(name), torch.Tensor)), None)
         if name is None:
             raise _refused(f"a module is called with {', '.join(kwargs)}, none of which is known as its input")

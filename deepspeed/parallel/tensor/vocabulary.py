@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import reduce_from
 from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.linear import CutLinear, column
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
@@ -26,12 +27,14 @@ class CutEmbedding:
         split: Of the vocabulary, or of the width.
         name: Of the layer, for messages.
         padding_index: The row without a gradient, in the whole vocabulary; None: all rows have one.
+        projection: How a head with the same weight is cut.
     """
 
     channel: Channel
     split: Split
     name: str
     padding_index: int | None = None
+    projection: CutLinear | None = None
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -53,6 +56,18 @@ class VocabularyEmbedding(nn.Embedding):
         found = F.embedding((ids - low).masked_fill(elsewhere, 0), self.weight, _row_of(cut.padding_index, low, high))
         mine = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_from(mine, cut.channel, f"the output of {cut.name}")
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits by the embedding's weight, for a head that is tied to it. All ranks must call it.
+
+        Args:
+            hidden: ``(..., width)``, the same on all ranks.
+
+        Returns:
+            ``(..., vocabulary)``; where ``projection.is_gathered`` is False ``(..., vocabulary of this rank)``.
+        """
+        assert self.tensor_cut.projection is not None
+        return column(hidden, self.weight, None, self.tensor_cut.projection)
 
 
 class WidthEmbedding(nn.Embedding):

@@ -1,0 +1,81 @@
+"""Selective recomputation: the inner part of attention runs again in backward, everything else is kept.
+
+Between the projections attention keeps scores and probabilities, whose size grows with the square of the length, and
+computes little (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_, section 5). Fused implementations keep no
+scores; there it saves the output of the attention only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.attention import (
+    attention_name,
+    check_use_of_attention,
+    configured_modules,
+    interface_of,
+    own_configurations,
+    register_attention,
+    set_attention_name,
+    takes_attention_by_name,
+)
+from deepspeed.models.masks import mask_of_implementation
+
+KEY = "activation_checkpointing.recompute_modules"
+_ENDING = "_recomputed"
+
+
+def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> None:
+    """Lets the attention modules of a Transformers model run their inner part again in backward, in place.
+
+    Args:
+        model: The model, what wraps it, or a stage of a pipeline with its layers.
+        whole: The model that the layers of a stage are from, with values or without; None: ``model`` is no stage.
+
+    Raises:
+        DeepSpeedConfigError: There is no Transformers model, or its classes do not take their attention by name.
+    """
+    inside = [module for module in model.modules() if takes_attention_by_name(module)]
+    outermost = whole if whole is not None else next(iter(inside), None)
+    if outermost is None:
+        raise DeepSpeedConfigError(
+            f"{KEY}: expected a Transformers model, whose attention can be exchanged, found {type(model).__name__}. "
+            "Call deepspeed.checkpointing.checkpoint around the attention in the model's own code, or leave the key out"
+        )
+    names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
+    for name in names:
+        attention, mask = _functions(str(name))
+        check_use_of_attention(outermost, f"{name}{_ENDING}", attention, mask, KEY)
+    config: Any = outermost.config
+    if getattr(config, "reorder_and_upcast_attn", False) and "eager" in names:
+        raise DeepSpeedConfigError(
+            f"{KEY}: reorder_and_upcast_attn computes attention in the layer itself, which cannot be exchanged; set "
+            "it to false, or leave the key out"
+        )
+    own_configurations(model)
+    for module in configured_modules(model):
+        name = attention_name(module.config)
+        if name is not None and not name.endswith(_ENDING):
+            register_attention(f"{name}{_ENDING}", *_functions(name))
+            set_attention_name(module.config, f"{name}{_ENDING}")
+
+
+def _functions(name: str) -> tuple[Any, Any]:
+    """Returns the attention and the mask function in the place of those of an implementation."""
+    return functools.partial(_attend, name), functools.partial(mask_of_implementation, name)
+
+
+def _attend(
+    name: str, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+) -> Any:
+    """Computes attention of ``[batch, heads, tokens, width]`` by the implementation ``name``."""
+    attention = functools.partial(interface_of(name, layer), layer)
+    if not torch.is_grad_enabled():
+        return attention(query, key, value, mask, **more)
+    return non_reentrant_checkpoint(attention, query, key, value, mask, **more)

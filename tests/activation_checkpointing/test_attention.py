@@ -1,0 +1,120 @@
+"""Selective recomputation: the same bits, and nothing that grows with the square of the length is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.pipe import PipelineModule
+from tests.harness.pool import run_ranks
+from tests.parallel.tensor.support import VOCABULARY, adamw, ids, llama
+
+transformers = pytest.importorskip("transformers")
+LENGTH = 12
+KEYS = {"activation_checkpointing": {"recompute_modules": ["core_attn"]}}
+
+
+def _gpt2(attention: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 6}
+    config = transformers.GPT2Config(**sizes, attn_implementation=attention, **changes)
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS = {
+    "llama, eager": lambda: llama(attn_implementation="eager"),
+    "llama, sdpa": lambda: llama(attn_implementation="sdpa"),
+    "gpt2 with dropout, eager": lambda: _gpt2("eager"),
+}
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, **more}
+
+
+def _trained(model: nn.Module, more: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, weights, and how many tensors of heads by tokens by tokens forwards keep."""
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_config(**more))[0]
+    torch.manual_seed(3)
+    squares = 0
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        nonlocal squares
+        squares += tuple(value.shape) == (2, 6, LENGTH, LENGTH)
+        return value
+
+    losses = []
+    for step in range(3):
+        batch = ids(step, 0, LENGTH)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine.destroy()
+    return losses, weights, squares
+
+
+def _bit_for_bit() -> None:
+    for name, make in MODELS.items():
+        losses, weights, kept = _trained(make(), {})
+        found_losses, found_weights, found_kept = _trained(make(), KEYS)
+        assert found_losses == losses, name
+        assert all(torch.equal(found_weights[key], value) for key, value in weights.items()), name
+        assert found_kept == 0 and (kept > 0) == ("eager" in name), (name, kept, found_kept)
+
+
+def test_the_same_bits_without_scores():
+    run_ranks(_bit_for_bit, 1)
+
+
+def _in_stages(pipe: int, more: dict[str, Any]) -> list[float]:
+    module = PipelineModule.from_transformers(MODELS["llama, eager"](), num_stages=pipe)
+    config = _config(gradient_accumulation_steps=2, **more)
+    engine = deepspeed.initialize(model=module, optimizer=adamw(module.parameters()), config=config)[0]
+    names = {layer.config._attn_implementation for layer in module.modules() if hasattr(layer, "config")}
+    assert names == ({"eager_recomputed"} if more else {"eager"})
+    batches = [(ids(step, 0, LENGTH),) * 2 for step in range(2)]
+    return [engine.train_batch(iter(batches)).item() for _ in range(3)]
+
+
+def test_in_a_pipeline():
+    expected = run_ranks(_in_stages, 2, 2, {})
+    assert run_ranks(_in_stages, 2, 2, KEYS) == expected
+
+
+def _refused() -> None:
+    for model, message in (
+        (nn.Linear(3, 3), "expected a Transformers model, whose attention can be exchanged, found Linear"),
+        (_gpt2("eager", reorder_and_upcast_attn=True), "reorder_and_upcast_attn computes attention in the layer"),
+        (
+            transformers.CodeGenForCausalLM(
+                transformers.CodeGenConfig(vocab_size=67, n_embd=24, n_layer=1, n_head=4, rotary_dim=4)
+            ),
+            "the class does not take its attention from transformers' AttentionInterface",
+        ),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=message):
+            deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_config(**KEYS))
+
+
+def test_what_has_no_attention_by_name_is_refused():
+    run_ranks(_refused, 1)
+
+
+def _shared() -> None:
+    model = llama(attn_implementation="sdpa")
+    with pytest.raises(DeepSpeedConfigError, match="recompute_modules where 2 ranks share a sequence"):
+        deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=_config(sequence_parallel_size=2, **KEYS)
+        )
+
+
+def test_shared_sequences_are_refused():
+    run_ranks(_shared, 2)
