@@ -476,7 +476,7 @@ class Watch:
         )
 
     def _reason(self, awaited: WaitRecord, patience: float) -> tuple[Exception | None, str]:
-        """Returns the failure that a rank has posted, or posts within ``patience`` seconds, and a note on a lost store."""
+        """Returns the failure that a rank posted, or posts within ``patience`` seconds; and a note on a lost store."""
         deadline = time.monotonic() + patience
         gone = ""
         if self.hears_losses:  # the store may have gone with the process that was lost, and torch is loud about that
