@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -45,3 +46,9 @@ def operations_of(group: Any) -> int | None:
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     except RuntimeError:
         return None
+
+
+def counts_sends(group: Any, device: torch.device) -> bool:
+    """Returns whether :func:`operations_of` also counts sends and recvs of tensors on ``device``."""
+    name: str = group._get_backend(device).name()
+    return name == "gloo"

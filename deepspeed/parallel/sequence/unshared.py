@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.torch_groups import counts_sends
 from deepspeed.comm.job.world import is_initialized, ranks_of
 from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.errors import DeepSpeedConfigError
@@ -19,6 +23,7 @@ from deepspeed.parallel.sequence.exchange import uses_of_transports
 from deepspeed.uncompiled import uncompiled
 
 _ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+_P2P = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default, torch.ops.c10d.recv_any_source_.default)
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
@@ -44,6 +49,7 @@ class _FirstForward:
     def __init__(self, model: nn.Module, group: Any, ranks: int) -> None:
         self._members, self._ranks = ranks_of(group), ranks
         self._seen: _Attention | None = None
+        self._sent = _SendsAndRecvs(self._members)
         self._before: tuple[int, int | None] = (0, None)
         self._handles = [
             model.register_forward_pre_hook(self._begin),
@@ -58,6 +64,7 @@ class _FirstForward:
         self._seen = _Attention()
         if all(module._compiled_call_impl is None for module in model.modules()):
             self._seen.__enter__()
+            self._sent.__enter__()
             self._seen.is_entered = True
 
     @uncompiled
@@ -68,13 +75,14 @@ class _FirstForward:
         if seen is None:
             return
         if seen.is_entered:
+            self._sent.__exit__(None, None, None)
             seen.__exit__(None, None, None)
         uses, calls = self._counts()
         uses_before, calls_before = self._before
         has_counted = calls is not None and calls_before is not None
         by_program = calls - calls_before if calls is not None and calls_before is not None else 0
-        if result is None or uses > uses_before or by_program > 0:  # a forward that failed returns None
-            return
+        if result is None or uses > uses_before or by_program > 0 or self._sent.count:
+            return  # a forward that failed returns None
         what = (
             f"sequence_parallel_size {self._ranks}: expected {type(model).__name__} to exchange tokens with the ranks "
             "that have the other parts of its sequences; "
@@ -110,6 +118,26 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ATTENTION or (func in _SOFTMAX and _is_square(args)):
             self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _SendsAndRecvs(TorchDispatchMode):
+    """Counts sends and recvs in groups of some ranks that :func:`program_calls` does not count.
+
+    Args:
+        members: The ranks. Groups that also have other ranks do not count.
+    """
+
+    def __init__(self, members: Collection[int]) -> None:
+        super().__init__()
+        self._members = set(members)
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _P2P:
+            group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+            if not counts_sends(group, args[0][0].device):
+                self.count += set(dist.get_process_group_ranks(group)) <= self._members
         return func(*args, **(kwargs or {}))
 
 

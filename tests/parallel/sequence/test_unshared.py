@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 import deepspeed
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.torch_groups import counts_sends
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.comm.transports.transport import Piece
@@ -47,6 +49,17 @@ class ScoresOfAll(Scores):
         everything = [torch.empty_like(x) for _ in range(2)]
         self.gather(everything, x.contiguous())
         return super().forward(torch.cat(everything, 1))
+
+
+class ScoresOfRing(Scores):
+    """The same, on the sum of tokens that go round the ranks by ``send`` and ``recv``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        theirs, other = torch.empty_like(x), 1 - dist.get_rank()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, theirs, other)])
+        for work in works:
+            work.wait()
+        return super().forward(x + theirs)
 
 
 class ScoresAndLoss(Scores):
@@ -106,6 +119,28 @@ def test_a_model_that_exchanges_nothing_is_found():
     run_ranks(_first_forwards, 2)
 
 
+def _first_forwards_round_the_ranks() -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "zero_optimization": {"stage": 0}}
+    hidden = torch.ones(2, 8, 8)
+    # As on NCCL, whose groups count collectives only.
+    with (
+        mock.patch("deepspeed.comm.transports.program_calls.operations_of", lambda group: 0),
+        mock.patch("deepspeed.parallel.sequence.unshared.counts_sends", lambda group, device: False),
+    ):
+        for make in (ScoresOfRing, Scores):
+            engine = deepspeed.initialize(model=make(), config=config)[0]
+            if make is ScoresOfRing:
+                assert engine(hidden).shape == (2, 8, 8)
+            else:
+                with pytest.raises(DeepSpeedConfigError, match="exchanged nothing"):
+                    engine(hidden)
+            engine.destroy()
+
+
+def test_sends_and_recvs_are_an_exchange_where_torch_does_not_count_them():
+    run_ranks(_first_forwards_round_the_ranks, 2)
+
+
 def _counts() -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     # A backend for each device, as of cpu:gloo,cuda:nccl. Torch itself counts nothing for such a group.
@@ -123,6 +158,7 @@ def _counts() -> None:
     assert program_calls([0, 1]) == begin + 1
     (dist.send if rank == 0 else dist.recv)(torch.ones(3), 1 - rank)
     assert program_calls([0, 1]) == begin + 2
+    assert counts_sends(mixed, torch.device("cpu"))
     dist.new_group([0, 1], backend="fake")
     assert program_calls([0, 1]) is None  # this backend counts nothing
     assert program_calls([rank]) == 0  # no group lies within one rank
