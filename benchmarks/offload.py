@@ -3,6 +3,7 @@
     python benchmarks/offload.py adam [--numel N]         GB/s beside torch's fused kernel and a plain copy
     python benchmarks/offload.py files --path DIR          GB/s of the file store, beside fio where it is installed
     python benchmarks/offload.py steps [--path DIR]        seconds per step on 2 CPU ranks, by stage and home
+    python benchmarks/offload.py speculation               seconds of a step with and without super_offload, 1 rank
     python benchmarks/offload.py all --write-report        all of them
 
 Every figure is the best of several repetitions, interleaved, because other work on the machine only ever adds time.
@@ -228,6 +229,70 @@ def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
     return {"ranks": ranks, "raw_gigabytes_per_second": raw, "configurations": report}
 
 
+def time_speculation(count: int, layers: int) -> dict[str, Any]:
+    """Body of a rank: seconds of forward and backward, and of the update, with and without ``super_offload``.
+
+    The engines take turns. "clipped" clips every gradient, so that whatever was begun is made again.
+    """
+    import deepspeed
+    from deepspeed.logging import logger
+
+    logger.setLevel("WARNING")
+    torch.set_num_threads(1)
+    engines, times = {}, {}
+    for name, clip, speculates in (
+        ("after the norm", 0.0, False),
+        ("before the norm", 0.0, True),
+        ("after the norm, clipped", 1e-3, False),
+        ("before the norm, clipped", 1e-3, True),
+    ):
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "gradient_clipping": clip,
+            "zero_optimization": {
+                "stage": 2,
+                "reduce_bucket_size": 1 << 21,
+                "offload_optimizer": {"device": "cpu", "super_offload": speculates},
+            },
+        }
+        model = GPT(layers=layers)
+        engines[name] = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+        times[name] = []
+    tokens = torch.randint(8192, (2, 128), generator=torch.Generator().manual_seed(0))
+    for number in range(count + 2):
+        for name, engine in engines.items():
+            start = time.perf_counter()
+            engine.backward(engine(tokens))
+            before_update = time.perf_counter()
+            engine.step()
+            if number >= 2:  # orders are known and states are there
+                times[name].append((before_update - start, time.perf_counter() - before_update))
+    report = {}
+    for name, engine in engines.items():
+        speculation = engine.optimizer.speculation
+        both = [sum(pair) for pair in times[name]]
+        report[name] = {
+            "forward_and_backward": min(pair[0] for pair in times[name]),
+            "update": min(pair[1] for pair in times[name]),
+            "step": min(both),
+            "median_step": sorted(both)[len(both) // 2],
+            "bytes": {kind: counted for kind, counted, _, _ in engine.memory_report() if counted},
+            **({"kept": speculation.kept, "thrown_away": speculation.discarded} if speculation else {}),
+        }
+        engine.destroy()
+    return report
+
+
+def speculation(count: int, layers: int) -> dict[str, Any]:
+    """Updates on the host that begin while later gradients arrive, beside those that begin after the norm."""
+    from benchmarks.offload import time_speculation as body  # the workers import it by this name
+    from tests.harness import run_ranks
+
+    return {"threads": 1, "seconds": run_ranks(body, 1, count, layers, timeout=1200)[0]}
+
+
 def markdown(report: dict[str, Any]) -> str:
     """The report for people: nested figures as ``name: value`` lines under a heading per measurement."""
     lines = [
@@ -262,7 +327,7 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-MEASUREMENTS = ("adam", "files", "steps")
+MEASUREMENTS = ("adam", "files", "steps", "speculation")
 
 
 def main() -> None:
@@ -287,6 +352,8 @@ def main() -> None:
             report["files"] = files(Path(folder), arguments.nbytes, arguments.repetitions)
         if "steps" in chosen:
             report["steps"] = steps(Path(folder), arguments.repetitions, arguments.ranks, arguments.layers)
+        if "speculation" in chosen:
+            report["speculation"] = speculation(4 * arguments.repetitions, arguments.layers)
     load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
     report["machine"] = f"{os.cpu_count()} logical cores, {load}"
     sys.stdout.write(json.dumps(report, indent=2) + "\n")

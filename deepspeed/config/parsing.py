@@ -253,11 +253,10 @@ def value_at(root: Root, path: Path) -> Any:
 
 def refuse_unavailable(root: Root, findings: ConfigMessages) -> None:
     """Reports every key that switches a missing feature on."""
-    stage = root.zero_optimization.stage
     for feature in FEATURES:
         for key in feature.keys:
             value = value_at(root, key.path)
-            if value is None or not key.switched_on(value) or (stage == 0 and key.idle_at_stage_0):
+            if value is None or not key.switched_on(value):
                 continue
             is_section = hasattr(value, "model_fields_set")
             findings.problem(key.path, feature.refusal(key, "" if is_section else shown(value)))

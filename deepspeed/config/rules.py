@@ -177,6 +177,13 @@ def _offload(zero: ZeroOptimization, findings: ConfigMessages) -> None:
                 '"nvme" needs zero_optimization.offload_optimizer.nvme_path, a folder; none is given',
                 (ZERO, "offload_optimizer", "nvme_path"),
             )
+        if optimizer.super_offload:
+            findings.problem(
+                (ZERO, "offload_optimizer", "super_offload"),
+                'needs zero_optimization.offload_optimizer.device "cpu", found "nvme": states in files are updated '
+                "through buffers, after the norm is known. Change the device, or set super_offload to false",
+                at,
+            )
     if optimizer.ratio < 1 and zero.stage < 3:
         findings.problem(
             (ZERO, "offload_optimizer", "ratio"),

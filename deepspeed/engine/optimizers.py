@@ -153,6 +153,13 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
             f"pass through memory piece by piece, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
             'this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
         )
+    if placement.speculates and optimizer is not None and not supports_flat_update(optimizer):
+        raise DeepSpeedConfigError(
+            f"zero_optimization.offload_optimizer.super_offload with the optimizer {type(optimizer).__name__}: "
+            "expected one whose update of single buckets can be made and thrown away, but "
+            f"{why_not_flat(optimizer)}. Use one of this package, or torch's Adam, AdamW, Adagrad or SGD without that, "
+            "or set super_offload to false"
+        )
     if optimizer is None and placement.shard_master and not placement.shard_params:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage {placement.stage} shards optimizer states, but there is no optimizer; give "

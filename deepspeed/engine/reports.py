@@ -51,6 +51,8 @@ def memory_rows(
         if home is Home.HOST:
             rows.append((StorageKind.GRADIENT, home, *_landed(runtime, formula, precision, accumulation_steps)))
             rows.append((StorageKind.STAGING, home, *_staging(runtime)))
+            if optimizer is not None and optimizer.speculation is not None:
+                rows.append((StorageKind.SHADOW, home, *formula.shadow(states)))
     return [(_named(kind, home), runtime.ledger.live(kind, home), number, text) for kind, home, number, text in rows]
 
 

@@ -18,13 +18,11 @@ class Key:
         name: With dots.
         switched_on: Whether a value of the key does; never asked about an absent section.
         off: How to switch it off.
-        idle_at_stage_0: At ZeRO stage 0 the key means nothing and is let pass.
     """
 
     name: str
     switched_on: Callable[[Any], bool]
     off: str
-    idle_at_stage_0: bool = False
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -32,10 +30,10 @@ class Key:
         return tuple(self.name.split("."))
 
 
-def switch(name: str, *, idle_at_stage_0: bool = False) -> Key:
+def switch(name: str) -> Key:
     """Returns a key that is true or false."""
     off = "set it to false or leave the section out" if name.endswith(".enabled") else "set it to false"
-    return Key(name, lambda value: value is True, off, idle_at_stage_0)
+    return Key(name, lambda value: value is True, off)
 
 
 def section(name: str) -> Key:
@@ -161,11 +159,6 @@ FEATURES: tuple[Feature, ...] = (
         "binding processes to cores",
         "Start the ranks with deepspeed --bind_cores_to_rank.",
         {"deepspeed.utils.numa": "get_numactl_cmd get_numa_cores"},
-    ),
-    Feature(
-        "SuperOffload",
-        "Use offload_optimizer with device cpu.",
-        keys=(switch("zero_optimization.offload_optimizer.super_offload", idle_at_stage_0=True),),
     ),
     Feature("ZenFlow", "Use offload_optimizer with device cpu.", keys=(section("zero_optimization.zenflow"),)),
     Feature(

@@ -48,6 +48,7 @@ def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
         max_host_params=param.max_in_cpu if param is not None else 0,
         shard_ranks=neighbours if is_grid else None,
         spread_master=is_grid and zero.mics_shard_size <= 0,
+        speculates=optimizer is not None and optimizer.super_offload,
     )
 
 

@@ -7,6 +7,7 @@ host memory is the device: nothing is copied, and the bits are those of training
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.gradient.destination import GradientDestination, add_into
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Ledger, Memory, StorageKind
-from deepspeed.zero.update.loop import Operands, UpdateSlice, UpdateStrategy
+from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket
 from deepspeed.zero.update.norm import Squares
 
@@ -73,17 +74,19 @@ class StagingPool:
     def __init__(self, *, pin: bool, down: CopyStream) -> None:
         self.pin = pin
         self.down = down
+        self._lock = threading.RLock()  # a speculative update waits for its gradient in another thread
         self._free: list[torch.Tensor] = []
         self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyHandle, Squares | None]] = deque()
 
     def add(self, result: HeldBuffer, gradient: torch.Tensor, squares: Squares | None = None) -> None:
         """Starts to add ``gradient`` to ``result``; ``squares`` receives those of the sum."""
-        while len(self._waiting) >= _STAGING:
-            self._add_oldest()
-        numel, dtype = gradient.numel(), gradient.dtype
-        fits = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel and buffer.dtype == dtype]
-        staging = self._free.pop(fits[0]) if fits else host_tensor(numel, dtype, pin=self.pin)
-        self._waiting.append((result, staging, self.down.copy(staging[:numel], gradient), squares))
+        with self._lock:
+            while len(self._waiting) >= _STAGING:
+                self._add_oldest()
+            numel, dtype = gradient.numel(), gradient.dtype
+            fits = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel and buffer.dtype == dtype]
+            staging = self._free.pop(fits[0]) if fits else host_tensor(numel, dtype, pin=self.pin)
+            self._waiting.append((result, staging, self.down.copy(staging[:numel], gradient), squares))
 
     def _add_oldest(self, drop: bool = False) -> None:
         result, staging, arrival, squares = self._waiting.popleft()
@@ -95,11 +98,12 @@ class StagingPool:
 
     def settle(self, result: HeldBuffer, *, drop: bool = False) -> None:
         """Adds what is on its way to ``result``, or throws it away."""
-        for _ in range(len(self._waiting)):
-            if self._waiting[0][0] is result:
-                self._add_oldest(drop)
-            else:
-                self._waiting.rotate(-1)
+        with self._lock:
+            for _ in range(len(self._waiting)):
+                if self._waiting[0][0] is result:
+                    self._add_oldest(drop)
+                else:
+                    self._waiting.rotate(-1)
 
 
 class HeldBuffer(FlatBuffer):
@@ -229,17 +233,30 @@ class HostUpdate(UpdateStrategy):
         master = piece.master
         if operands.out is None or master.writes_out_in_place:
             return
-        assert master.out is not None
         copied = CopyHandle()
         if master.bucket.memory.home is Home.FILE:
             super().store(piece, operands, updated)
         else:
-            target = master.out[piece.start : piece.stop]
-            for part in self._complete(piece, operands, updated):
-                self._last = copied = self._up.copy(target[part], operands.out[part])
+            copied = self._send_up(piece, operands, updated)
         whole = operands.out.untyped_storage()
         buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(whole)
         self._staging.append((buffer, copied))
+
+    def _send_up(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> CopyHandle:
+        """Starts to copy new compute parameters to the device; returns the last copy."""
+        assert piece.master.out is not None and operands.out is not None
+        copied = CopyHandle()
+        target = piece.master.out[piece.start : piece.stop]
+        for part in self._complete(piece, operands, updated):
+            self._last = copied = self._up.copy(target[part], operands.out[part])
+        return copied
+
+    @override
+    def store_whole(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
+        master = piece.master
+        if master.writes_out_in_place or master.bucket.memory.home is Home.FILE:
+            return super().store_whole(piece, operands, updated)
+        return self._send_up(piece, operands, updated)
 
     @override
     def before_publish(self, master: MasterBucket) -> None:

@@ -83,6 +83,8 @@ class StateTransfer:
     def _move(self, kinds: list[str], copy: Any, home: Home) -> None:
         runtime = self._runtime
         runtime.leave_backward("offload_states and reload_states")
+        if runtime.reducer is not None:
+            runtime.reducer.stop_reading()
         if runtime.hooks.in_forward:
             raise CallOrderError("offload_states and reload_states: a forward is running; call them after it")
         runtime.free_gathered()

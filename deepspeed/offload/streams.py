@@ -31,8 +31,9 @@ class CopyHandle:
 
     def wait(self) -> None:
         """Later work of the current stream sees the result; does not block the host."""
-        if self._event is not None:
-            get_accelerator().current_stream().wait_event(self._event)
+        event = self._event
+        if event is not None:
+            get_accelerator().current_stream().wait_event(event)
 
     def will_arrive(self) -> bool:
         """Always: it depends on no other rank."""
@@ -40,12 +41,14 @@ class CopyHandle:
 
     def has_arrived(self) -> bool:
         """Returns whether :meth:`wait_on_host` would return at once."""
-        return self._event is None or bool(self._event.query())
+        event = self._event
+        return event is None or bool(event.query())
 
     def wait_on_host(self) -> None:
         """Blocks until the result can be read by the host, or the source be written."""
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._event  # several threads may wait
+        if event is not None:
+            event.synchronize()
             self._event = None
 
 

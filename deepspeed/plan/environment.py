@@ -24,6 +24,7 @@ from deepspeed.plan.network import SimulatedJob
 from deepspeed.plan.simulated_hardware import SimulatedDevice, SimulatedDisk, SimulatedHostMemory
 from deepspeed.plan.simulated_stage import Stage, simulated_transports
 from deepspeed.plan.values import Rehearsal
+from deepspeed.zero.update.speculation import IdleWorker, workers_from
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[Rehearsal, Simu
                 world.as_current(),
                 host_memory_from(host),
                 disk_is(disk),
+                workers_from(IdleWorker),
                 count.counting(),
             ):
                 stack.enter_context(context)

@@ -28,6 +28,7 @@ _ORDER = (
     StorageKind.GRADIENT_BUCKET,
     StorageKind.MASTER,
     StorageKind.OPTIMIZER,
+    StorageKind.SHADOW,
     StorageKind.STAGING,
     StorageKind.PRIVATE,
 )

@@ -87,6 +87,8 @@ class Placement:
         max_host_params: Elements of compute shards that stay in host memory before files are used.
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
+        speculates: Masters in host memory are updated before the norm is known, in a second set of them and of their
+            optimizer state.
     """
 
     stage: int
@@ -99,6 +101,7 @@ class Placement:
     max_host_params: int = 0
     shard_ranks: int | None = None
     spread_master: bool = False
+    speculates: bool = False
     base_home: Home = Home.DEVICE
 
     @classmethod
@@ -112,6 +115,7 @@ class Placement:
         max_host_params: int = 0,
         shard_ranks: int | None = None,
         spread_master: bool = False,
+        speculates: bool = False,
     ) -> Placement:
         """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards.
 
@@ -123,6 +127,7 @@ class Placement:
             max_host_params: See the class.
             shard_ranks: See the class; stage 3 only.
             spread_master: See the class.
+            speculates: See the class.
         """
         return cls(
             stage=stage,
@@ -135,6 +140,7 @@ class Placement:
             max_host_params=max_host_params,
             shard_ranks=shard_ranks if stage >= 3 else None,
             spread_master=spread_master and stage >= 3 and shard_ranks is not None,
+            speculates=speculates and stage >= 1 and master_home is Home.HOST,
         )
 
     @property

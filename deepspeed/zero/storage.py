@@ -32,6 +32,7 @@ class StorageKind(Enum):
     GRADIENT = "gradients"
     MASTER = "master weights"
     OPTIMIZER = "optimizer state"
+    SHADOW = "shadow masters and states"
     STAGING = "staging buffers"
     PRIVATE = "error feedback"
 

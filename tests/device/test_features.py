@@ -41,6 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "optimizer on the host": {"stage": 1, "home": "optimizer on the host"},
     "both on the host": {"stage": 3, "home": "both on the host"},
+    "updates before the norm": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
     "both in files": {"stage": 3, "home": "both in files"},
     "codes": {"stage": 3, "zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}},
     "1-bit Adam": {"stage": 1, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 1}}},

@@ -68,7 +68,11 @@ class OffloadOptimizer(Section):
         since="0.12.3",
     )
     super_offload: Bool = key(
-        False, "Update in a worker process of its own, overlapped with backward. Stage 3 on CUDA.", since="0.18.0"
+        False,
+        "Update each bucket in a thread beside backward, as soon as its gradient is there; where clipping or an "
+        "overflow says so the update is made again. Same results. Stages 1 to 3, device cpu; takes as much host memory "
+        "again.",
+        since="0.18.0",
     )
     cpuadam_cores_perc: Float = key(
         0.8,

@@ -49,7 +49,7 @@ class _FirstForward:
     def __init__(self, model: nn.Module, group: Any, ranks: int) -> None:
         self._members, self._ranks = ranks_of(group), ranks
         self._seen: _Attention | None = None
-        self._sent = _SendsAndRecvs(self._members)
+        self._sent = _P2PCounter(self._members)
         self._before: tuple[int, int | None] = (0, None)
         self._handles = [
             model.register_forward_pre_hook(self._begin),
@@ -121,7 +121,7 @@ class _Attention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _SendsAndRecvs(TorchDispatchMode):
+class _P2PCounter(TorchDispatchMode):
     """Counts sends and recvs in groups of some ranks that :func:`program_calls` does not count.
 
     Args:

@@ -537,6 +537,12 @@ class GradientBucket:
         """Per parameter, whether a gradient arrived since the last update."""
         return self.sum.used
 
+    @property
+    def is_final(self) -> bool:
+        """Returns whether :attr:`result` is what the update will read, unless a program changes it."""
+        is_alone = self.sum.local is None and self.sum.partial is None and self._transfer is None
+        return self.sum.takes_squares and self.sum.reduced is not None and is_alone
+
     def sum_of_squares(self) -> torch.Tensor | None:
         """Returns the sum of squares of what waits for the update, 0-dim fp64 where that is; None for nothing.
 

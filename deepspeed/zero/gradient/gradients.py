@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -62,6 +63,16 @@ class _Backward:
     packed: set[int] = field(default_factory=set)
     cursor: int = 0
     is_patient: bool = True
+
+
+class GradientReader(Protocol):
+    """Reads reduced gradients before the update."""
+
+    def offer(self, position: int) -> None:
+        """Called when the reduction of a bucket may be complete; see ``GradientBucket.is_final``."""
+
+    def withdraw(self) -> None:
+        """Called before gradients change or are freed; returns when they are not read any more."""
 
 
 class GradientReducer:
@@ -114,6 +125,7 @@ class GradientReducer:
             GradientBucket(bucket, policy, ledger, destination)
             for bucket, destination in zip(buckets, destinations, strict=True)
         ]
+        self._positions = {gradients: position for position, gradients in enumerate(self.buckets)}
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
         self._combines_late = any(bucket.group.spans_parts for bucket in buckets)
         self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
@@ -127,7 +139,21 @@ class GradientReducer:
         self._ledger = ledger
         self._in_one_order = all(bucket.group.reduce.needs_one_order for bucket in buckets)
         self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
+        self._reader: GradientReader | None = None
         self.listen(range(len(self.buckets)))
+
+    def speculate(self, reader: GradientReader) -> None:
+        """Offers each gradient to ``reader`` as soon as it is complete."""
+        self._reader = reader
+
+    def _offer(self, position: int) -> None:
+        if self._reader is not None:
+            self._reader.offer(position)
+
+    def stop_reading(self) -> None:
+        """Waits until nobody reads gradients, masters or states beside the program; what was read is read anew."""
+        if self._reader is not None:
+            self._reader.withdraw()
 
     def add(self, bucket: Bucket, destination: GradientDestination) -> None:
         """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards.
@@ -139,6 +165,7 @@ class GradientReducer:
         assert self._backward is None
         self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, destination))
         self.buckets[-1].is_coded = self.is_coded
+        self._positions[self.buckets[-1]] = len(self.buckets) - 1
         self._largest = max(self._largest, bucket.layout.numel)
         self._orders.clear()
         self._known.clear()  # the ranks agree anew at the end of the next backward
@@ -197,6 +224,7 @@ class GradientReducer:
             closes: Those that no later backward reaches before the update.
         """
         assert self._backward is None
+        self.stop_reading()
         if self.keeps_own:
             reduces = frozenset()
         is_last = len(closes) == len(self.buckets)
@@ -258,9 +286,10 @@ class GradientReducer:
             if ready is None:
                 break
             self._in_flight.remove(ready)
-            ready.finish_reduction()
+            self._finish(ready)
         self.buckets[position].start_reduction(as_sum=position in self._local_sums)
         self._in_flight.append(self.buckets[position])
+        self._offer(position)  # in a group of one it is complete
 
     def _outlast(self, position: int) -> GradientBucket | None:
         """Returns the oldest reduction once the device has finished it; None where it has not, or need not have.
@@ -335,10 +364,17 @@ class GradientReducer:
         if before is not None:
             before.finish_combining()
         self._has_partial_sums = False
+        for position in order:
+            self._offer(position)
 
     def _drain(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().finish_reduction()
+            self._finish(self._in_flight.popleft())
+
+    def _finish(self, gradients: GradientBucket) -> None:
+        gradients.finish_reduction()
+        if self._reader is not None:
+            self._reader.offer(self._positions[gradients])
 
     def _agree_on_order(self, backward: _Backward) -> list[int]:
         """Rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
@@ -394,6 +430,7 @@ class GradientReducer:
         """
         backward = self._opened
         self._drain()
+        self.stop_reading()
         if with_sums:
             logger.warning(
                 "gradients of the failed backward were already added to those of earlier micro-batches, so %s of this "
@@ -435,6 +472,8 @@ class GradientReducer:
         Gradients that were put into ``.grad`` since the last backward are such sums too.
         """
         unannounced = [gradients for gradients in self.buckets if gradients.holds_unannounced]
+        if unannounced or self._local_sums or self._has_partial_sums:
+            self.stop_reading()
         for gradients in unannounced:
             gradients.begin_backward(is_last=True)
             gradients.note_unannounced()
@@ -526,6 +565,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Frees all gradients."""
+        self.stop_reading()
         self._local_sums.clear()
         self._has_partial_sums = False
         for gradients in self.buckets:

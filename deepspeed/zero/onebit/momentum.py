@@ -47,6 +47,7 @@ class MomentumExchange(MeanGradient):
 
     codec = WholeSignCodec()
     has_warm_up = True
+    reads_mean_gradients = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -131,6 +131,20 @@ class MemoryFormula:
         total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
         return total, f"{4 * states} x Psi" + (f" / {self.owners}" if self.placement.shard_master else "")
 
+    def shadow(self, states: int) -> tuple[int, str]:
+        """Second masters and optimizer states of host memory, and the compute parameters that are made with them."""
+        if not self.placement.speculates:
+            return 0, "0"
+        total = 0
+        for bucket, placed in self._trained():
+            if placed.master_home is Home.HOST:
+                wide = max(itemsize(bucket.dtype), 4)
+                out = itemsize(bucket.dtype) if self.has_master(bucket, placed) else 0
+                total += self.owned_numel(bucket) * (wide * (1 + states) + out)
+        return total, f"({4 * (1 + states)} + bytes) x Psi" + (
+            f" / {self.owners}" if self.placement.shard_master else ""
+        )
+
     def gradients(
         self,
         *,

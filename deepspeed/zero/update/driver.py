@@ -97,10 +97,12 @@ class UpdateDriver(ABC):
     Attributes:
         codec: How what travels instead of gradients is coded; None where gradients travel.
         has_warm_up: Gradients travel in the first updates only.
+        reads_mean_gradients: The update reads gradients as the reducer leaves them.
     """
 
     codec: Codec | None = None
     has_warm_up = False
+    reads_mean_gradients = False
 
     @abstractmethod
     def refuse(self, root: Root, placement: Placement) -> None:
@@ -154,8 +156,22 @@ class UpdateDriver(ABC):
         """The run is over."""
 
 
+def gradient_factor(norm: float, *, scale: float, clip_grad: float) -> float | None:
+    """Returns what the update multiplies gradients by; None for exactly 1.
+
+    Args:
+        norm: Unscaled, over all ranks.
+        scale: Factor on the loss, and so on the gradients.
+        clip_grad: Largest norm; 0 for no clipping.
+    """
+    factor = 1.0 / scale * clip_factor(norm, clip_grad)
+    return None if factor == 1.0 else factor
+
+
 class MeanGradient(UpdateDriver):
     """The mean of the ranks' gradients, which the reducer has made by the time of the update."""
+
+    reads_mean_gradients = True
 
     @override
     def refuse(self, root: Root, placement: Placement) -> None:
@@ -174,8 +190,7 @@ class MeanGradient(UpdateDriver):
 
     @override
     def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> ExchangeResult:
-        factor = 1.0 / scale * clip_factor(norm, clip_grad)
-        return ExchangeResult(norm, None if factor == 1.0 else factor, used)
+        return ExchangeResult(norm, gradient_factor(norm, scale=scale, clip_grad=clip_grad), used)
 
     @override
     def end_update(self) -> None:

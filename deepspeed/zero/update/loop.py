@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +62,13 @@ class Operands:
     out: torch.Tensor | None
 
 
+class PendingCopy(Protocol):
+    """A copy on its way between host and device."""
+
+    def wait_on_host(self) -> None:
+        """Blocks the host until it is over."""
+
+
 class UpdateStrategy:
     """Masters that the kernel can work on where they are; this class alone serves the device."""
 
@@ -101,6 +108,26 @@ class UpdateStrategy:
             target = master.out[piece.start : piece.stop]
             for part in self._complete(piece, operands, updated):
                 master.bucket.memory.write(target[part], operands.out[part])
+
+    def store_whole(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
+        """Starts to bring compute parameters that were made before this update to where forwards read them.
+
+        Args:
+            piece: The whole master.
+            operands: Of it; ``out`` has all new compute parameters.
+            updated: The stretches that the update worked on.
+
+        Returns:
+            What the host must wait for before it writes ``out`` again; None for nothing.
+        """
+        master = piece.master
+        assert master.out is not None and operands.out is not None
+        for part in self._complete(piece, operands, updated):
+            if master.writes_out_in_place:
+                master.out[part].copy_(operands.out[part])
+            else:
+                master.bucket.memory.write(master.out[part], operands.out[part])
+        return None
 
     def _complete(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
         """Returns the stretches of staged compute parameters that are to be stored.
@@ -148,6 +175,7 @@ class PieceUpdater:
         work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]],
         factor: float | None,
         publish: Callable[[MasterBucket], None],
+        store: Mapping[MasterBucket, Callable[[], None]],
     ) -> None:
         """Updates masters.
 
@@ -155,14 +183,19 @@ class PieceUpdater:
             work: Masters with a gradient, their gradients, and which of their tiles got one.
             factor: Multiplier of the gradient; None is exactly 1.
             publish: Called when a master is complete and its compute tensor written.
+            store: For masters whose update has been computed already: takes it over.
         """
         self._keep_states(work)
-        by_master = [(master, self._cut(master, gradients, used)) for master, gradients, used in work]
+        by_master = [
+            (master, [] if master in store else self._cut(master, gradients, used)) for master, gradients, used in work
+        ]
         for home, strategy in self._strategies.items():
             strategy.begin([piece for master, pieces in by_master if master.home is home for piece in pieces])
         try:
             for master, pieces in by_master:
                 strategy = self._strategies[master.home]
+                if master in store:
+                    store[master]()
                 for piece in pieces:
                     operands = strategy.fetch(piece)
                     strategy.store(piece, operands, self._update(piece, operands, factor))
@@ -200,35 +233,59 @@ class PieceUpdater:
                 master.keep_state(run, self._optimizer.state[run.param], initial[number])
 
     def _update(self, piece: UpdateSlice, operands: Operands, factor: float | None) -> list[slice]:
-        """Updates the runs that got gradients; returns the stretches of the piece that they fill."""
-        master = piece.master
-        updated: list[slice] = []
-        for run in master.runs:
-            span = run.span
-            start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
-            if start >= stop or not piece.used[master.tile_spans(span)[0][0]]:
-                continue
-            state = self._optimizer.state[run.param]
-            part = slice(start - piece.start, stop - piece.start)
-            is_whole = (start, stop) == (span.start, span.stop) and operands.states is None
-            local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
-            if operands.states is not None:
-                local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
-            self._flat.flat_update(
-                self._optimizer.param_groups[span.param_group],
-                operands.master[part],
-                operands.grad[part],
-                local,
-                grad_scale=factor,
-                out=None if operands.out is None else operands.out[part],
-                advance_step=start == span.start,
-            )
-            if local is not state and "step" in local:
-                state["step"] = local["step"]  # a plain number is replaced, not changed in place
-            if updated and updated[-1].stop == part.start:
-                part = slice(updated.pop().start, part.stop)
-            updated.append(part)
-        return updated
+        optimizer = self._optimizer
+        return update_piece(self._flat, optimizer.param_groups, optimizer.state, piece, operands, factor)
+
+
+def update_piece(
+    flat: FlatUpdate,
+    groups: Sequence[dict[str, Any]],
+    states: Mapping[torch.Tensor, dict[str, Any]],
+    piece: UpdateSlice,
+    operands: Operands,
+    factor: float | None,
+) -> list[slice]:
+    """Updates the runs of a piece that got gradients.
+
+    Args:
+        flat: The optimizer's update of a 1-D run.
+        groups: Hyperparameters, by number of the param group.
+        states: By run; changed.
+        piece: What is updated.
+        operands: Of it.
+        factor: Multiplier of the gradient; None is exactly 1.
+
+    Returns:
+        The stretches of the piece that the runs fill.
+    """
+    master = piece.master
+    updated: list[slice] = []
+    for run in master.runs:
+        span = run.span
+        start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
+        if start >= stop or not piece.used[master.tile_spans(span)[0][0]]:
+            continue
+        state = states[run.param]
+        part = slice(start - piece.start, stop - piece.start)
+        is_whole = (start, stop) == (span.start, span.stop) and operands.states is None
+        local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
+        if operands.states is not None:
+            local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
+        flat.flat_update(
+            groups[span.param_group],
+            operands.master[part],
+            operands.grad[part],
+            local,
+            grad_scale=factor,
+            out=None if operands.out is None else operands.out[part],
+            advance_step=start == span.start,
+        )
+        if local is not state and "step" in local:
+            state["step"] = local["step"]  # a plain number is replaced, not changed in place
+        if updated and updated[-1].stop == part.start:
+            part = slice(updated.pop().start, part.stop)
+        updated.append(part)
+    return updated
 
 
 def first_state(flat: FlatUpdate, group: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Ledger, StorageKind, storage_key
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
-from deepspeed.zero.update.driver import UpdateDriver, UpdateParts
+from deepspeed.zero.update.driver import UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.drivers import driver_of
 from deepspeed.zero.update.loop import PieceUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.update.norm import norm_from_squares
+from deepspeed.zero.update.speculation import SpeculativeUpdater
 from deepspeed.zero.update.step_agreement import StepAgreement
 
 
@@ -119,6 +121,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),
         )
         self.driver.begin_update(self._steps)
+        self.speculation: SpeculativeUpdater | None = None
+        if placement.speculates and self._flat is not None and self.driver.reads_mean_gradients:
+            self.speculation = SpeculativeUpdater(
+                masters,
+                reducer,
+                self._flat,
+                optimizer,
+                strategies=strategies,
+                factor=lambda: gradient_factor(0.0, scale=self.loss_scale, clip_grad=0.0),
+                ledger=ledger,
+            )
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
 
@@ -288,12 +301,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for master in masters:
             for run in master.runs:
                 self.optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+        if self.speculation is not None:
+            self.speculation.add_masters()
         self._attach_segments()
 
     def destroy(self) -> None:
         """Frees the gradients and takes the gradient hooks from the model."""
         self._reducer.clear()
         self._reducer.remove()
+        if self.speculation is not None:
+            self.speculation.close()
         self.driver.end()
 
     # -- the update --------------------------------------------------------------------------------------------------
@@ -375,8 +392,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 self._reducer.scale_feedback(self.loss_scale / before)
 
     def _carry_user_writes(self) -> None:
-        for master in self._masters:
-            for index in master.bucket.take_back_changes():
+        for position, master in enumerate(self._masters):
+            changed = master.bucket.take_back_changes()
+            if changed and self.speculation is not None:
+                self.speculation.note_write(position)
+            for index in changed:
                 master.refresh(index)
 
     def _skip(self, scale: float) -> None:
@@ -404,7 +424,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self._updater is not None:
             work = [entry for entry in zip(self._masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
             with step_hooks(self.optimizer):
-                self._updater.run(work, factor, lambda master: self._start_publish(master, publishing))
+                store = self._kept_updates(factor, used)
+                self._updater.run(work, factor, lambda master: self._start_publish(master, publishing), store)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
             self._update_by_step(factor, used)
@@ -460,6 +481,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for master in self._masters:
             for run in master.runs:
                 run.param.grad = None
+
+    def _kept_updates(self, factor: float | None, used: list[list[bool]]) -> dict[MasterBucket, Callable[[], None]]:
+        """Returns what takes over the updates that were made before the norm was known and are right."""
+        speculation = self.speculation
+        if speculation is None:
+            return {}
+        kept = speculation.settle(factor, used)
+        return {self._masters[position]: partial(speculation.store, one) for position, one in kept.items()}
 
     def _start_publish(self, master: MasterBucket, publishing: list[Work]) -> None:
         if not master.is_sharded:

@@ -62,6 +62,7 @@ class OuterStep(UpdateDriver):
         self.inner = inner
         self.states: list[OuterState] = []
         self.codec, self.has_warm_up = inner.codec, inner.has_warm_up
+        self.reads_mean_gradients = inner.reads_mean_gradients
         self._section = section
         self._across = across
         self._transport = coded(across, _codec_of(section.wire))

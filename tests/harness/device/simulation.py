@@ -16,6 +16,7 @@ from deepspeed.comm.transports import native
 from deepspeed.offload.disk import Disk, disk_is
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource, host_memory_from
+from deepspeed.zero.update.speculation import InlineWorker, workers_from
 from tests.harness.device.accelerator import SimulatedAccelerator
 from tests.harness.device.allocator import PinnedAllocator
 from tests.harness.device.clocks import Actor, Clocks
@@ -111,6 +112,7 @@ def _simulated(clocks: Clocks, world: MirrorJob | None) -> Iterator[Device]:
             stack.enter_context(tensors_say_where_they_are(operations, memory))
             stack.enter_context(host_memory_from(_Pages(memory)))
             stack.enter_context(disk_is(_RecordedDisk(operations, memory)))
+            stack.enter_context(workers_from(InlineWorker))
             stack.enter_context(_bytes_are_read(operations, memory))
             stack.enter_context(mock.patch.object(native, "pause", clocks.nap))
             if world is not None:

@@ -1,0 +1,483 @@
+"""Speculative updates: the host updates a master while later gradients still arrive, before the norm of all is known.
+
+A worker thread computes each update with the factor that gradients get where nothing is clipped. It writes into a
+second set of master, optimizer states and compute parameters (:class:`ShadowMaster`), so nothing that a program can
+read changes. When the ranks have exchanged the norm, :meth:`SpeculativeUpdater.settle` keeps the updates whose inputs
+were the right ones: the two sets change places. Everything else is thrown away, and the update is made as without
+speculation. Both ways give the same bits.
+
+To speculate first and validate then is the idea of SuperOffload, https://arxiv.org/abs/2509.21271.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from deepspeed.logging import log_dist
+from deepspeed.ops.chunks import default_chunk_numel
+from deepspeed.ops.flat import FlatUpdate
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Ledger, StorageKind
+from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy, first_state, update_piece
+from deepspeed.zero.update.masters import MasterBucket, MasterRun
+
+_LONGEST_PAUSE = 64  # updates without speculation after several in a row that were wrong
+
+
+class HostWorker:
+    """Runs jobs one after another in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deepspeed-update")
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Queues a job."""
+        return self._pool.submit(job)
+
+    def close(self) -> None:
+        """Waits for the job that runs, drops the others and ends the thread. May be called twice."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+class InlineWorker(HostWorker):
+    """Runs each job at once, in the caller's thread: for the simulated device, whose order is that of one thread."""
+
+    def __init__(self) -> None:
+        pass
+
+    @override
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        try:
+            job()
+        except Exception as error:  # as a thread would: the error is raised by result()
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return done
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+class IdleWorker(InlineWorker):
+    """Runs nothing, as a thread that is never scheduled: for the planner, which counts the memory."""
+
+    @override
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        return Future()
+
+
+_make_worker: Callable[[], HostWorker] = HostWorker
+
+
+@contextlib.contextmanager
+def workers_from(make: Callable[[], HostWorker]) -> Iterator[None]:
+    """Inside, engines that are made get their worker from ``make``."""
+    global _make_worker
+    before, _make_worker = _make_worker, make
+    try:
+        yield
+    finally:
+        _make_worker = before
+
+
+class ShadowMaster:
+    """The second set of one bucket's master and optimizer states, and host memory for its new compute parameters.
+
+    Attributes:
+        master: The first set.
+        flat: 1-D, as ``master.flat``.
+        states: Per-element states by name, 1-D, as ``master.states``.
+        out: 1-D, in the compute dtype; None where ``master.flat`` is the compute tensor.
+        copy: The copy of ``out`` to the compute tensor.
+
+    Args:
+        master: In host memory.
+        states: Dtypes of the per-element states, by name.
+        ledger: Counts the memory.
+    """
+
+    def __init__(self, master: MasterBucket, states: Mapping[str, torch.dtype], ledger: Ledger) -> None:
+        self.master = master
+        self._ledger = ledger
+        self.nbytes = 0
+        self.flat = self._empty(master.flat.dtype, "the shadow of the master weights")
+        self.states = {key: self._empty(dtype, f"the shadow of the state {key}") for key, dtype in states.items()}
+        self.out = None if master.out is None else self._empty(master.out.dtype, "the new parameters")
+        self.copy: PendingCopy | None = None
+
+    def _empty(self, dtype: torch.dtype, what: str) -> torch.Tensor:
+        numel = self.master.flat.numel()
+        self._ledger.add(StorageKind.SHADOW, Home.HOST, numel * dtype.itemsize)
+        self.nbytes += numel * dtype.itemsize
+        made = self.master.memory.empty(numel, dtype, f"{what} of {self.master.bucket.label}")
+        self._ledger.claim(made)
+        return made
+
+    def fits(self, state: Mapping[torch.Tensor, dict[str, Any]], runs: Sequence[MasterRun]) -> bool:
+        """Returns whether the states of some runs are all there, where the master keeps them."""
+        places = self.master.states
+        if any(key not in places or places[key].dtype != self.states[key].dtype for key in self.states):
+            return False
+        for run in runs:
+            for key, value in state.get(run.param, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                if key not in self.states or value.data_ptr() != places[key][run.span.start :].data_ptr():
+                    return False
+        return all(state.get(run.param) for run in runs)
+
+    def wait(self) -> None:
+        """Blocks the host until :attr:`out` may be written."""
+        if self.copy is not None:
+            self.copy.wait_on_host()
+            self.copy = None
+
+    def exchange(self) -> None:
+        """Makes this set the master's, and the master's this one."""
+        master = self.master
+        if master.out is None:  # forwards read it where it is
+            master.flat.copy_(self.flat)
+        else:
+            master.flat, self.flat = self.flat, master.flat
+            for run in master.runs:
+                run.param.data = master.flat[run.span.start :][: run.param.numel()].view(run.param.shape)
+        for key in self.states:
+            master.states[key], self.states[key] = self.states[key], master.states[key]
+
+    def close(self) -> None:
+        """Takes the memory out of the books. It ends with the last reference."""
+        self.wait()
+        self._ledger.add(StorageKind.SHADOW, Home.HOST, -self.nbytes)
+
+
+@dataclass(eq=False)
+class SpeculativeUpdate:
+    """The update of one master that was begun before the norm was known.
+
+    Attributes:
+        shadow: Receives it.
+        gradients: What it reads.
+        used: By tile, whether it got a gradient on this rank.
+        runs: Those that are updated.
+        factor: Multiplier of the gradient; None for exactly 1.
+        groups: Copies of the optimizer's param groups, without their parameters.
+        states: By run: what its update changes; per-element states are parts of the shadow's.
+        inputs: What was read: tensors with their versions, and numbers.
+        updated: The stretches that were updated.
+        is_withdrawn: Its result is not wanted any more.
+        is_complete: It was computed to the end.
+        job: In the worker.
+    """
+
+    shadow: ShadowMaster
+    gradients: GradientBucket
+    used: list[bool]
+    runs: tuple[MasterRun, ...]
+    factor: float | None
+    groups: list[dict[str, Any]]
+    states: dict[torch.Tensor, dict[str, Any]]
+    inputs: list[tuple[Any, Any]] = field(default_factory=list)
+    updated: list[slice] = field(default_factory=list)
+    is_withdrawn: bool = False
+    is_complete: bool = False
+    job: Future[None] = field(default_factory=Future)
+
+    @torch.no_grad()
+    def compute(self, flat: FlatUpdate, live: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Makes the update in the shadow; ends early where it is withdrawn. Runs in the worker.
+
+        Args:
+            flat: The optimizer's update of a 1-D run.
+            live: The optimizer's states, by run.
+        """
+        shadow, master = self.shadow, self.shadow.master
+        grad = self.gradients.result  # waits until it has come down
+        assert grad is not None
+        shadow.wait()
+        self.inputs = self._read(grad, live)
+        numel = master.flat.numel()
+        step = default_chunk_numel(master.flat.device)
+        for start in range(0, numel, step):
+            if self.is_withdrawn:
+                return
+            piece = UpdateSlice(master, self.gradients, self.used, start, min(start + step, numel))
+            part = slice(piece.start, piece.stop)
+            shadow.flat[part].copy_(master.flat[part])
+            for key, state in shadow.states.items():
+                state[part].copy_(master.states[key][part])
+            out = None if shadow.out is None else shadow.out[part]
+            for made in update_piece(
+                flat, self.groups, self.states, piece, Operands(shadow.flat[part], grad[part], None, out), self.factor
+            ):
+                self._note_updated(slice(start + made.start, start + made.stop))
+        self.is_complete = True
+
+    def _note_updated(self, made: slice) -> None:
+        if self.updated and self.updated[-1].stop == made.start:
+            made = slice(self.updated.pop().start, made.stop)
+        self.updated.append(made)
+
+    def _read(self, grad: torch.Tensor, live: Mapping[torch.Tensor, dict[str, Any]]) -> list[tuple[Any, Any]]:
+        """Returns what the update depends on: each tensor with its version, and each number."""
+        master = self.shadow.master
+        values: list[Any] = [grad, master.flat]
+        if master.out is None and not master.bucket.is_sharded:
+            values += master.bucket.params  # the same memory, but torch counts writes to it apart
+        for run in self.runs:
+            values += live[run.param].values()
+        return [(value, value._version if isinstance(value, torch.Tensor) else None) for value in values]
+
+    def is_right(
+        self, factor: float | None, used: list[bool], optimizer: torch.optim.Optimizer, *, why: list[str]
+    ) -> bool:
+        """Returns whether the update would be made of the same inputs now.
+
+        Args:
+            factor: The multiplier of the gradient.
+            used: By tile, whether it got a gradient on any rank.
+            optimizer: Has the groups and states.
+            why: Receives what differs, in words.
+        """
+        master = self.shadow.master
+        if factor != self.factor:
+            why.append(f"gradients are multiplied by {factor or 1.0:.6g}, not {self.factor or 1.0:.6g}")
+        elif used != self.used or tuple(_used_runs(master, used)) != self.runs:
+            why.append("other parameters got gradients on other ranks")
+        elif any(not _same_group(self.groups[n], optimizer.param_groups[n]) for n in _groups_of(self.runs)):
+            why.append("hyperparameters were changed after backward")
+        elif not self._reads_the_same(optimizer):
+            why.append("gradients, masters or states were written after backward")
+        return not why
+
+    def _reads_the_same(self, optimizer: torch.optim.Optimizer) -> bool:
+        grad = self.gradients.result
+        if grad is None or self.is_withdrawn or not self.is_complete:
+            return False
+        now = self._read(grad, optimizer.state)
+        return len(now) == len(self.inputs) and all(
+            (mine[0] is theirs[0] if isinstance(mine[0], torch.Tensor) else mine[0] == theirs[0])
+            and mine[1] == theirs[1]
+            for mine, theirs in zip(now, self.inputs, strict=True)
+        )
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the result the master's and the optimizer's."""
+        shadow = self.shadow
+        shadow.exchange()
+        places = shadow.master.states
+        # Also of the runs that were not updated: their states have been copied to the other set.
+        for run in shadow.master.runs:
+            state, part = optimizer.state.get(run.param, {}), slice(run.span.start, run.span.stop)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    if key in places and value.data_ptr() == shadow.states[key][part].data_ptr():
+                        state[key] = places[key][part]
+                elif run.param in self.states:
+                    state[key] = self.states[run.param][key]
+
+
+class SpeculativeUpdater:
+    """Begins the updates of masters in host memory early, for one engine's optimizer.
+
+    Attributes:
+        kept: Updates of masters that were begun early and kept.
+        discarded: Those that were begun early and thrown away.
+
+    Args:
+        masters: All of this rank; those elsewhere than in host memory are left alone.
+        reducer: Calls :meth:`offer` and :meth:`withdraw`.
+        flat: The optimizer's update of a 1-D run.
+        optimizer: Has groups and states.
+        strategies: How masters are updated, by home.
+        factor: Returns the multiplier of gradients that are not clipped; None for exactly 1.
+        ledger: Counts the memory.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[MasterBucket],
+        reducer: GradientReducer,
+        flat: FlatUpdate,
+        optimizer: torch.optim.Optimizer,
+        *,
+        strategies: Mapping[Home, UpdateStrategy],
+        factor: Callable[[], float | None],
+        ledger: Ledger,
+    ) -> None:
+        self._masters = masters
+        self._reducer = reducer
+        self._flat = flat
+        self._optimizer = optimizer
+        self._strategies = strategies
+        self._factor = factor
+        self._ledger = ledger
+        self._worker = _make_worker()
+        self._shadows: dict[int, ShadowMaster] = {}
+        self._open: dict[int, SpeculativeUpdate] = {}
+        self._wrong_in_a_row = 0
+        self._pause = 0  # updates to come without speculation
+        self.kept = self.discarded = 0
+        self.add_masters()
+        reducer.speculate(self)
+
+    def add_masters(self) -> None:
+        """Makes shadows for masters that are new in the list."""
+        for position, master in enumerate(self._masters):
+            if position not in self._shadows and master.home is Home.HOST:
+                self._shadows[position] = ShadowMaster(master, self._state_dtypes(master), self._ledger)
+
+    def _state_dtypes(self, master: MasterBucket) -> dict[str, torch.dtype]:
+        found: dict[str, torch.dtype] = {}
+        for number in _groups_of(master.runs):
+            state = first_state(self._flat, self._optimizer.param_groups[number])
+            found |= {key: v.dtype for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+        return found
+
+    def offer(self, position: int) -> None:
+        """Begins the update of a master if all that it needs is there.
+
+        Args:
+            position: Of a bucket whose reduction has just been finished.
+        """
+        shadow, gradients = self._shadows.get(position), self._reducer.buckets[position]
+        if shadow is None or self._pause or position in self._open or not gradients.is_final:
+            return
+        used, state = list(gradients.used), self._optimizer.state
+        runs = _used_runs(shadow.master, used)
+        whole = all(len({used[tile] for tile, _, _ in shadow.master.tile_spans(run.span)}) == 1 for run in runs)
+        if not runs or not whole or not shadow.fits(state, runs):
+            return
+        begun = SpeculativeUpdate(
+            shadow,
+            gradients,
+            used,
+            tuple(runs),
+            self._factor(),
+            [_copy_of_group(group) for group in self._optimizer.param_groups],
+            {run.param: _shadow_state(shadow, run, state[run.param]) for run in runs},
+        )
+        self._open[position] = begun
+        begun.job = self._worker.submit(lambda: begun.compute(self._flat, state))
+
+    def note_write(self, position: int) -> None:
+        """Notes that a program has written parameters of a bucket."""
+        if position in self._open:
+            self._open[position].is_withdrawn = True
+
+    def withdraw(self) -> None:
+        """Throws away what was begun. When it returns the worker reads nothing any more."""
+        for begun in self._open.values():
+            begun.is_withdrawn = True
+        running = [begun.job for begun in self._open.values() if not begun.job.cancel()]
+        # An error in them is not raised: their results are not needed, and the update itself would meet it again.
+        wait(running)
+        self.discarded += len(running)
+        self._open.clear()
+
+    def settle(self, factor: float | None, used: Sequence[list[bool]]) -> dict[int, SpeculativeUpdate]:
+        """Returns the updates that are to be kept, by position; the others are thrown away.
+
+        What the worker has not begun is left to the caller, who need not make copies.
+
+        Args:
+            factor: The multiplier of the gradients.
+            used: By bucket and tile, whether it got a gradient on any rank.
+        """
+        begun = {position: one for position, one in self._open.items() if not one.job.cancel()}
+        kept: dict[int, SpeculativeUpdate] = {}
+        reasons: list[str] = []
+        for position, one in begun.items():
+            one.is_withdrawn = one.is_withdrawn or factor != one.factor  # ends early
+            one.job.result()
+            why: list[str] = []
+            if one.is_right(factor, used[position], self._optimizer, why=why):
+                kept[position] = one
+            reasons += why
+        self.kept += len(kept)
+        self.discarded += len(begun) - len(kept)
+        self._open.clear()
+        self._decide_on_pause(bool(begun), reasons)
+        return kept
+
+    def _decide_on_pause(self, has_begun: bool, reasons: Sequence[str]) -> None:
+        """Updates that were wrong several times in a row will be wrong again: they cost what they were to save."""
+        if self._pause:
+            self._pause -= 1
+        if reasons:
+            self._wrong_in_a_row += 1
+            self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, _LONGEST_PAUSE)
+            if self._pause == _LONGEST_PAUSE:
+                log_dist(
+                    f"offload_optimizer.super_offload: {self._wrong_in_a_row} updates that were begun before the norm "
+                    f"was known had to be made again ({reasons[0]}); the next {self._pause} are made after it"
+                )
+        elif has_begun:
+            self._wrong_in_a_row = 0
+
+    def store(self, one: SpeculativeUpdate) -> None:
+        """Takes over a result that is kept, and starts to bring its compute parameters to where forwards read them."""
+        one.keep(self._optimizer)
+        shadow, master = one.shadow, one.shadow.master
+        if shadow.out is not None:
+            piece = UpdateSlice(master, one.gradients, one.used, 0, master.flat.numel())
+            operands = Operands(master.flat, master.flat, None, shadow.out)
+            shadow.copy = self._strategies[master.home].store_whole(piece, operands, one.updated)
+
+    def close(self) -> None:
+        """Ends the worker and gives the memory back. May be called twice."""
+        self.withdraw()
+        self._worker.close()
+        for shadow in self._shadows.values():
+            shadow.close()
+        if self._shadows:
+            log_dist(
+                f"offload_optimizer.super_offload: of the updates of single buckets that were begun before the norm "
+                f"was known {self.kept} were kept and {self.discarded} thrown away"
+            )
+        self._shadows.clear()
+
+
+def _used_runs(master: MasterBucket, used: Sequence[bool]) -> list[MasterRun]:
+    return [run for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
+
+
+def _groups_of(runs: Sequence[MasterRun]) -> list[int]:
+    return sorted({run.span.param_group for run in runs})
+
+
+def _copy_of_group(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the hyperparameters as they are now; tensors and lists may be changed in place later."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, list) else value
+
+    return {key: copied(value) for key, value in group.items() if key != "params"}
+
+
+def _same_group(before: dict[str, Any], group: dict[str, Any]) -> bool:
+    now = {key: value for key, value in group.items() if key != "params"}
+    return now.keys() == before.keys() and all(bool(before[key] == value) for key, value in now.items())
+
+
+def _shadow_state(shadow: ShadowMaster, run: MasterRun, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the update of a run changes: parts of the shadow, and copies of everything else."""
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            made[key] = shadow.states[key][run.span.start : run.span.stop] if value.dim() else value.clone()
+        else:
+            made[key] = value
+    return made
