@@ -28,7 +28,8 @@ def degrees(root: Root) -> dict[str, int]:
 def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
     """The ranks that see other samples, in a job of ``world_size`` ranks: ``world / (tensor x sequence x stages)``.
 
-    Experts are spread over ranks that see other samples, so expert parallelism does not lessen them.
+    Experts are spread over ranks that hold the same part of the rest of the model (data x sequence), as Megatron-LM
+    folds them, so expert parallelism does not lessen them.
 
     Args:
         root: The configuration.
@@ -48,9 +49,10 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
             f"multiple of {others}, or lower a degree"
         )
     found = world_size // others
-    if found % wanted["expert"]:
+    same = found * wanted["sequence"]
+    if same % wanted["expert"]:
         raise DeepSpeedConfigError(
-            f"{KEYS['expert']} {wanted['expert']}: experts are spread over ranks that see other samples, of which "
-            f"there are {found}; choose a divisor of {found}"
+            f"{KEYS['expert']} {wanted['expert']}: experts are spread over ranks that see other samples or other parts "
+            f"of sequences, of which there are {same}; choose a divisor of {same}"
         )
     return found

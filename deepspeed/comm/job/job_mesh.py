@@ -12,7 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import AXES, DATA, OTHER_PARTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh, data_mesh
+from deepspeed.comm.job.mesh import (
+    AXES,
+    DATA,
+    EXPERT,
+    OTHER_PARTS,
+    SAME_PART,
+    SAMPLES,
+    SEQUENCE,
+    TENSOR,
+    Mesh,
+    data_mesh,
+)
 from deepspeed.comm.job.mesh_sources import (
     mesh_of_config,
     mesh_of_dtensors,
@@ -107,6 +118,8 @@ class JobMesh:
                     f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along {axis!r}; "
                     "leave the key out, or let both say the same"
                 )
+            if axis == EXPERT and found.size(DATA) % size and found.size(DATA) * found.size(SEQUENCE) % size == 0:
+                continue  # experts are spread over data x sequence ranks, which no axis of this mesh is
             if found.size(DATA) % size:
                 raise DeepSpeedConfigError(
                     f"{KEYS[axis]} {size}: expected a divisor of the {found.size(DATA)} data-parallel rank(s) of the "

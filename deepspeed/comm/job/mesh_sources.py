@@ -178,5 +178,7 @@ def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
     """
     data = data_parallel_size(root, world_size, stages=stages)
     sizes = degrees(root)
+    if data % sizes[EXPERT]:  # experts are spread over data x sequence ranks, which no axis of this mesh is
+        sizes[EXPERT] = 1
     sizes |= {PIPE: stages, DATA: data // sizes[EXPERT]}
     return Mesh(tuple((name, sizes[name]) for name in AXES)).check(world_size)

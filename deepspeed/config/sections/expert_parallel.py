@@ -18,7 +18,9 @@ class ExpertParallel(Section):
     _feature: ClassVar[str] = "deepspeed.parallel.expert.feature"
 
     enabled: Bool = key(False, "Spread the experts of the model over ranks.")
-    autoep_size: Int = key(1, "Degree; divides the ranks of a stage and the number of experts.", unit="ranks", above=0)
+    autoep_size: Int = key(
+        1, "Degree; divides the number of experts and the data x sequence ranks.", unit="ranks", above=0
+    )
     expert_tensor_parallel_size: Int = key(1, "Only 1.", unit="ranks", minimum=1, maximum=1)
     validate_folding_routing: Bool = key(False, "Check that tensor ranks route alike.", no_effect=_ONE_WAY)
     preset_model: (

@@ -77,9 +77,10 @@ class ParallelLayout:
             raise DeepSpeedConfigError(
                 f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTATIONS)}; choose one of them"
             )
-        if self.data % self.experts:
+        if self.data * self.context % self.experts:
             raise DeepSpeedConfigError(
-                f"ep={self.experts}: must divide the {self.data} ranks that share a batch; choose a divisor"
+                f"ep={self.experts}: must divide the {self.data * self.context} ranks that share a batch or its "
+                "sequences; choose a divisor"
             )
         if self.data * self.context % self.shards:
             raise DeepSpeedConfigError(
@@ -119,8 +120,8 @@ class ParallelLayout:
 
     @property
     def expert_group(self) -> RankGroup:
-        """Ranks that share experts."""
-        return RankGroup(self.experts, self.tensor * self.context)
+        """Ranks that share experts: of those that share a batch, or of these and those that share sequences."""
+        return RankGroup(self.experts, self.tensor * (1 if self.data % self.experts else self.context))
 
     @property
     def shard_group(self) -> RankGroup:
