@@ -82,8 +82,7 @@ class TrainStep:
         self._row_check = RowCheck()
         self._in_forward = False  # a whole training step may be part of a forward
         self._runs_backward = False
-        runtime.backward_tracker.on_sight = self.open_backward
-        runtime.optimizer = updater
+        runtime.attach(updater, self.open_backward)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

@@ -81,16 +81,21 @@ class BackwardTracker:
     The outermost forward of whatever module leaves a hook on what it returns (``zero.gather.hooks``). So a backward is
     open before the first weight is needed, whoever started it, and it knows through which forward it came in.
 
+    Args:
+        enter: Called in an open backward with the number of the forward whose outputs it has reached.
+
     Attributes:
         is_open: Whether a backward is open; set by the runtime alone.
-        on_sight: Called when a gradient hook fires; opens the backward if none is open.
-        on_entry: Called in an open backward with the number of the forward whose outputs it has reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Callable[[int], None]) -> None:
         self.is_open = False
-        self.on_sight: Callable[[], None] | None = None
-        self.on_entry: Callable[[int], None] | None = None
+        self._enter = enter
+        self._open_backward: Callable[[], None] | None = None
+
+    def attach(self, open_backward: Callable[[], None]) -> None:
+        """Takes the function that opens a backward if none is open; without one, gradient hooks open none."""
+        self._open_backward = open_backward
 
     def watch(self, outputs: Any, entry: int = 0) -> None:
         """Hooks the outputs of a training forward, so that a backward through them is noticed.
@@ -105,13 +110,13 @@ class BackwardTracker:
 
     def seen(self) -> None:
         """Called when a gradient hook fires. Opens the backward if none is open."""
-        if self.on_sight is not None:
-            self.on_sight()
+        if self._open_backward is not None:
+            self._open_backward()
 
     def _reached(self, entry: int) -> None:
         self.seen()
-        if self.is_open and self.on_entry is not None:
-            self.on_entry(entry)
+        if self.is_open:
+            self._enter(entry)
 
 
 class ZeroRuntime:
@@ -133,7 +138,7 @@ class ZeroRuntime:
         reducer: The gradients; None where nothing is trained.
         backward_tracker: How a backward of this model shows itself.
         handles: Hooks on the model that go with this runtime.
-        optimizer: The ZeRO optimizer; set by the engine once it exists.
+        optimizer: The ZeRO optimizer, see :meth:`attach`; None before, and where nothing is trained.
         places: The parameters as the model had them.
         offloaded: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
@@ -181,6 +186,16 @@ class ZeroRuntime:
         for bucket in self.buckets:
             bucket.begin_training(self)
         self._drop_untrained_gradients()
+
+    def attach(self, optimizer: Any, open_backward: Callable[[], None]) -> None:
+        """Takes what drives the training of this model, once it exists.
+
+        Args:
+            optimizer: The ZeRO optimizer; None where nothing is trained.
+            open_backward: Called when a gradient hook fires; opens the backward if none is open.
+        """
+        self.optimizer = optimizer
+        self.backward_tracker.attach(open_backward)
 
     @property
     def layout(self) -> ModelLayout:
@@ -445,7 +460,7 @@ def build_runtime(
     agreement = Agreement(groups.gathering, lambda index: f"the parameters {states.buckets[index].label}")
     leaves = buckets_of_leaves(model, sharded)
     schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
-    backward_tracker = BackwardTracker()
+    backward_tracker = BackwardTracker(lambda entry: hooks.reach(entry))
     hooks = ForwardHooks(
         model,
         gathering_modules(model, units, states.layout.units, states.buckets, leaves),
@@ -454,7 +469,6 @@ def build_runtime(
         in_backward=lambda: backward_tracker.is_open,
         on_outputs=backward_tracker.watch,
     )
-    backward_tracker.on_entry = hooks.reach
     reducer = None
     if options.reduction is not None:
         reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, backward_tracker)

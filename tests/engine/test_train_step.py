@@ -31,10 +31,13 @@ class FakeRuntime:
             end_micro_step=lambda: self.calls.append("end of micro-step"),
             clear=lambda: self.calls.append("clear"),
         )
-        self.backward_tracker = SimpleNamespace(on_sight=None, watch=lambda outputs: self.calls.append("watch outputs"))
+        self.backward_tracker = SimpleNamespace(watch=lambda outputs: self.calls.append("watch outputs"))
         self.hooks = SimpleNamespace(sees_forwards=False, pause=lambda: self.calls.append("pause hooks"))
         self.places = SimpleNamespace(take_back=lambda: None)
         self.optimizer: Any = None
+
+    def attach(self, optimizer: Any, open_backward: Any) -> None:
+        self.optimizer, self.open_backward = optimizer, open_backward
 
     def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
         self.micro_batches.append(micro_batch)
@@ -169,7 +172,7 @@ def test_a_schedule_may_not_begin_an_update_twice():
 def test_a_backward_of_the_program_opens_and_closes_itself():
     made = Made()
     loss = made.step.scale(made.loss())
-    loss.register_hook(lambda _gradient: made.runtime.backward_tracker.on_sight())
+    loss.register_hook(lambda _gradient: made.runtime.open_backward())
     loss.backward()
     assert made.runtime.calls[-1] == "end of backward" and not made.runtime.in_backward
     assert made.progress.phases[-2:] == ["before backward", "after backward"]
@@ -240,7 +243,7 @@ def test_gradients_of_an_unscaled_loss_are_thrown_away():
     scaler = SimpleNamespace(loss_scale=8.0, scale_loss=lambda loss: loss * 8.0)
     made = Made(scaler=scaler)
     loss = made.loss()
-    loss.register_hook(lambda _gradient: made.runtime.backward_tracker.on_sight())
+    loss.register_hook(lambda _gradient: made.runtime.open_backward())
     loss.backward()
     with pytest.raises(CallOrderError, match="was not scaled"):
         made.step.before_update()
