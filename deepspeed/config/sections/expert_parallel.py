@@ -42,6 +42,11 @@ class ExpertParallel(Section):
     shared_experts_pattern: str | None = key(None, "Names of shared experts.", no_effect=_READ)
     shared_experts_gate_pattern: str | None = key(None, "Names of their gates.", no_effect=_READ)
     use_grouped_mm: Bool = key(True, "Grouped products where they are faster: bf16, CUDA capability 9 and newer.")
+    dispatch_dtype: Annotated[Literal["int8"], AnyCase] | None = key(
+        None,
+        "Type of tokens on their way to experts, and of gradients on theirs. int8: with a factor per 128 elements.",
+        null_means="the type of the tokens",
+    )
     disable_triton_grouped_mm: Bool = key(False, "Not by Triton.", no_effect=_ONE_WAY)
     top_k: IntOrAuto = key(
         "auto",

@@ -80,6 +80,7 @@ def spread_experts(
         if spread_of(module) is None:
             exchanged |= _cut(name, module, assignment)
             _state(module).grouped = section.use_grouped_mm
+            _state(module).is_coded = section.dispatch_dtype == "int8"
     experts = sorted({_state(module).num_experts for module in found.values()})
     where = "this stage has " if is_stage(model) else ""
     numbers = " or ".join(map(str, experts)) or "no"

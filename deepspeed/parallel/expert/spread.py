@@ -7,7 +7,7 @@ that tokens travel to where their experts are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Spread:
         ep_size: Ranks that share them.
         takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
         grouped: Use grouped products where they are faster.
+        is_coded: Tokens on their way to experts travel in 8 bits.
         balance: Where the routes of the last forward went; None before the first.
     """
 
@@ -42,6 +43,7 @@ class Spread:
     ep_size: int
     takes_all: bool
     grouped: bool = True
+    is_coded: bool = False
     balance: RoutingMetrics | None = None
 
 
@@ -103,7 +105,7 @@ def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
         if state.ep_size > 1
         else None
     )
-    plan = plan_routes(indices, state.num_experts, transport)
+    plan = replace(plan_routes(indices, state.num_experts, transport), is_coded=state.is_coded)
     state.balance = RoutingMetrics.of(plan)
     return plan
 
