@@ -6,8 +6,11 @@ import logging
 import os
 import socket
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager, waits_give_up
@@ -18,7 +21,14 @@ from deepspeed.comm.members.regroup import Regroup
 from deepspeed.comm.members.run_members import RunMembership
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.elasticity.copies import CopyLayout, CopyStore, copy_states, newest_whole, send_to_buddy
+from deepspeed.elasticity.copies import (
+    CopyLayout,
+    CopyStore,
+    ForwardStates,
+    copy_states,
+    newest_whole,
+    send_to_buddy,
+)
 from deepspeed.elasticity.rebuild import build_again, take_apart
 from deepspeed.elasticity.restore import restore
 from deepspeed.engine.base import EngineBase
@@ -88,6 +98,8 @@ class ElasticRun:
         recoveries: All changes of the ranks so far.
         cost: Of the copies.
         checkpoints: The folder to go back to where copies are gone with their owners; None: there is none.
+        engine: Whose states these are; None: it is gone.
+        filled: Epoch of the last plan by which an engine was filled.
     """
 
     members: RunMembership
@@ -95,6 +107,27 @@ class ElasticRun:
     recoveries: list[Recovery] = field(default_factory=list)
     cost: CopyCost = field(default_factory=CopyCost)
     checkpoints: str | os.PathLike[str] | None = None
+    engine: Callable[[], EngineBase | None] = lambda: None
+    filled: int = 0
+
+    @classmethod
+    def present(cls) -> ElasticRun | None:
+        """Returns that of this process; None: there is none yet."""
+        found: ElasticRun | None = getattr(Job.current().members, "elastic", None)
+        return found
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether its engine is still in use."""
+        engine = self.engine()
+        return engine is not None and not engine._train_step.is_destroyed
+
+    def begin_with(self, engine: EngineBase) -> None:
+        """Belongs to ``engine`` from now on. Copies of another one's states are forgotten."""
+        if self.engine() is not engine:
+            self.held.clear()
+            self.recoveries, self.cost, self.checkpoints = [], CopyCost(), None
+            self.engine = weakref.ref(engine)
 
 
 class Continuation:
@@ -103,6 +136,7 @@ class Continuation:
     Attributes:
         run: What outlives the engine's job.
         in_step: Whether a step of ``ElasticSteps`` is open.
+        is_replaced: The engine has loaded a checkpoint, so copies are of states that it no longer has.
     """
 
     def __init__(self, engine: EngineBase, run: ElasticRun, transport: Transport) -> None:
@@ -114,6 +148,8 @@ class Continuation:
         self._patience = section.patience
         self.run = run
         self.in_step = False
+        self.is_replaced = False
+        self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, what its forwards change
         self.filled_in = 0.0  # seconds
         self.came = 0  # bytes from other ranks
         self._is_valid = False  # the engine's states are those of a whole number of updates
@@ -126,14 +162,25 @@ class Continuation:
         job = Job.current()
         patience = timedelta(seconds=float(getattr(engine._root.elasticity, "patience", 600.0)))
         transport = job.axis_of(None).objects(patience=patience, why="copies of model states")
-        run = getattr(job.members, "elastic", None)
+        if job.members is not None and job.members.links.is_closed:  # a former run has come to its end
+            job.members = None
+        run = ElasticRun.present()
         if run is None:
             members = job.members if job.members is not None else _first_members(transport)
             run = ElasticRun(members, CopyStore(members.links.number))
             members.elastic = run
             job.members = members
+        run.begin_with(engine)
         made = cls(engine, run, transport)
         made._fill()
+        return made
+
+    def reopen(self) -> Continuation:
+        """Returns itself, or that of another run if this one has come to its end. Every rank must call it."""
+        if not self.run.members.links.is_closed:
+            return self
+        made = Continuation.open(self._engine)
+        hooks_of(self._engine).continuation = made
         return made
 
     @property
@@ -166,18 +213,40 @@ class Continuation:
         """Whether a process asks this one to let it join."""
         return bool(self.run.members.links.knocks)
 
-    def after_update(self) -> None:
+    def begin_step(self) -> None:
+        """Opens a step. Where no copies are made ahead, it notes what the forwards of the step will change."""
+        self.in_step = True
+        if self._layout.is_whole:
+            self._forward = self._engine.global_steps, ForwardStates.of(run_state_of(self._engine))
+
+    def after_update(self, *, ranks_will_change: bool = False) -> None:
         """Makes copies where they are due. Every rank must call it after each update.
+
+        Args:
+            ranks_will_change: A process joins now, so that copies are due in any case.
 
         Raises:
             CommunicationError: A rank was lost.
         """
-        if not self._layout.is_whole and self._engine.global_steps % self._every == 0:
+        if not self._layout.is_whole and (ranks_will_change or self._engine.global_steps % self._every == 0):
             self._copy()
+
+    def replace_copies(self) -> None:
+        """Makes copies of what was loaded in the place of those there are. Every rank must call it.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        self.run.held.clear()  # first: whatever happens now, nobody may go back to what was before
+        if not self._layout.is_whole:
+            self._copy()
+            gather_objects(self._transport, None, label="copies of what was loaded")
+        self.is_replaced = False
 
     def _copy(self) -> None:
         started = time.monotonic()
         run = self.run
+        run_state_of(self._engine).settle()
         own = copy_states(run_state_of(self._engine), self._layout, run.members.links.number, run.held)
         theirs = send_to_buddy(own, self._layout.owners, self._transport, run.held)
         for copy in (own, theirs):
@@ -243,8 +312,12 @@ class Continuation:
         updater = self._engine._updater
         if self._layout.is_whole and self._is_valid and updater is not None:
             if updater.steps == self._engine.global_steps:
-                number = self.run.members.links.number
-                self.run.held.put(copy_states(run_state_of(self._engine), self._layout, number, self.run.held))
+                updater.carry_user_writes()
+                # An update that is done has ended the step as far as forwards go.
+                steps, before = self._forward or (-1, None)
+                forward = before if steps == updater.steps else None
+                held, number = self.run.held, self.run.members.links.number
+                held.put(copy_states(run_state_of(self._engine), self._layout, number, held, forward))
 
     def _change_once(self, recovery: Recovery) -> Continuation:
         members, started = self.run.members, time.monotonic()
@@ -280,11 +353,13 @@ class Continuation:
         """Fills the engine from the copies of the plan, and makes copies of this job. Every rank must call it."""
         started = time.monotonic()
         plan, held = self.run.members.plan, self.run.held
-        if plan.source is not None:
+        if plan.epoch == self.run.filled:  # a run that begins, or another engine of a run whose ranks have changed
+            pass
+        elif plan.source is not None:
             number = self.run.members.links.number
             run_state = run_state_of(self._engine)
             self.came = restore(self._engine, run_state, held, plan.source, number, self._transport)
-        elif plan.epoch > 0:
+        else:
             self._load_checkpoint()
         self._is_valid = True
         if not self._layout.is_whole:
@@ -292,6 +367,7 @@ class Continuation:
         # Only when every rank is so far may anybody forget the copies of the job before.
         gather_objects(self._transport, None, label="copies of all ranks")
         held.trim(plan.epoch)
+        self.run.filled = plan.epoch
         self.filled_in = time.monotonic() - started
 
     def _load_checkpoint(self) -> None:
@@ -335,13 +411,18 @@ class Continuation:
         ExitNotes.here().recovered([member.pid for member in self.run.members.plan.lost])
 
 
+def hooks_of(engine: EngineBase) -> Any:
+    """Returns the ``ElasticHooks`` of an engine; None where its configuration has no ``elasticity.continue``."""
+    return engine._hooks.get("deepspeed.elasticity.feature")
+
+
 def continuation_of(engine: EngineBase) -> Continuation:
     """Returns that of an engine.
 
     Raises:
         CallOrderError: Its configuration has no ``elasticity.continue``.
     """
-    hooks = engine._hooks.get("deepspeed.elasticity.feature")
+    hooks = hooks_of(engine)
     found = None if hooks is None else hooks.continuation
     if found is None:
         raise CallOrderError(

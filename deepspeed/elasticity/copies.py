@@ -75,6 +75,27 @@ class CopyLayout:
         )
 
 
+@dataclass(frozen=True)
+class ForwardStates:
+    """States of one rank that forwards change, so that a step which is broken off must not leave them behind.
+
+    Attributes:
+        buffers: Persistent buffers by name, on the host.
+        random: States of the random number generators.
+        extra_state: Extra state of modules.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    random: dict[str, Any]
+    extra_state: dict[str, Any]
+
+    @classmethod
+    def of(cls, run_state: RunState) -> ForwardStates:
+        """Returns a copy of those of this moment."""
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in run_state.buffers().items()}
+        return cls(buffers, random_state(), run_state.extra_state())
+
+
 @dataclass
 class SmallStates:
     """States of one rank that are no large tensors.
@@ -87,9 +108,7 @@ class SmallStates:
         loss_scaler: Its state, or None.
         skipped_in_a_row: Updates skipped since the last one that was applied.
         lr_scheduler: State of the schedule, or None.
-        buffers: Persistent buffers by name, on the host.
-        random: States of the random number generators.
-        extra_state: Extra state of modules.
+        forward: What forwards change.
     """
 
     counters: dict[str, int]
@@ -99,9 +118,7 @@ class SmallStates:
     loss_scaler: dict[str, Any] | None
     skipped_in_a_row: int
     lr_scheduler: dict[str, Any] | None
-    buffers: dict[str, torch.Tensor]
-    random: dict[str, Any]
-    extra_state: dict[str, Any]
+    forward: ForwardStates
 
 
 @dataclass
@@ -155,9 +172,16 @@ class CopyStore:
         keys = sorted({key for key, _ in self._held if key[1] == epoch}, reverse=True)[:_KEPT]
         self._held = {(key, owner): copy for (key, owner), copy in self._held.items() if key in keys}
 
-    def spare(self, owner: int, size: int) -> torch.Tensor:
-        """Returns memory for a copy of ``owner``: that of a generation which nobody needs any more, if it fits."""
-        mine = sorted((key for key, of in self._held if of == owner), reverse=True)
+    def clear(self) -> None:
+        """Forgets everything: what is held belongs to states that were replaced."""
+        self._held.clear()
+
+    def spare(self, owner: int, size: int, epoch: int) -> torch.Tensor:
+        """Returns memory for a copy of ``owner``: that of a generation which nobody needs any more, if it fits.
+
+        Copies of former jobs are not touched: a recovery that is broken off begins with them again.
+        """
+        mine = sorted((key for key, of in self._held if of == owner and key[1] == epoch), reverse=True)
         if len(mine) >= _KEPT:
             oldest = self._held.pop((mine[-1], owner))
             if oldest.data.numel() == size:
@@ -197,8 +221,13 @@ def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) 
 # -- taking ------------------------------------------------------------------------------------------------------------
 
 
-def small_states(run_state: RunState) -> bytes:
-    """Returns :class:`SmallStates` of this rank, pickled, so that they are as they were."""
+def small_states(run_state: RunState, forward: ForwardStates | None = None) -> bytes:
+    """Returns :class:`SmallStates` of this rank, pickled, so that they are as they were.
+
+    Args:
+        run_state: The training run.
+        forward: What forwards change, as it was before the step that is broken off; None: as it is now.
+    """
     zero, optimizer = run_state.optimizer, run_state.torch_optimizer
     schedule = run_state.schedule_state()
     names = run_state.group_names()
@@ -212,9 +241,7 @@ def small_states(run_state: RunState) -> bytes:
             loss_scaler=zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
             skipped_in_a_row=zero.skipped_in_a_row if zero is not None else 0,
             lr_scheduler=schedule,
-            buffers={name: buffer.detach().to("cpu", copy=True) for name, buffer in run_state.buffers().items()},
-            random=random_state(),
-            extra_state=run_state.extra_state(),
+            forward=forward or ForwardStates.of(run_state),
         )
     )
 
@@ -259,7 +286,9 @@ def _of_master(run_state: RunState, bucket: int, master: MasterBucket) -> Iterat
 
 
 @torch.no_grad()
-def copy_states(run_state: RunState, layout: CopyLayout, owner: int, held: CopyStore) -> StateCopy:
+def copy_states(
+    run_state: RunState, layout: CopyLayout, owner: int, held: CopyStore, forward: ForwardStates | None = None
+) -> StateCopy:
     """Copies this rank's states to host memory.
 
     Args:
@@ -267,6 +296,7 @@ def copy_states(run_state: RunState, layout: CopyLayout, owner: int, held: CopyS
         layout: Of the job.
         owner: Number of this process.
         held: Has memory to spare.
+        forward: See :func:`small_states`.
     """
     pieces: dict[str, list[SavedRun]] = {}
     found: list[tuple[SavedRun, torch.Tensor]] = []
@@ -277,11 +307,12 @@ def copy_states(run_state: RunState, layout: CopyLayout, owner: int, held: CopyS
             pieces.setdefault(kind, []).append(piece)
             found.append((piece, values))
             size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-    data = held.spare(owner, size)
+    data = held.spare(owner, size, layout.epoch)
     for piece, values in found:
         data[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(values)
     tupled = {kind: tuple(listed) for kind, listed in pieces.items()}
-    return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small_states(run_state), data)
+    small = small_states(run_state, forward)
+    return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small, data)
 
 
 def send_to_buddy(copy: StateCopy, owners: Sequence[int], transport: Transport, held: CopyStore) -> StateCopy | None:
@@ -306,7 +337,7 @@ def send_to_buddy(copy: StateCopy, owners: Sequence[int], transport: Transport, 
     doing = "copies of model states for the buddy"
     transport.move([Piece(rank, following, lengths), Piece(before, rank, theirs)], label=doing)
     told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
-    data = held.spare(owners[before], int(theirs[1]))
+    data = held.spare(owners[before], int(theirs[1]), copy.layout.epoch)
     transport.move(
         [
             Piece(rank, following, told),

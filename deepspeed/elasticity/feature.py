@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.config.section import features_of
-from deepspeed.elasticity.continuation import Continuation
+from deepspeed.elasticity.continuation import Continuation, ElasticRun
 from deepspeed.engine.features import feature_of
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
 from deepspeed.errors import DeepSpeedConfigError
@@ -20,7 +20,7 @@ _OWN = "deepspeed.elasticity.feature"
 
 
 class ElasticHooks(EngineHooks):
-    """Refuses updates outside of a step of ``ElasticSteps``.
+    """Refuses updates outside of a step of ``ElasticSteps``, and sees when a checkpoint is loaded.
 
     Attributes:
         continuation: What the engine goes on with after a loss.
@@ -33,6 +33,11 @@ class ElasticHooks(EngineHooks):
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
         if self.continuation is not None:
             self.continuation.refuse_lone_update()
+
+    @override
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        if self.continuation is not None:
+            self.continuation.is_replaced = True
 
 
 class ElasticRanks(EngineFeature):
@@ -65,6 +70,12 @@ class ElasticRanks(EngineFeature):
 
 def _problem(setup: EngineSetup) -> str | None:
     """What cannot be gone on with after a loss, and what to change; None: nothing."""
+    run = ElasticRun.present()
+    if run is not None and run.is_taken:
+        return (
+            "expected one engine with elasticity.continue in a process, found a second one while the first is in use. "
+            "Leave elasticity.continue out of one of them, or call engine.destroy() on the first"
+        )
     zero = setup.root.zero_optimization
     other_axes = [f"{axis} ({size} ranks)" for axis, size in setup.ranks.mesh.axes if size > 1 and axis != "data"]
     if other_axes or setup.ranks.model_size > 1 or setup.ranks.zero_group is not None:

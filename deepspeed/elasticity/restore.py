@@ -88,7 +88,7 @@ def restore(
         run_state.runtime.reducer.clear()
     resume_from(engine, LoadResult(_WHERE, {}, dict(state.counters), len(layout.owners), 1))
     if number in smalls:
-        restore_random_state(own.random)
+        restore_random_state(own.forward.random)
     return came
 
 
@@ -118,10 +118,10 @@ def _training_state(own: SmallStates, listed: list[CopyOnRank], layout: CopyLayo
 @torch.no_grad()
 def _restore_small(run_state: RunState, own: SmallStates, state: TrainingState, matches: Any) -> None:
     for name, buffer in run_state.buffers().items():
-        buffer.copy_(own.buffers[name])
+        buffer.copy_(own.forward.buffers[name])
     for key, module in run_state.extra_state_owners().items():
-        if key in own.extra_state:
-            module.set_extra_state(own.extra_state[key])
+        if key in own.forward.extra_state:
+            module.set_extra_state(own.forward.extra_state[key])
     present = run_state.schedule_state()
     if state.lr_scheduler is not None and present is not None:
         choices = choose_groups(state.param_groups, matches, run_state.group_names())

@@ -86,7 +86,8 @@ class ElasticSteps:
 
     Samples are counted over the whole run: step *s* has samples ``[s * B, (s + 1) * B)`` of an endless sequence of
     permutations of the data set, which follow from the seed; *B* is ``train_batch_size``. So every sample is used once,
-    in the same update, whatever the number of ranks.
+    in the same update, whatever the number of ranks. Every rank must make one, and may make another when its steps are
+    over.
 
     Args:
         engine: With ``elasticity.continue`` in its configuration.
@@ -117,7 +118,7 @@ class ElasticSteps:
         if len(dataset) == 0:
             raise DeepSpeedConfigError("deepspeed.elasticity.ElasticSteps: the data set is empty; give one that is not")
         self._engine: EngineBase = engine
-        self._continuation: Continuation = continuation_of(engine)
+        self._continuation: Continuation = continuation_of(engine).reopen()
         self._continuation.run.checkpoints = checkpoints
         self._dataset = dataset
         self._total = total_steps
@@ -153,6 +154,8 @@ class ElasticSteps:
     def __iter__(self) -> Iterator[ElasticStep]:
         while True:
             while self._engine.global_steps < self._total:
+                if self._continuation.is_replaced and not self._go_on_if_lost(self._continuation.replace_copies):
+                    continue
                 number = self._engine.global_steps
                 step = ElasticStep(
                     self, number, deal(self._micro_batches, self._continuation.size, self._continuation.rank)
@@ -162,7 +165,7 @@ class ElasticSteps:
                     raise CallOrderError(
                         f"ElasticSteps: step {number} was not entered; write `with step:` around its micro-batches"
                     )
-            if self._finishes():
+            if self._go_on_if_lost(self._continuation.finish):
                 self._continuation.leave()
                 return
 
@@ -188,7 +191,7 @@ class ElasticSteps:
 
     def open_step(self, step: ElasticStep) -> None:
         """A step begins."""
-        self._continuation.in_step = True
+        self._continuation.begin_step()
         self._engine._batches.share = step
 
     def close_step(self, step: ElasticStep, error: BaseException | None) -> bool:
@@ -208,7 +211,7 @@ class ElasticSteps:
                     f"ElasticSteps: after step {step.number} the engine has made {self._engine.global_steps} updates, "
                     f"expected {step.number + 1}; call engine.step() once for every micro-batch of the step"
                 )
-            self._continuation.after_update()
+            self._continuation.after_update(ranks_will_change=step.must_regroup)
             step.is_done = True
             for recovery in self.recoveries[-1:]:
                 recovery.first_step = recovery.first_step or step.seconds
@@ -229,10 +232,10 @@ class ElasticSteps:
             raise
         return False
 
-    def _finishes(self) -> bool:
-        """Returns whether the run has come to its end on all ranks; otherwise ranks were lost, and it goes on."""
+    def _go_on_if_lost(self, action: Callable[[], None]) -> bool:
+        """Does something on all ranks between two steps; returns False if ranks were lost, and the run goes on."""
         try:
-            self._continuation.finish()
+            action()
         except (DeepSpeedError, RuntimeError):
             if not self._continuation.was_lost():
                 raise

@@ -9,21 +9,56 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from deepspeed.elasticity.steps import ElasticStep
 
 SAMPLES, FEATURES, OUTPUTS = 97, 16, 4
 BATCH, MICRO = 24, 2
 RATE, DECAY, CLIP = 1e-2, 0.01, 1.0
 
 
-def make_model() -> torch.nn.Module:
-    """A model of odd sizes, equal on all ranks."""
+class AwkwardModel(torch.nn.Module):
+    """Tied weights, a frozen layer, an unused parameter, and a buffer that counts forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn = torch.nn
+        self.first, self.again = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.again.weight = self.first.weight
+        self.frozen = nn.Linear(FEATURES, 33).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(33, OUTPUTS)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns outputs, [N, OUTPUTS], of inputs, [N, FEATURES]."""
+        if self.training:
+            self.forwards += 1
+        return self.last(self.frozen(self.again(self.first(x).tanh()).tanh()).tanh())
+
+
+def make_model(kind: str = "plain") -> torch.nn.Module:
+    """A model of odd sizes, equal on all ranks; ``kind``: ``"plain"`` or ``"awkward"``."""
     torch.manual_seed(0)
+    if kind == "awkward":
+        return AwkwardModel()
     nn = torch.nn
     return nn.Sequential(nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, OUTPUTS))
+
+
+def make_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two param groups with rates and decays of their own: matrices, and the rest."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1]},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "lr": 3 * RATE, "weight_decay": 0.0},
+    ]
 
 
 def make_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -54,10 +89,12 @@ def order(position: int, seed: int = 0) -> int:
     return int(torch.randperm(SAMPLES, generator=generator)[place])
 
 
-def plain_losses(steps: int) -> list[float]:
+def plain_losses(steps: int, kind: str = "plain") -> list[float]:
     """The losses of plain torch on whole batches."""
-    model, data = make_model(), make_data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    model, data = make_model(kind), make_data()
+    optimizer = torch.optim.AdamW(make_groups(model) if kind == "awkward" else model.parameters(), RATE)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = DECAY if group["lr"] == RATE else 0.0
     losses = []
     for step in range(steps):
         chosen = [data[order(position)] for position in range(step * BATCH, (step + 1) * BATCH)]
@@ -75,28 +112,49 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
     """Trains, and writes a line for each step to ``folder/name.jsonl``.
 
     Args:
-        arguments: ``config``, ``total`` (steps), ``die`` (by name: step and place where the process kills itself),
-            ``pause`` (seconds in each step), ``save`` (steps between checkpoints) and ``checkpoints``; ``kills``: how
-            often a rank kills itself at a random moment, with ``seed``.
+        arguments: ``config``, ``total`` (steps), ``die`` (by name: step and place where the process kills itself;
+            after ``error``, where it raises),
+            ``model`` (its kind), ``pause`` (seconds in each step), ``save`` (steps between checkpoints) and
+            ``checkpoints``, ``load`` (whether to load the last one first), ``pauses`` (steps at which one
+            ``ElasticSteps`` ends and the next begins); ``kills``: how often a rank kills itself at
+            a random moment, with ``seed``.
+            ``children``: whether ranks fork a child that outlives them by five seconds.
         name: Of the process.
         folder: For results.
     """
     import deepspeed
     from deepspeed.elasticity import ElasticSteps
+    from deepspeed.elasticity.continuation import continuation_of
 
     config = copy.deepcopy(arguments["config"])
-    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    kind = arguments.get("model", "plain")
+    model = make_model(kind)
+    groups = make_groups(model) if kind == "awkward" else None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     dtype = next(engine.module.parameters()).dtype
     checkpoints = arguments.get("checkpoints")
-    steps = ElasticSteps(engine, make_data(), arguments["total"], checkpoints=checkpoints)
+    if arguments.get("children") and os.fork() == 0:
+        while os.getppid() != 1:
+            time.sleep(0.1)
+        time.sleep(5.0)
+        os._exit(0)
     deaths = [tuple(death) for death in arguments.get("die", {}).get(name, ())]
+    if arguments.get("load"):
+        engine.load_checkpoint(checkpoints)
     results = (folder / f"{name}.jsonl").open("a", buffering=1)
 
     def die(step: int, place: str) -> None:
+        if (step, f"error {place}") in deaths:
+            raise RuntimeError(f"an error on {name}")
         if (step, place) in deaths:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for step in steps:
+    def all_steps() -> Iterator[ElasticStep]:
+        for total in (*arguments.get("pauses", ()), arguments["total"]):
+            yield from ElasticSteps(engine, make_data(), total, checkpoints=checkpoints)
+
+    for step in all_steps():
+        ranks = int(os.environ["WORLD_SIZE"])
         with step:
             if arguments.get("kills"):
                 _die_by_chance(arguments, step.number, folder)
@@ -113,13 +171,15 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
             if arguments.get("save") and (step.number + 1) % arguments["save"] == 0:
                 engine.save_checkpoint(checkpoints)
             time.sleep(arguments.get("pause", 0.0))
-        line = {"step": step.number, "done": step.is_done, "loss": step.loss, "ranks": engine.train_batch_size()}
+        line = {"step": step.number, "done": step.is_done, "loss": step.loss, "ranks": ranks}
         results.write(json.dumps({**line, "rates": engine.get_lr(), "scale": engine.loss_scale()}) + "\n")
     recoveries = [
         {"ranks": r.ranks, "lost": len(r.lost), "repeated": r.repeated, "seconds": r.total, "words": r.lost}
-        for r in steps.recoveries
+        for r in continuation_of(engine).run.recoveries
     ]
-    results.write(json.dumps({"end": True, "steps": engine.global_steps, "recoveries": recoveries}) + "\n")
+    counted = {name: int(buffer) for name, buffer in engine.module.named_buffers()}
+    ended = {"end": True, "steps": engine.global_steps, "recoveries": recoveries, "buffers": counted}
+    results.write(json.dumps(ended) + "\n")
 
 
 def _die_by_chance(arguments: dict[str, Any], step: int, folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -78,6 +80,35 @@ def test_the_end_of_a_process_is_seen_at_once(linked):
     assert [lost.member.number for lost in seen] == [2]
     assert seen[0].is_certain
     assert [member.number for member in linked[0].living] == [0, 1]
+
+
+def test_a_forked_child_does_not_hide_the_end_of_its_parent(linked):
+    """As workers of a data loader do, it outlives the parent for a while."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            time.sleep(5)
+        finally:
+            os._exit(0)
+    try:
+        for link in list(linked[2]._links.values()):
+            link.peer.close()
+        assert linked[0].wait_for_loss(2)
+        assert linked[1].wait_for_loss(2)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_who_is_dropped_by_the_others_does_not_go_on_alone(linked):
+    """The network between 0 and 2 breaks; 1 hears of it from 0 and leaves 2 out, which could go on with its copies."""
+    linked[1].drop(2)
+    linked[0].drop(2)
+    assert linked[2].wait_for_loss(5)
+    with pytest.raises(CommunicationError, match="so the run goes on without it"):
+        regroup(linked[2], held(2, 3, is_whole=True))
+    plans = at_once(*[lambda n=n: regroup(linked[n], held(n, 3, is_whole=True)) for n in (0, 1)])
+    assert [member.number for member in plans[0].members] == [0, 1]
 
 
 def test_a_farewell_is_no_loss(linked):

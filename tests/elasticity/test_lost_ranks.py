@@ -15,24 +15,32 @@ def slow(*values):
 
 
 TOTAL = 8
-SHARDED = {"r3": [(1, "forward")], "r0": [(3, "start")], "r1": [(5, "backward")]}
+DEATHS = {"r3": [(1, "forward")], "r0": [(3, "start")], "r1": [(5, "backward")]}
 
 
-def check(result: JobResult, total: int = TOTAL, tolerance: float = 1e-6) -> None:
+def check(result: JobResult, total: int = TOTAL, tolerance: float = 1e-6, kind: str = "plain", first: int = 0) -> None:
     """Every step has the loss of plain torch, and the ranks that are left came to the end."""
-    expected = plain_losses(total)
-    assert sorted(result.losses) == list(range(total)), result.errors
-    assert [result.losses[step] for step in range(total)] == pytest.approx(expected, abs=tolerance, rel=tolerance)
+    expected = plain_losses(total, kind)[first:]
+    assert sorted(result.losses) == list(range(first, total)), result.errors
+    losses = [result.losses[step] for step in range(first, total)]
+    assert losses == pytest.approx(expected, abs=tolerance, rel=tolerance)
     assert all(lines[-1]["steps"] == total for lines in result.lines.values())
 
 
 @pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
-def test_three_of_four_are_killed_one_after_the_other(tmp_path, stage):
-    """In a forward, before a step (rank 0, which holds the store), and in a backward."""
-    result = run_job(tmp_path, 4, {"config": make_config(stage), "total": TOTAL, "die": SHARDED})
-    assert result.codes == {"r0": -9, "r1": -9, "r2": 0, "r3": -9}, result.errors
-    check(result)
-    assert [tuple(r["ranks"]) for r in result.recoveries] == [(4, 3), (3, 2), (2, 1)]
+def test_three_of_five_are_killed_one_after_the_other(tmp_path, stage):
+    """In a forward, before a step (rank 0, which holds the store), and in a backward.
+
+    Five ranks have different numbers of the twelve micro-batches. What forwards change is as if no step had been broken
+    off.
+    """
+    result = run_job(tmp_path, 5, {"config": make_config(stage), "total": TOTAL, "die": DEATHS, "model": "awkward"})
+    assert result.codes == {"r0": -9, "r1": -9, "r2": 0, "r3": -9, "r4": 0}, result.errors
+    check(result, kind="awkward")
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(5, 4), (4, 3), (3, 2)]
+    for lines in result.lines.values():
+        ranks = {line["step"]: line["ranks"] for line in lines if line.get("done")}
+        assert lines[-1]["buffers"] == {"forwards": sum(-(-12 // count) for count in ranks.values())}
     assert all(r["repeated"] <= 1 for r in result.recoveries)  # 1: not all ranks had copied yet
     assert "pid" in result.recoveries[0]["words"][0] and "host" in result.recoveries[0]["words"][0]
 
@@ -64,6 +72,44 @@ def test_precisions_and_offload(tmp_path, stage, more, tolerance):
     assert rates[0] == rates[1]
 
 
+@pytest.mark.parametrize("stage", [2, slow(3)])
+def test_states_on_disk(tmp_path, stage):
+    """Optimizer states of ranks that are left come from their files' copies in memory."""
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "states")}
+    config = make_config(stage, zero={"offload_optimizer": offload})
+    result = run_job(tmp_path, 3, {"config": config, "total": 5, "die": {"r1": [(2, "backward")]}, "model": "awkward"})
+    check(result, 5, kind="awkward")
+
+
+@pytest.mark.parametrize("stage", [2, slow(0)])
+def test_a_loss_right_after_a_checkpoint_was_loaded(tmp_path, stage):
+    """The run goes on from what was loaded, not from the states before."""
+    arguments = {"config": make_config(stage), "total": 2, "save": 2, "checkpoints": str(tmp_path / "saved")}
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+    run_job(tmp_path / "a", 2, arguments)
+    again = {**arguments, "total": 4, "load": True, "save": 0, "die": {"r1": [(2, "forward")]}}
+    result = run_job(tmp_path / "b", 3, again)
+    check(result, 4, first=2)
+    assert [r["repeated"] for r in result.recoveries] == [0]
+
+
+def test_a_loss_in_the_second_loop_over_steps(tmp_path):
+    arguments = {"config": make_config(2), "total": 5, "pauses": [2], "die": {"r0": [(3, "forward")]}}
+    result = run_job(tmp_path, 3, arguments)
+    check(result, 5)
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(3, 2)]
+
+
+def test_a_rank_that_raises_is_lost_too(tmp_path):
+    """Its error is shown; the others see its end before they take their own waits for failures."""
+    arguments = {"config": make_config(2), "total": 5, "die": {"r1": [(2, "error update")]}}
+    result = run_job(tmp_path, 3, arguments)
+    assert result.codes == {"r0": 0, "r1": 1, "r2": 0}, result.errors
+    assert "RuntimeError: an error on r1" in result.errors["r1"]
+    check(result, 5)
+
+
 def test_two_at_once_whose_copies_lie_elsewhere(tmp_path):
     """Ranks 0 and 2 of four: their buddies are 1 and 3."""
     die = {"r0": [(2, "start")], "r2": [(2, "start")]}
@@ -87,6 +133,14 @@ def test_a_rank_and_its_buddy_at_once_go_back_to_the_checkpoint(tmp_path):
     result = run_job(tmp_path, 4, arguments)
     check(result, 5)
     assert "the run goes on from the last checkpoint" in "".join(result.errors.values())
+
+
+def test_a_process_joins_between_two_copies(tmp_path):
+    """It takes part from the next step on: copies are made for it, and nothing is done again."""
+    config = make_config(2, elasticity={"copy_every": 7})
+    result = run_job(tmp_path, 2, {"config": config, "total": 30, "pause": 0.1}, joins=["new"])
+    check(result, 30)
+    assert [(tuple(r["ranks"]), r["repeated"]) for r in result.recoveries] == [((2, 3), 0)]
 
 
 def test_a_rank_and_its_buddy_without_a_checkpoint_end_the_run(tmp_path):

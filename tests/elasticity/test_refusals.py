@@ -1,4 +1,4 @@
-"""What runs that go on cannot do is refused by name; here one rank, without a process group of several."""
+"""What runs that go on cannot do is refused by name; mostly by one rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import deepspeed
 from deepspeed.config import parse
 from deepspeed.elasticity import ElasticSteps
+from deepspeed.elasticity.continuation import ElasticRun
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.elasticity.program import make_config, make_data, make_model
 from tests.harness import run_ranks
@@ -103,10 +104,32 @@ def refuse_steps_that_are_not_whole() -> None:
     engine.destroy()
 
 
+def refuse_a_second_engine() -> None:
+    first = start(make_config(2))
+    with pytest.raises(DeepSpeedConfigError, match="found a second one while the first is in use"):
+        start(make_config(2))
+    train(first, 2)
+    first.destroy()
+    second = start(make_config(2))  # copies of the first one's states are gone
+    run = ElasticRun.present()
+    assert run is not None and [key for key, *_ in run.held.listed()] == [[0, 0], [0, 0]], "copies of another engine"
+    train(second, 1)
+    second.destroy()
+
+
+def train(engine: Any, total: int) -> None:
+    for step in ElasticSteps(engine, make_data(), total):
+        with step:
+            for x, y in step:
+                engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+                engine.step()
+
+
 @pytest.mark.parametrize(
     "refuse",
     [
         refuse_objects,
+        refuse_a_second_engine,
         refuse_features,
         refuse_updates_outside_of_steps,
         refuse_steps_of_another_engine,
@@ -114,4 +137,4 @@ def refuse_steps_that_are_not_whole() -> None:
     ],
 )
 def test_refusals(refuse):
-    run_ranks(refuse, 1)
+    run_ranks(refuse, 2 if refuse is refuse_a_second_engine else 1)

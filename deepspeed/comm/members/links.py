@@ -9,14 +9,17 @@ pending waits of the training thread raise when a member is lost.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hmac
 import json
+import os
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +97,9 @@ class MemberLinks:
             self._selector.register(end, selectors.EVENT_READ)
         self._new: deque[_Link] = deque()
         self._is_over = False
+        self._is_dropped = False
+        _present.add(self)
+        atexit.register(self._abandon)
         self._thread = threading.Thread(target=self._serve, name="deepspeed-members", daemon=True)
         self._thread.start()
 
@@ -104,6 +110,17 @@ class MemberLinks:
         """Members that were lost since :meth:`settle`, by number."""
         with self._changed:
             return dict(self._lost)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has said farewell."""
+        return self._is_over
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether another member has found this process lost, so that the run goes on without it."""
+        with self._changed:
+            return self._is_dropped
 
     @property
     def departed(self) -> set[int]:
@@ -135,6 +152,7 @@ class MemberLinks:
         with self._changed:
             link = self._links.get(number)
         if link is not None:
+            _send(link, {"kind": "dropped"})  # it may live behind a network that is broken only in part
             with contextlib.suppress(OSError):
                 link.peer.shutdown(socket.SHUT_RDWR)  # the watching thread finds its end
 
@@ -218,9 +236,27 @@ class MemberLinks:
             links = [*self._links.values(), *self._knocking]
         for link in links:
             _send(link, {"kind": "farewell"})
+        atexit.unregister(self._abandon)
         self._is_over = True
         self._wake()
         self._thread.join(_SEND_SECONDS)
+
+    def close_here(self) -> None:
+        """Closes this process's descriptors and tells nobody; for a child that was forked, without its threads."""
+        ends = [link.peer for link in (*self._links.values(), *self._knocking, *self._new)]
+        for end in (*ends, self._listener, self._wake_reader, self._wake_writer):
+            with contextlib.suppress(OSError):
+                end.close()
+
+    def _abandon(self) -> None:
+        """Ends all links without a farewell: called first when the interpreter ends, which may take seconds.
+
+        The other members must not take the error of their own waits for a failure of their program meanwhile.
+        """
+        self.on_loss = None
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):
+                link.peer.shutdown(socket.SHUT_RDWR)
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -332,6 +368,8 @@ class MemberLinks:
                 return True  # it has to wait
             if kind == "farewell":
                 self._gone.add(link.number)
+            elif kind == "dropped":
+                self._is_dropped = True
             else:
                 self._inbox.append((link.number, message))
             self._changed.notify_all()
@@ -353,6 +391,18 @@ class MemberLinks:
             self._changed.notify_all()
         if lost is not None and self.on_loss is not None:
             self.on_loss(lost)
+
+
+_present: weakref.WeakSet[MemberLinks] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Closes the sockets of links in a forked process: otherwise its parent's end is not seen while it lives."""
+    for links in list(_present):
+        links.close_here()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def knock_key(member: dict[str, Any]) -> str:

@@ -81,6 +81,11 @@ class Regroup:
         deadline = time.monotonic() + self._patience
         told: tuple[int, ...] = ()
         while time.monotonic() < deadline:
+            if self._links.is_dropped:
+                raise CommunicationError(
+                    "elasticity.continue: another rank could not reach this process, so the run goes on without it. "
+                    "Check the network between the hosts, and start a process anew to join"
+                )
             living = self._links.living
             numbers = tuple(member.number for member in living)
             leader = numbers[0]
