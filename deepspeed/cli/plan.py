@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.cli.measure import measure_in_ranks
 from deepspeed.cli.predict import add_prediction_options, refuse_without_prediction, run_prediction
 from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -56,6 +57,15 @@ def main(args: Sequence[str] | None = None) -> int:
             _list_devices()
             return 0
         _check_targets(options)
+        if options.measure is not None:
+            _refuse_below_one(options)
+            if options.config or options.model or options.layers or options.predict or options.search or options.sweep:
+                raise DeepSpeedConfigError(
+                    "--measure times this machine and plans nothing; leave the model and the configuration out, and "
+                    f"then plan with --machine {options.measure}"
+                )
+            measure_in_ranks(options.measure, options.devices)
+            return 0
         refuse_without_prediction(options)
         if options.predict or options.search is not None:
             _refuse_below_one(options)
@@ -98,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--devices", type=int, default=1, help="devices of each node")
     where.add_argument("--device", default="h100", help="a name of --list-devices, cpu, or other")
     where.add_argument("--machine", metavar="FILE.json", help="figures of a device of your own, instead of --device")
+    where.add_argument(
+        "--measure", metavar="FILE.json", help="time --devices ranks on this machine and write that file for --machine"
+    )
     where.add_argument("--device-memory", help="of one device, with a unit: 80GB, 64GiB")
     where.add_argument("--host-memory", help="of one node, with a unit")
     for name, what in (
@@ -152,7 +165,7 @@ def _check_targets(options: argparse.Namespace) -> None:
     """Refuses files that cannot be written before anything is planned."""
     if options.picture and not options.sweep and (options.predict or options.search is not None):
         raise DeepSpeedConfigError("--picture draws a sweep or the step of a play; leave --predict and --search out")
-    for option in ("write", "picture"):
+    for option in ("write", "picture", "measure"):
         target = getattr(options, option)
         if target is not None:
             path = Path(target)
@@ -226,7 +239,7 @@ def _request(options: argparse.Namespace) -> Request:
         micro_batch=options.micro_batch,
         accumulation=options.accumulation,
         checkpointing=options.activation_checkpointing,
-        kind="cpu" if options.device == "cpu" else "cuda",
+        kind="cpu" if machine.device.name == "cpu" else "cuda",
         pipeline=pipeline_of(config, schedule=options.schedule, num_chunks=options.num_chunks),
     )
     return at_degrees(request, **{name: getattr(options, name) for name in DEGREES})

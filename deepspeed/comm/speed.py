@@ -27,7 +27,7 @@ class CollectiveSpeed:
     Attributes:
         operation: Its name.
         nbytes: Bytes of the whole buffer, on each rank.
-        seconds: Median over the trials of the slowest rank's time.
+        seconds: Median (or another statistic) over the trials of the slowest rank's time.
         algorithm_gbps: Gigabits of the buffer per second.
         bus_gbps: Gigabits per second that pass each rank's link, by the usual definition.
     """
@@ -82,7 +82,13 @@ OPERATIONS: dict[str, Call] = {
 
 
 def measure_collectives(
-    operations: list[str], nbytes: int, dtype: torch.dtype, *, warmups: int = 5, trials: int = 20
+    operations: list[str],
+    nbytes: int,
+    dtype: torch.dtype,
+    *,
+    warmups: int = 5,
+    trials: int = 20,
+    statistic: Callable[[list[float]], float] = statistics.median,
 ) -> list[CollectiveSpeed]:
     """Times operations between all ranks of the process group. Every rank must call it alike.
 
@@ -92,6 +98,7 @@ def measure_collectives(
         dtype: Of its elements.
         warmups: Calls before the first that counts; they open connections and touch memory.
         trials: Calls that count.
+        statistic: Of the trials' seconds.
 
     Returns:
         A row per operation, the same on every rank.
@@ -117,7 +124,7 @@ def measure_collectives(
             comm.all_reduce(mine, op=comm.ReduceOp.MAX)
             if trial >= warmups:
                 slowest.append(float(mine))
-        seconds = statistics.median(slowest)
+        seconds = statistic(slowest)
         size = numel * dtype.itemsize
         rows.append(CollectiveSpeed(name, size, seconds, *bandwidths(name, size, seconds, ranks)))
     return rows

@@ -42,6 +42,7 @@ class DeviceEfficiency:
         contention: Seconds by which computation takes longer for each second of a collective that runs beside it. Both
             use the device's cores and its memory.
         launch: Seconds that the host takes to start one operation.
+        start: Seconds to start a collective: its kernel and the first synchronisation of the ranks.
         factor: Measured over predicted time of operations on one machine; 1 where nothing is known.
     """
 
@@ -54,6 +55,7 @@ class DeviceEfficiency:
     network: float = 0.64
     contention: float = 0.32
     launch: float = 6e-6
+    start: float = 12e-6
     factor: float = 1.0
 
 
@@ -282,6 +284,32 @@ class Machine:
     def usable(self) -> int:
         """Bytes of one accelerator that model and training may use."""
         return int(self.device_memory * (1 - self.headroom))
+
+
+_PRODUCTS = ("GB200", "B200", "H200", "H100", "A100", "V100", "L40S", "L4", "MI300X")
+_SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes below which these are the ones with less memory
+
+
+def device_of_product(product: str, memory: float | None = None) -> Device | None:
+    """Returns the device of the table that a maker's name means, such as ``NVIDIA A100-SXM4-80GB``; None: none does.
+
+    Args:
+        product: The name, as drivers and publications write it.
+        memory: Bytes of the device, where the name does not say them; None: not known.
+    """
+    words = re.split(r"[^A-Z0-9]+", product.upper())
+    found = next((name for name in _PRODUCTS if name in words), None)
+    if found is None:
+        return None
+    sizes = [int(word[:-2]) * 1e9 for word in words if re.fullmatch(r"\d+GB", word)]
+    size = sizes[0] if sizes else memory
+    if found == "A100" and size is not None and size < _SMALL_A100:
+        return DEVICES["a100-40"]
+    if found == "V100" and size is not None and size < _SMALL_V100:
+        return DEVICES["v100-16"]
+    if found == "H100" and "500W" in words:
+        return DEVICES["h100-500w"]
+    return DEVICES[found.lower()]
 
 
 def find_device(name: str) -> Device:

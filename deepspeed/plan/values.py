@@ -42,7 +42,7 @@ class Rehearsal(MemoryCount):
         self._kind = kind
         self.trace = StepRecording()
         self.flops = 0
-        self.shapes = KnownShapes(_arithmetic)
+        self.shapes = KnownShapes(arithmetic_of)
         self._answers: dict[int, tuple[Any, Any]] = {}  # by id: operations are hashed by a function of Python
 
     @contextmanager
@@ -87,9 +87,21 @@ class Rehearsal(MemoryCount):
 _FREE = OperationKind.FREE
 
 
-def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OperationCost:
+def arithmetic_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, device_type: str = "meta"
+) -> OperationCost:
+    """Returns what an operation costs, with its arithmetic by torch's formula.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        kwargs: Its arguments by keyword.
+        result: What it gave.
+        device_type: Of the tensors that count.
+    """
     formula = _formula(func)
-    return cost_of(func, args, kwargs, result, 0 if formula is None else int(formula(*args, **kwargs, out_val=result)))
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return cost_of(func, args, kwargs, result, flops, device_type=device_type)
 
 
 def _answer_to(func: Any) -> Any:

@@ -82,8 +82,8 @@ def test_a_plan_is_the_same_with_and_without(case, monkeypatch):
         **more,
     }
     worked_out = []
-    count = values._arithmetic
-    monkeypatch.setattr(values, "_arithmetic", lambda *call: worked_out.append(call[0]) or count(*call))
+    count = values.arithmetic_of
+    monkeypatch.setattr(values, "arithmetic_of", lambda *call: worked_out.append(call[0]) or count(*call))
 
     def planned():
         worked_out.clear()

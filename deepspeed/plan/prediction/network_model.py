@@ -15,7 +15,6 @@ from deepspeed.plan.devices import Machine
 
 _INSIDE = 1.5e-6  # seconds of one step of a ring inside a node
 _BETWEEN = 8e-6  # and between two nodes
-_START = 12e-6  # to start a collective: the kernel and the first synchronisation
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,15 @@ class NetworkModel:
         inside = nbytes * (group.size - 1) / group.size / self._link if near > 1 else 0.0
         between = nbytes * (domains - 1) / domains / near / self._network
         steps = _INSIDE * (group.size - domains) + _BETWEEN * (domains - 1)
-        return max(inside, between) + steps + _START
+        return max(inside, between) + steps + self._start
 
     def all_reduce(self, nbytes: float, group: RankGroup) -> float:
         """Returns the seconds of a sum of ``nbytes`` that all get."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
         domains, near = self.spread(group)
-        steps = 2 * (_INSIDE * near + _BETWEEN * math.log2(domains)) + _START
-        alone = _INSIDE * (group.size - domains) + _BETWEEN * (domains - 1) + _START
+        steps = 2 * (_INSIDE * near + _BETWEEN * math.log2(domains)) + self._start
+        alone = _INSIDE * (group.size - domains) + _BETWEEN * (domains - 1) + self._start
         return 2 * (self.gather(nbytes, group) - alone) + min(steps, 2 * alone)
 
     def all_to_all(self, nbytes: float, group: RankGroup) -> float:
@@ -72,13 +71,13 @@ class NetworkModel:
         domains, near = self.spread(group)
         inside = nbytes * (near - 1) / group.size / self._link
         between = nbytes * (group.size - near) / group.size / self._network
-        return max(inside, between) + _START + (_BETWEEN if domains > 1 else _INSIDE) * math.log2(group.size)
+        return max(inside, between) + self._start + (_BETWEEN if domains > 1 else _INSIDE) * math.log2(group.size)
 
     def send(self, nbytes: float, stride: int) -> float:
         """Returns the seconds of a message to the rank that is ``stride`` further."""
         domains, _ = self.spread(RankGroup(2, stride))
         rate, latency = (self._network, _BETWEEN) if domains > 1 else (self._link, _INSIDE)
-        return nbytes / rate + latency + _START
+        return nbytes / rate + latency + self._start
 
     def slowdown(self, seconds: float, waits: float) -> float:
         """Returns the seconds by which a collective slows the computation that runs beside it.
@@ -96,3 +95,7 @@ class NetworkModel:
     @property
     def _network(self) -> float:
         return self.machine.network * self.machine.device.efficiency.network
+
+    @property
+    def _start(self) -> float:
+        return self.machine.device.efficiency.start

@@ -75,7 +75,9 @@ _NO_KERNEL = (
 _LOOKS_UP = frozenset({"embedding", "index_select", "gather", "index"})
 
 
-def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, flops: int) -> OperationCost:
+def cost_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, flops: int, *, device_type: str = "meta"
+) -> OperationCost:
     """Returns what an operation costs.
 
     Args:
@@ -84,10 +86,11 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         kwargs: Its arguments by keyword.
         result: What it gave.
         flops: By torch's formula; 0 where there is none.
+        device_type: Of the tensors that count; an operation without any costs nothing.
     """
     name = func._schema.name.removeprefix("aten::")
     given, made = list(tensors_of((args, kwargs))), list(tensors_of(result))
-    if name.startswith(_NO_KERNEL) or not any(tensor.is_meta for tensor in (*given, *made)):
+    if name.startswith(_NO_KERNEL) or not any(t.device.type == device_type for t in (*given, *made)):
         return FREE if not flops else OperationCost(name, OperationKind.FREE, flops)
     if "attention" in name:
         return OperationCost(

@@ -1,0 +1,60 @@
+"""``ds_plan --measure FILE``: starts one rank per device, measures, and writes the figures for ``--machine``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.plan.machine_files import write_machine_file
+
+
+def measure_in_ranks(target: str, devices: int) -> None:
+    """Starts ``devices`` ranks on this machine with the launcher, which measure and write ``target``.
+
+    Args:
+        target: The file.
+        devices: Number of ranks.
+    """
+    from deepspeed.launcher import runner
+
+    runner.main(
+        [
+            "--num_gpus",
+            str(devices),
+            "--no_local_rank",
+            "--module",
+            "deepspeed.cli.measure",
+            str(Path(target).resolve()),
+        ]
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """What each rank does: measures with the others; rank 0 writes the file."""
+    parser = argparse.ArgumentParser(prog="ds_plan --measure", description=__doc__, allow_abbrev=False)
+    parser.add_argument("target")
+    target = parser.parse_args(args).target
+
+    from deepspeed import comm
+    from deepspeed.plan.measuring.machine import measure_device
+
+    comm.init_distributed(verbose=False)
+    device = measure_device()
+    if comm.get_rank() == 0:
+        write_machine_file(device, target)
+        reached = device.efficiency
+        sys.stdout.write(
+            f"{target}: {device.name}, {device.flops * reached.matmul / 1e9:,.1f} GFLOP/s in products, "
+            f"{device.memory_bandwidth * reached.bandwidth / 1e9:,.2f} GB/s elementwise, "
+            f"{device.link * reached.link / 1e9:,.2f} GB/s of a collective, "
+            f"{1e6 * reached.start:,.0f} us to start one, "
+            f"{1e6 * reached.launch:,.1f} us per operation\n"
+        )
+    comm.barrier()
+    comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

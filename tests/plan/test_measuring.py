@@ -1,0 +1,109 @@
+"""Measuring a machine: what the probes conclude from times, and a file that plans can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.cli.plan import main
+from deepspeed.plan import DecoderShape
+from deepspeed.plan.devices import device_of_product
+from deepspeed.plan.machine_files import read_machine_file, write_machine_file
+from deepspeed.plan.measuring import block_probe
+from deepspeed.plan.measuring.block_probe import ProbeSizes, _TimedBlock, probe_block
+from deepspeed.plan.measuring.machine import measure_device
+from deepspeed.plan.timeline.operation_cost import OperationKind
+from tests.harness import run_ranks
+
+SIZES = ProbeSizes(DecoderShape(1, 64, 4, 32), 32, (1, 4), torch.float32, 3)
+RATES = {OperationKind.MATMUL: 50e9, OperationKind.ATTENTION: 20e9, OperationKind.TRAFFIC: 8e9}
+WORK = {OperationKind.MATMUL: 5e9, OperationKind.ATTENTION: 0.5e9, OperationKind.TRAFFIC: 0.4e9}
+
+
+@pytest.mark.parametrize(("launch", "factor"), [(1e-4, 1.0), (0.0, 1.2), (2e-5, 0.9)])
+def test_rates_launches_and_factor_are_found_in_times(monkeypatch, launch, factor):
+    def timed(_sizes, samples, *_others):
+        work = {kind: samples * amount for kind, amount in WORK.items()}
+        alone = {kind: amount / RATES[kind] for kind, amount in work.items()}
+        return _TimedBlock(factor * sum(alone.values()) + 80 * launch, alone, work, 80)
+
+    monkeypatch.setattr(block_probe, "_time_block", timed)
+    found = probe_block(SIZES, torch.device("cpu"), 0.0, lambda: None)
+    assert found.rates == pytest.approx(RATES)
+    assert found.launch == pytest.approx(launch, abs=1e-9)
+    assert found.factor == pytest.approx(factor)
+
+
+def test_times_that_contradict_each_other_give_one_factor(monkeypatch):
+    def timed(_sizes, samples, *_others):
+        work = {kind: samples * amount for kind, amount in WORK.items()}
+        alone = {kind: amount / RATES[kind] for kind, amount in work.items()}
+        return _TimedBlock(2 * sum(WORK[kind] / RATES[kind] for kind in WORK), alone, work, 80)  # grows by nothing
+
+    monkeypatch.setattr(block_probe, "_time_block", timed)
+    found = probe_block(SIZES, torch.device("cpu"), 0.0, lambda: None)
+    assert found.launch == 0.0
+    assert found.factor == pytest.approx(4 / 5)  # 2 + 2 measured, 1 + 4 by the rates
+
+
+def _measure(target: str) -> None:
+    device = measure_device(SIZES)
+    if torch.distributed.get_rank() == 0:
+        write_machine_file(device, target)
+
+
+def test_a_measured_machine_predicts_a_step(tmp_path):
+    target = tmp_path / "here.json"
+    run_ranks(_measure, 2, str(target), timeout=120)
+    device = read_machine_file(target)
+    assert device.name == "cpu" and "2 ranks" in device.source
+    assert 1e8 < device.flops < 1e13 and 1e7 < device.memory_bandwidth < 1e12 and device.link > 1e5
+    assert device.efficiency.contention == 1.0 and device.efficiency.start > 0
+    plan = deepspeed.plan(
+        DecoderShape(2, 64, 4, 128),
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}},
+        devices_per_node=2,
+        device=device,
+        sequence_length=32,
+        compare_checkpointing=False,
+    )
+    assert plan.timed_step.seconds > plan.timed_step.exposed["data"] > 0
+    collectives = sum(1 for span in plan.timed_step.spans if span.stream == "data")
+    assert plan.timed_step.exposed["data"] <= collectives * (device.efficiency.start + 1e6 / device.link)
+
+
+def test_devices_by_the_names_of_their_makers():
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "A100-SXM4-80GB": "a100",
+        "Tesla V100-SXM2-16GB": "v100-16",
+        "NVIDIA L40S": "l40s",
+        "H100-96GB-HBM2e-500W (Grand Teton)": "h100-500w",
+        "GB200 (NVL72)": "gb200",
+        "AMD Instinct MI300X": "mi300x",
+    }
+    assert {name: device_of_product(name).name for name in names} == names
+    assert device_of_product("A100", 40e9).name == "a100-40"
+    assert device_of_product("Radeon VII") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layers", "2"], "leave the model and the configuration out"),
+        (["--predict"], "leave the model and the configuration out"),
+        (["--devices", "0"], "expected 1 or more"),
+    ],
+)
+def test_measuring_is_refused_beside_a_plan(arguments, says, tmp_path, capsys):
+    assert main(["--measure", str(tmp_path / "m.json"), *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
+    assert main(["--measure", str(Path(tmp_path) / "none" / "m.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
