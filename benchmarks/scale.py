@@ -18,24 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
-from deepspeed.plan.devices import DEVICES, Device, DeviceEfficiency, Machine
+from deepspeed.plan.devices import DEVICES, Device, DeviceEfficiency, Machine, device_of_product
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_step
 
 RECORDS = Path(__file__).with_name("data") / "scale-public.json"
-_DEVICE_NAMES = {
-    "A100-SXM4-80GB": "a100",
-    "A100-80GB": "a100",
-    "A100-40GB": "a100-40",
-    "H100-96GB-HBM2e-500W (Grand Teton)": "h100-500w",
-    "H200-141GB": "h200",
-    "H100-80GB": "h100",
-    "H100-SXM-80GB": "h100",
-    "B200 (DGX-B200)": "b200",
-    "GB200 (NVL72)": "gb200",
-    "V100-SXM3-32GB": "v100",
-}
 UNFUSED = ("sc", "korthikanti")  # from before fused attention
 NEMO = ("nemo", "bridge")
 MEGATRON = (*UNFUSED, *NEMO)  # with fused elementwise kernels
@@ -67,18 +56,53 @@ class PublishedRun:
 
 
 def read_runs(path: Path = RECORDS) -> list[PublishedRun]:
-    """Returns the runs of a file. Records without heads or a batch size cannot be predicted and are left out."""
-    found = []
+    """Returns the runs of a file that can be predicted; :func:`read_records` says why the others cannot."""
+    return read_records(path)[0]
+
+
+def read_records(path: Path = RECORDS) -> tuple[list[PublishedRun], dict[str, str]]:
+    """Returns the runs of a file, and by name of each record that cannot be predicted a sentence that says why."""
+    runs, refused = [], {}
     for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
-        if record["model"]["heads"] is None or record["batch"]["global_batch_sequences"] is None:
-            continue  # the source leaves out the model or the batch
-        found.append(run_of(record))
-    return found
+        why = _why_not(record)
+        if why is None:
+            runs.append(run_of(record))
+        else:
+            refused[record["id"]] = why
+    return runs, refused
+
+
+def _why_not(record: Mapping[str, Any]) -> str | None:
+    """Returns why a record cannot be predicted; None: it can."""
+    model, batch, hardware = record["model"], record["batch"], record["hardware"]
+    missing = [name for name in ("layers", "hidden", "heads", "vocab", "seq") if model.get(name) is None]
+    missing += [] if batch["global_batch_sequences"] is not None else ["global batch"]
+    if missing:
+        return f"The source does not state {', '.join(missing)}."
+    if device_of_product(hardware["gpu"], _memory_of(hardware)) is None:
+        return f"The table of devices has no {hardware['gpu']}."
+    try:
+        if not layouts_of(record, _source_of(record)):
+            samples, gpus = batch["global_batch_sequences"], hardware["gpus"]
+            return f"{samples} samples on {gpus} devices are no multiple of the micro-batch and the ranks that share it."
+        run_of(record)
+    except DeepSpeedConfigError as error:
+        return f"{str(error)[:1].upper()}{str(error)[1:]}."
+    return None
+
+
+def _memory_of(hardware: Mapping[str, Any]) -> float | None:
+    nbytes = hardware.get("memory_gb")
+    return nbytes and nbytes * 1e9
+
+
+def _source_of(record: Mapping[str, Any]) -> str:
+    return record["id"].split("-")[0].rstrip("0123456789.")
 
 
 def run_of(record: Mapping[str, Any]) -> PublishedRun:
     """Returns the run that a record describes, with every setup that the record may mean."""
-    source = record["id"].split("-")[0].rstrip("0123456789.")
+    source = _source_of(record)
     measured, hardware = record["measured"], record["hardware"]
     shape, layouts = shape_of(record, source), layouts_of(record, source)
     machine = machine_of(hardware)
@@ -114,7 +138,8 @@ def shape_of(record: Mapping[str, Any], source: str) -> DecoderShape:
 
 def machine_of(hardware: Mapping[str, Any]) -> Machine:
     """Returns the machine of a record. Where the record states no network, 400 Gb/s per device are assumed."""
-    device = DEVICES[_DEVICE_NAMES[hardware["gpu"]]]
+    device = device_of_product(hardware["gpu"], _memory_of(hardware))
+    assert device is not None  # such records are left out
     rate = (hardware.get("inter_gbps_per_gpu") or 400) / 8 * 1e9
     each = hardware["gpus_per_node"]
     return Machine(device, max(hardware["gpus"] // each, 1), min(each, hardware["gpus"]), device.memory, network=rate)
@@ -127,20 +152,27 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
     tensor, pipe, context = (parallel.get(name) or 1 for name in ("tp", "pp", "cp"))
     data = gpus // (tensor * pipe * context)
     stage = parallel.get("zero_stage")
+    shards = parallel.get("fsdp_group") or data * context
+    is_compiled = source in MEGATRON or "compile" in record.get("notes", "")
+    is_of_2024 = "2024" in record["source"]
     recompute = record["recompute"]
     base = ParallelLayout(
         tensor=tensor,
         pipe=pipe,
         context=context,
-        balances_ring=source != "titan",  # torchtitan of 2024 gives each rank consecutive tokens
+        # torchtitan of 2024 gives each rank consecutive tokens.
+        balances_ring=not (source == "titan" and is_of_2024),
         experts=parallel.get("ep") or 1,
         data=data,
         # A pipeline keeps the parameters that it has gathered, so that stage 3 moves what stage 1 does.
         stage=int(source in NEMO) if stage is None else min(stage, 1) if pipe > 1 else stage,
         # Scales by row made products as slow as in bf16 (torchao of 2024).
         is_fp8=record["precision"].startswith("fp8") and "rowwise" not in record["precision"],
-        has_fused_loss=source in ("mosaic", *NEMO),
-        is_compiled=source in MEGATRON or "compile" in record.get("notes", ""),
+        shard_ranks=shards if shards < data * context else None,
+        # torchtitan compiles the loss since 2025.
+        has_fused_loss=source in ("mosaic", *NEMO) or (source == "titan" and is_compiled and not is_of_2024),
+        is_compiled=is_compiled,
+        offload="optimizer" in (parallel.get("offload") or ""),
         cuts_norms=tensor > 1 and parallel.get("sequence_parallel") is not False,
         overlaps_tensor="async TP" in record.get("notes", "") or "async" in record["id"] or source in NEMO,
         overlaps_data=source not in UNFUSED,
@@ -294,8 +326,13 @@ def _row(run: PublishedRun, step: PredictedStep, half: str) -> str:
     return f"| {run.name} | {half} | {times} | {memory} | {fits} | {step.setup.layout.describe()} |"
 
 
-def report(runs: list[PublishedRun]) -> str:
-    """Returns the table of all records, and the errors of both halves."""
+def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
+    """Returns the table of all records, and the errors of both halves.
+
+    Args:
+        runs: The records that can be predicted.
+        refused: By name of each other record, why it cannot.
+    """
     fitted, tested = split(runs)
     names = {run.name: "fit" for run in fitted} | {run.name: "test" for run in tested}
     reached = reached_of(constants(), runs)
@@ -310,9 +347,9 @@ def report(runs: list[PublishedRun]) -> str:
         each = "; ".join(f"{name} {statistics.median(of):.1%}, {max(of):.1%}" for name, of in errors.items())
         lines.append(f"| {title} | {len(half)} | {statistics.median(everything):.1%} | {each} |")
     of_memory = [abs(steps[run.name].device_bytes / run.memory - 1) for run in runs if run.memory is not None]
-    refused = [run.name for run in runs if not steps[run.name].fits]
+    too_large = [run.name for run in runs if not steps[run.name].fits]
     lines += ["", f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "]
-    lines[-1] += f"{max(of_memory):.1%}. Refused although it ran: {', '.join(refused) or 'none'}."
+    lines[-1] += f"{max(of_memory):.1%}. Refused although it ran: {', '.join(too_large) or 'none'}."
     pairs = [(steps[run.name], run) for run in runs if run.seconds]
     lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs):.2f}; "]
     sources = dict.fromkeys(run.source for _, run in pairs)
@@ -327,6 +364,8 @@ def report(runs: list[PublishedRun]) -> str:
     )
     lines.append("|---|---|---|---|---|---|---|---|---|---|")
     lines += [_row(run, steps[run.name], names.get(run.name, "memory only")) for run in runs]
+    if refused:
+        lines += ["", "Not predicted:", "", *(f"- {name}: {why}" for name, why in refused.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -360,11 +399,11 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit the constants and print them; they are not written")
     parser.add_argument("--records", type=Path, default=RECORDS, help="another file of records")
     options = parser.parse_args()
-    runs = read_runs(options.records)
+    runs, refused = read_records(options.records)
     if options.fit:
         print(json.dumps({name: round(value, 3) for name, value in fit(split(runs)[0]).items()}, indent=2))
         return
-    text = report(runs)
+    text = report(runs, refused)
     print(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")

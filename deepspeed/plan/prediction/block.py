@@ -17,6 +17,7 @@ from deepspeed.plan.prediction.network_model import NetworkModel
 _EAGER = 1.6  # bytes of elementwise operations without fusion, over those with it
 _FULL_SCORES = 5  # bytes per score that unfused attention with dropout keeps: softmax, mask, dropped scores
 _WAIT_OF_PIECES = 0.25  # part of an exchange in pieces beside its product that is still waited for
+_CUT_LOSS = 8  # bytes per score that a loss over tensor ranks has beside: exponentials and their product, in fp32
 _BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five products instead of two
 
 
@@ -348,6 +349,8 @@ class BlockCost:
             forward.exposed["tensor"] = once / 2 if layout.cuts_norms else 0.0
             backward.exposed["tensor"] = max(0.0, once - of_weight)
         of_score, more = (2, 2) if layout.has_fused_loss else (6, 8)
+        if self._vocabulary_ranks > 1 and not layout.has_fused_loss:
+            more += _CUT_LOSS
         kept, passing = 2 * self._between * shape.hidden + of_score * scores, more * scores
         return BlockTimes(forward, backward, of_weight, kept, passing, wide * shape.hidden)
 
