@@ -84,7 +84,9 @@ def _why_not(record: Mapping[str, Any]) -> str | None:
     try:
         if not layouts_of(record, _source_of(record)):
             samples, gpus = batch["global_batch_sequences"], hardware["gpus"]
-            return f"{samples} samples on {gpus} devices are no multiple of the micro-batch and the ranks that share it."
+            return (
+                f"{samples} samples on {gpus} devices are no multiple of the micro-batch and the ranks that share it."
+            )
         run_of(record)
     except DeepSpeedConfigError as error:
         return f"{str(error)[:1].upper()}{str(error)[1:]}."

@@ -6,6 +6,7 @@ that wait for their backward are really there while later micro-batches go forwa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,13 @@ class Pipeline:
 
     def in_flight(self, stage: int, micro_batches: int) -> int:
         """For how many micro-batches (of any of its chunks) a stage keeps activations at once, at most."""
-        return max(held(self.of(micro_batches).actions[stage]))
+        return _in_flight(self, micro_batches)[stage]
+
+
+@functools.lru_cache(maxsize=256)
+def _in_flight(pipeline: Pipeline, micro_batches: int) -> tuple[int, ...]:
+    """Returns, by stage, for how many micro-batches activations are kept. A schedule of many stages takes seconds."""
+    return tuple(max(held(actions)) for actions in pipeline.of(micro_batches).actions)
 
 
 def pipeline_of(

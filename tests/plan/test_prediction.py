@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import deepspeed
-from benchmarks.scale import HELD, constants, limits_of, predicted, reached_of, read_runs, split
+from benchmarks.scale import HELD, RECORDS, constants, limits_of, predicted, reached_of, read_records, read_runs, split
 from deepspeed.cli.plan import main
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
@@ -357,3 +357,56 @@ def test_decoders_are_played_as_they_are_predicted(shape):
         else made.flops + 2 * 2 * 2 * 32 * 32 * 4 * shape.width_of_head * 3.5
     )
     assert counted == pytest.approx(causal, rel=0.03)
+
+
+# -- records of published runs -----------------------------------------------------------------------------------------
+
+
+def test_records_that_cannot_be_predicted_say_why(tmp_path):
+    records = json.loads(RECORDS.read_text(encoding="utf-8"))["records"]
+    like = next(record for record in records if record["id"] == "titan-8b-128-compile")
+
+    def changed(name, **parts):
+        return {**like, "id": f"other-{name}", **{key: {**like[key], **part} for key, part in parts.items()}}
+
+    target = tmp_path / "records.json"
+    made = [
+        changed("hybrid", parallel={"fsdp_group": 8}),
+        changed("amd", hardware={"gpu": "AMD MI300X", "memory_gb": 192}),
+        changed("unknown", hardware={"gpu": "TPU v5p"}),
+        changed("heads", model={"heads": None, "vocab": None}),
+        changed("batch", batch={"micro_batch": 3}),
+    ]
+    target.write_text(json.dumps({"records": made}), encoding="utf-8")
+    runs, refused = read_records(target)
+    layouts = {run.name: run.setups[0] for run in runs}
+    assert layouts.keys() == {"other-hybrid", "other-amd"}
+    assert layouts["other-hybrid"].layout.shard_ranks == 8 and layouts["other-amd"].layout.shard_ranks is None
+    assert layouts["other-amd"].machine.device.name == "mi300x"
+    assert "TPU v5p" in refused["other-unknown"]
+    assert refused["other-heads"] == "The source does not state heads, vocab."
+    assert "no multiple of the micro-batch" in refused["other-batch"]
+
+
+def test_every_public_record_is_predicted_or_refused_with_a_sentence():
+    runs, refused = read_records()
+    records = json.loads(RECORDS.read_text(encoding="utf-8"))["records"]
+    assert len(runs) + len(refused) == len(records) == 62
+    assert refused == {"zero3-offload-1t": "The source does not state heads, vocab, global batch."}
+
+
+def test_the_memory_of_published_runs():
+    runs = [run for run in read_runs() if run.memory is not None]
+    errors = [abs(predicted(run).device_bytes / run.memory - 1) for run in runs]
+    assert len(errors) == 13
+    assert statistics.median(errors) <= 0.06
+    assert sum(error <= 0.10 for error in errors) >= 9
+
+
+def test_schedules_that_split_the_backward_are_searched():
+    ranking = search_layouts(LLAMA_70B, machine(64), tokens=8192, samples=128)
+    schedules = {each.step.setup.layout.schedule for each in ranking.best}
+    assert schedules & {"zb-h1", "zbv", "dualpipev"}
+    for each in ranking.best:
+        layout = each.step.setup.layout
+        assert layout.pipe == 1 or layout.schedule in ("1f1b", "interleaved") or layout.schedule in layout.describe()

@@ -147,6 +147,8 @@ class ParallelLayout:
                 words.append(f"{name} {size}")
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks")
+        if self.pipe > 1 and self.schedule not in ("1f1b", "interleaved"):
+            words.append(self.schedule)
         if self.experts > 1:
             words.append(f"experts {self.experts}")
         words.append(f"data {self.data}, stage {self.stage}")

@@ -22,6 +22,7 @@ from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, 
 _REFINED = 40  # layouts of the first round whose schedules are played
 _MOST_MICRO_BATCH = 64
 _LONG = 16384  # tokens from which sequences are divided among ranks
+_VEE = 2  # chunks of a stage whose chunks are those at both ends
 _RECOMPUTE = ("none", "selective", "full")
 
 
@@ -138,15 +139,15 @@ def _layouts(
             steps = each // micro
             if pipe > 1 and steps < pipe:
                 continue
-            for chunks, ep, stage, recompute in product(
-                _chunks(shape.layers, pipe, steps), experts, stages, _RECOMPUTE
+            for (schedule, chunks), ep, stage, recompute in product(
+                _schedules(shape.layers, pipe, steps), experts, stages, _RECOMPUTE
             ):
                 yield replace(
                     base,
                     tensor=tensor,
                     pipe=pipe,
                     chunks=chunks,
-                    schedule="interleaved" if chunks > 1 else "1f1b",
+                    schedule=schedule,
                     context=context,
                     experts=ep,
                     data=data,
@@ -158,12 +159,17 @@ def _layouts(
                 )
 
 
-def _chunks(layers: int, pipe: int, steps: int) -> list[int]:
-    """One chunk, or several where the interleaved schedule has micro-batches in groups of its stages."""
+def _schedules(layers: int, pipe: int, steps: int) -> list[tuple[str, int]]:
+    """Schedules and chunks of a stage; the interleaved one has micro-batches in groups of its stages."""
     if pipe == 1:
-        return [1]
+        return [("1f1b", 1)]
     most = layers // pipe
-    return [1, *(n for n in (2, 4, 8) if n <= most and steps % pipe == 0)]
+    found = [("1f1b", 1), ("zb-h1", 1)]
+    if steps % pipe == 0:
+        found += [("interleaved", n) for n in (2, 4, 8) if n <= most]
+    if most >= _VEE and steps >= _VEE * pipe:
+        found += [("zbv", _VEE), ("dualpipev", _VEE)]
+    return found
 
 
 def _powers(most: int) -> list[int]:
