@@ -46,14 +46,18 @@ def require_program(name: str, launcher: str) -> None:
         )
 
 
-def check_reachable(hosts: Sequence[str], ssh_port: int | None) -> None:
+def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
     """Logs in to every machine once, without a password.
+
+    Args:
+        hosts: The machines.
+        options: Of ssh.
 
     Raises:
         LauncherError: One cannot be reached; all of them are named.
     """
     with ThreadPoolExecutor(min(len(hosts), _SSH_AT_ONCE)) as pool:
-        answers = list(pool.map(lambda host: _ssh(host, ssh_port, "true"), hosts))
+        answers = list(pool.map(lambda host: _ssh(host, options, "true"), hosts))
     refused = [
         f"{host} ({answer.stderr.strip() or f'exit code {answer.returncode}'})"
         for host, answer in zip(hosts, answers, strict=True)
@@ -66,13 +70,17 @@ def check_reachable(hosts: Sequence[str], ssh_port: int | None) -> None:
         )
 
 
-def ask_address(host: str, ssh_port: int | None) -> str:
-    """The first address of a machine, as it says itself.
+def ask_address(host: str, options: Sequence[str]) -> str:
+    """Returns the first address of a machine, as it says itself.
+
+    Args:
+        host: The machine.
+        options: Of ssh.
 
     Raises:
         LauncherError: It does not answer.
     """
-    answer = _ssh(host, ssh_port, "hostname -I")
+    answer = _ssh(host, options, "hostname -I")
     addresses = answer.stdout.split()
     if answer.returncode != 0 or not addresses:
         reason = answer.stderr.strip() or f"exit code {answer.returncode}, answer {answer.stdout!r}"
@@ -83,8 +91,8 @@ def ask_address(host: str, ssh_port: int | None) -> str:
     return addresses[0]
 
 
-def _ssh(host: str, port: int | None, command: str) -> subprocess.CompletedProcess[str]:
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *(["-p", str(port)] if port else [])]
+def _ssh(host: str, options: Sequence[str], command: str) -> subprocess.CompletedProcess[str]:
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options]
     try:
         return subprocess.run(
             ["ssh", *options, "--", host, command],

@@ -261,7 +261,7 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
     if not args.dry_run:
         front.require_program(LAUNCHER_PROGRAMS[args.launcher], args.launcher)
         if args.launcher in ("pdsh", "ssh") and not args.no_ssh_check:
-            front.check_reachable(list(hosts), args.ssh_port)
+            front.check_reachable(list(hosts), _ssh_options(args))
     address = args.master_addr or _find_address(args, list(hosts))
     with claim_port(address, RequestedPort.of(args.master_port), is_shared=len(hosts) > 1) as claim:
         run = RemoteRun(
@@ -311,7 +311,13 @@ def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
             f"--dry_run: {hosts[0]} is not asked for its address (ssh {hosts[0]} hostname -I); its name stands in"
         )
         return hosts[0]
-    return front.ask_address(hosts[0], args.ssh_port)
+    return front.ask_address(hosts[0], _ssh_options(args))
+
+
+def _ssh_options(args: argparse.Namespace) -> list[str]:
+    """Returns the options of the logins before the run: the port, and under ``--launcher ssh`` those of the run too."""
+    port = ["-p", str(args.ssh_port)] if args.ssh_port is not None else []
+    return [*port, *(shlex.split(args.launcher_args) if args.launcher == "ssh" else [])]
 
 
 def rank_map(hosts: Mapping[str, Sequence[int | str]]) -> list[str]:

@@ -215,6 +215,22 @@ def test_unreachable_machines_are_all_named(tmp_path):
     assert "no login by ssh without a password on alpha (no route); beta (no route)" in err
 
 
+def test_the_first_logins_use_the_options_of_the_run(tmp_path):
+    """A key or a jump host that ``--launcher_args`` names is needed by every login."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ssh").write_text('#!/bin/sh\necho "$*" >>log\nexit 255\n')
+    (programs / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
+    options = ("-H", "hosts", "--launcher=ssh", "--ssh_port=2222", "--launcher_args=-i 'my key' -J jump")
+    for more in ((), ("--no_ssh_check",)):
+        environment = {"PATH": f"{programs}:{os.environ['PATH']}"}
+        assert Launcher(tmp_path, "", *options, *more, environment=environment).finish()[0] == 1
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 3 and all("-p 2222 -i my key -J jump -- " in line for line in lines)
+    assert lines[2].endswith("-- alpha hostname -I")
+
+
 def test_slurm_by_its_variables(tmp_path):
     """The whole way of ``--launcher slurm``: an srun that starts its tasks here, with the variables of two machines."""
     programs = tmp_path / "bin"
