@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.comm.start.batched_store import read_many
 from deepspeed.comm.watch.watchdog import Watch
 
 
@@ -34,7 +35,9 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
     rendezvous = _BarrierRound(watch, label, tuple(members))
     watch.store.set(f"{rendezvous.scope}/{watch.rank}", word)
     rendezvous.wait(timeout)
-    return [watch.store.get(f"{rendezvous.scope}/{rank}").decode() for rank in members] if word else [""] * len(members)
+    if not word:
+        return [""] * len(members)
+    return [text.decode() for text in read_many(watch.store, [f"{rendezvous.scope}/{rank}" for rank in members])]
 
 
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:

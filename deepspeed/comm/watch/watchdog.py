@@ -44,6 +44,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+from deepspeed.comm.start.batched_store import read_many, those_there
 from deepspeed.comm.watch.forward_queue import ForwardQueue
 from deepspeed.comm.watch.posts import read_post
 from deepspeed.comm.watch.processes import has_ended, this_process
@@ -443,19 +444,20 @@ class Watch:
     def _posts(self, awaited: WaitRecord) -> dict[int, dict[str, Any]]:
         """The newest words of the other ranks that this one waits for, and of those that they wait for, and so on."""
         found: dict[int, dict[str, Any]] = {}
-        unread = set(awaited.members)
+        unread = set(awaited.members) - {self.rank}
         while unread:
-            rank = unread.pop()
-            if rank != self.rank:
-                found[rank] = self._post_of(rank)
-                unread.update(other for other in found[rank].get("members", ()) if other not in found)
+            found |= dict.fromkeys(unread, {})
+            by_key = {self._key(rank): rank for rank in sorted(unread)}
+            there = those_there(self.store, list(by_key))
+            for key, text in zip(there, read_many(self.store, there), strict=True):
+                found[by_key[key]] = self._parsed(by_key[key], text.decode())
+            others = {other for rank in unread for other in found[rank].get("members", ())}
+            unread = others - found.keys() - {self.rank}
         return found
 
-    def _post_of(self, rank: int) -> dict[str, Any]:
-        """Returns the newest words of a rank; empty if there are none, or none that a rank of this version writes."""
-        if not self.store.check([self._key(rank)]):
-            return {}
-        post = read_post(self._read(rank), self._size)
+    def _parsed(self, rank: int, text: str) -> dict[str, Any]:
+        """Returns the newest words of a rank; empty if they are none that a rank of this version writes."""
+        post = read_post(text, self._size)
         if post is None and not self._has_warned:
             self._has_warned = True
             logger.warning(

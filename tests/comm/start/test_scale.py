@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, receive_ranks
 from deepspeed.comm.start.batched_store import read_many, those_there, write_many
 from deepspeed.comm.start.startup import RankInfo
+from tests.launcher.processes import Launcher
 
 
 class CountingStore:
@@ -95,3 +97,59 @@ def test_a_store_without_calls_for_many_is_asked_for_each(tmp_path):
     assert not store.has_extended_api()
     write_many(store, {"a": "1", "b": "2"})
     assert read_many(store, ["a", "b"]) == [b"1", b"2"]
+
+
+# Counts this rank's calls of the store until the engine is there; polls (check) depend on time, so they stand apart.
+COUNTED = """
+import collections
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+count, passed = collections.Counter(), [0]
+
+def length(value):
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return sum(map(length, value)) if isinstance(value, (list, tuple)) else 8
+
+def counted(name, real):
+    def call(self, *args):
+        found = real(self, *args)
+        count[name] += 1
+        passed[0] += length(args) + length(found)
+        return found
+    return call
+
+for cls in (Store, PrefixStore, TCPStore):
+    for name in ("get", "set", "add", "wait", "check", "multi_get", "multi_set", "compare_set"):
+        if name in cls.__dict__:
+            setattr(cls, name, counted(name, cls.__dict__[name]))
+
+import torch, deepspeed
+deepspeed.init_distributed()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+zero = {"stage": 3, "zero_hpz_partition_size": 2}
+settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+engine, *_ = deepspeed.initialize(model=model, config=settings)
+polls = count.pop("check")
+count.pop("set")  # a rank that has waited for a while posts what it waits for
+deepspeed.comm.barrier()
+print(json.dumps([sum(count.values()), polls, passed[0]]) + "\\n", end="")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_start_costs_a_rank_the_same_at_any_number_of_ranks(tmp_path):
+    """A real start, with groups along two axes: calls of the store per rank, rank 0 apart."""
+    found = {}
+    for ranks in (4, 8):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        launcher = Launcher(folder, "import json\n" + COUNTED, f"--num_gpus={ranks}", "--no_local_rank")
+        code, out, err = launcher.finish(150)
+        assert code == 0, err
+        lines = dict(re.findall(r"\[rank (\d+)\] (\[.*\])", out))
+        found[ranks] = [json.loads(lines[str(rank)]) for rank in range(ranks)]
+    # A rank that waits for long reads what the others wait for, so the least of the ranks tells.
+    assert min(calls for calls, _, _ in found[4][1:]) == min(calls for calls, _, _ in found[8][1:]) < 20
+    assert max(calls for calls, _, _ in found[8]) < 100
