@@ -15,6 +15,8 @@ _PACKAGES = {
     "chromium": "chromium",
     "fio": "fio",
     "srun": "slurm-client",
+    "sshd": "openssh-server",
+    "slurmctld": "slurm-wlm",
 }
 PREFIX = "needs the program"
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.start.barrier import agree, meet
 from deepspeed.comm.start.device import unbound
+from deepspeed.comm.start.probes import probed_connections
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError, CommunicationError
 
@@ -162,7 +163,7 @@ class ProcessGroups:
     def _make(self, entry: _CachedGroup) -> Any:
         """Makes the groups of an axis, notes this rank's in ``entry`` and returns it."""
         backend, timeout = entry.options
-        with unbound():
+        with unbound(), probed_connections():
             made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in entry.axis]
         entry.group = next(group for group, ranks in zip(made, entry.axis, strict=True) if dist.get_rank() in ranks)
         self._watched.record_of(entry.group).made = entry
@@ -214,7 +215,7 @@ class ProcessGroups:
     def _make_alone(self) -> Any:
         if dist.get_world_size() == 1:
             return dist.group.WORLD
-        with unbound():
+        with unbound(), probed_connections():
             return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def beside(self, group: Any, timeout: timedelta | None) -> list[list[int]]:

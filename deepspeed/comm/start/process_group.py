@@ -23,7 +23,9 @@ from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, recei
 from deepspeed.comm.start.barrier import SupervisedStore
 from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group, unbound
 from deepspeed.comm.start.environment import Place, find_place, local_rank_of
+from deepspeed.comm.start.interface import choose_interface
 from deepspeed.comm.start.mpi import find_first_host
+from deepspeed.comm.start.probes import probed_connections
 from deepspeed.comm.start.rendezvous import open_store, release_store
 from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.comm.start.timeout import default_timeout
@@ -109,7 +111,8 @@ def init_distributed(
     place.export(os.environ)
     backend = dist_backend or default_backend()
     device = None if serves_host_only(backend) else local_device()
-    facts = _start(backend, place, init_method, timeout or default_timeout(), device)
+    with probed_connections():
+        facts = _start(backend, place, init_method, timeout or default_timeout(), device)
     # Made now, so that the others hear of the end of a program that does nothing more.
     Job.current().watched.watch.may_restart = True
     if verbose:
@@ -158,7 +161,7 @@ def _start(
             arguments["store"] = torch_dist.HashStore()
         else:
             store, prefix = None, "default_pg"
-            process = JoiningProcess.here(place, own_facts(place.local_rank, backend))
+            process = JoiningProcess.here(place, own_facts(place.local_rank, backend, place.address))
             while store is None:
                 store = open_store(url, place, timeout)
                 try:
@@ -169,6 +172,8 @@ def _start(
                         raise
                     store = None
             arguments["store"] = torch_dist.PrefixStore(prefix, store)
+            if place.world_size > 1:
+                choose_interface(os.environ, arguments["store"], place, facts)
         start_world_group(backend, device, **arguments)
     except CommunicationError:  # ours, and complete
         raise
@@ -279,7 +284,7 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
     among = ranks if options.get("use_local_synchronization") else None
     if among is None or get_rank() in among:
         Job.current().process_groups.meet(f"new_group({ranks})", options.get("timeout"), among)
-    with unbound():
+    with unbound(), probed_connections():
         return torch_dist.new_group(ranks, **options)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from deepspeed.comm.start.batched_store import read_many
 from deepspeed.comm.start.environment import run_of_adopted
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
+from deepspeed.ports import address_towards
 from deepspeed.release import VERSION
 
 _SCOPE = "deepspeed/start"
@@ -42,6 +43,7 @@ class RankInfo:
         device_count: Devices it sees.
         version: Of this package.
         backend: What the group will talk over.
+        address: Address of its machine that rank 0's machine sees; empty where there is no route.
     """
 
     host: str
@@ -51,10 +53,17 @@ class RankInfo:
     device_count: int
     version: str
     backend: str
+    address: str = ""
 
 
-def own_facts(local_rank: int, backend: str) -> RankInfo:
-    """The facts of this process."""
+def own_facts(local_rank: int, backend: str, meeting_host: str | None = None) -> RankInfo:
+    """Returns the facts of this process.
+
+    Args:
+        local_rank: Its rank on the machine.
+        backend: What the group will talk over.
+        meeting_host: Name or address of rank 0's machine; None where a file serves instead.
+    """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -66,6 +75,7 @@ def own_facts(local_rank: int, backend: str) -> RankInfo:
         device_count=accelerator.device_count(),
         version=VERSION,
         backend=backend,
+        address=(address_towards(meeting_host) if meeting_host else None) or "",
     )
 
 
