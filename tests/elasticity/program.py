@@ -172,7 +172,7 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
                 engine.save_checkpoint(checkpoints)
             time.sleep(arguments.get("pause", 0.0))
         line = {"step": step.number, "done": step.is_done, "loss": step.loss, "ranks": ranks}
-        results.write(json.dumps({**line, "rates": engine.get_lr(), "scale": engine.loss_scale()}) + "\n")
+        results.write(json.dumps({**line, "rates": engine.get_lr(), "scale": engine.optimizer.loss_scale}) + "\n")
     recoveries = [
         {"ranks": r.ranks, "lost": len(r.lost), "repeated": r.repeated, "seconds": r.total, "words": r.lost}
         for r in continuation_of(engine).run.recoveries
