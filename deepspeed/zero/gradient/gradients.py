@@ -472,7 +472,7 @@ class GradientReducer:
         Gradients that were put into ``.grad`` since the last backward are such sums too.
         """
         unannounced = [gradients for gradients in self.buckets if gradients.holds_unannounced]
-        if unannounced or self._local_sums or self._has_partial_sums:
+        if unannounced or self._local_sums:  # what has a partial sum is not read
             self.stop_reading()
         for gradients in unannounced:
             gradients.begin_backward(is_last=True)

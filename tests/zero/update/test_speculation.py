@@ -29,8 +29,8 @@ ROWS: dict[str, dict[str, Any]] = {
 STEPS = 6
 
 
-def _settings(stage: int, *, speculates: bool, **row: Any) -> dict[str, Any]:
-    section = {"device": "cpu", "super_offload": speculates}
+def _settings(stage: int, *, speculates: bool, ratio: float = 1.0, **row: Any) -> dict[str, Any]:
+    section = {"device": "cpu", "super_offload": speculates, "ratio": ratio}
     made: dict[str, Any] = config(stage, reduce_bucket_size=900, offload_optimizer=section, **row)
     return made
 
@@ -83,6 +83,35 @@ def test_the_bits_are_those_of_an_update_after_the_norm() -> None:
 def test_everywhere_with_a_thread_too(ranks: int, stage: int) -> None:
     for counts in run_ranks(_compare, ranks, stage, tuple(ROWS), (HostWorker, InlineWorker), timeout=240):
         _check(counts)
+
+
+COMBINATIONS: tuple[dict[str, Any], ...] = (
+    {"zero_hpz_partition_size": 2, "precision": "bf16"},
+    {"mics_shard_size": 2},
+    {"ratio": 0.5, "precision": "bf16", "accumulation": 2},
+    {"offload_param": {"device": "cpu"}, "precision": "fp16"},
+    {"zero_quantized_gradients": True, "zero_quantized_weights": True},
+    {"overlap_comm": False, "precision": "bf16"},
+)
+
+
+def _with_others() -> list[int]:
+    kept = []
+    for given in COMBINATIONS:
+        found = []
+        for speculates in (False, True):
+            trained, speculation = _trained(_settings(3, speculates=speculates, clip=0.0, **given), -1, InlineWorker)
+            found.append(trained)
+        for part in ("norms", "compute", "masters", "states"):
+            assert_states_equal(getattr(found[1], part), getattr(found[0], part))
+        kept.append(speculation.kept)
+    return kept
+
+
+@pytest.mark.slow
+def test_with_other_ways_to_share_and_to_send() -> None:
+    for kept in run_ranks(_with_others, 4, timeout=240):
+        assert all(kept), kept
 
 
 def _scale(parameter: torch.nn.Parameter, get: Callable[..., Any], put: Callable[..., None], *name: str) -> None:
