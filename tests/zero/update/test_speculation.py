@@ -18,6 +18,7 @@ from deepspeed.zero.update.speculation import HostWorker, InlineWorker, workers_
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import awkward, losses_of, make_batch, param_groups
 from tests.offload.training import collect, config, make_engine, train_some
+from tests.parallel.pipe import support as pipes
 
 ROWS: dict[str, dict[str, Any]] = {
     "nothing is clipped": {"clip": 0.0},
@@ -112,6 +113,26 @@ def _with_others() -> list[int]:
 def test_with_other_ways_to_share_and_to_send() -> None:
     for kept in run_ranks(_with_others, 4, timeout=240):
         assert all(kept), kept
+
+
+def _pipeline() -> int:
+    found = []
+    for speculates in (False, True):
+        section = {"device": "cpu", "super_offload": speculates}
+        zero = {"stage": 1, "reduce_bucket_size": 100, "offload_optimizer": section}
+        with workers_from(InlineWorker):
+            engine = pipes.engine_of(2, 1, 3, {"gradient_clipping": 0.0, "zero_optimization": zero})
+            losses, weights = pipes.train(engine, 3, 4), pipes.weights(engine)
+            kept = engine.optimizer.speculation.kept if speculates else 0
+            engine.destroy()
+        found.append((losses, weights))
+    assert_states_equal(found[1], found[0])
+    return kept
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_with_tied_weights() -> None:
+    assert all(run_ranks(_pipeline, 4))
 
 
 def _scale(parameter: torch.nn.Parameter, get: Callable[..., Any], put: Callable[..., None], *name: str) -> None:
