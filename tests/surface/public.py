@@ -121,9 +121,17 @@ def _methods(path: str, kind: type, listed: set[type]) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    """Returns names, kinds and defaults of the parameters; annotations may change freely."""
-    if inspect.isclass(value) and (issubclass(value, (enum.Enum, BaseException)) or _takes_fields(value)):
-        return ""
+    """Returns names, kinds and defaults of the parameters; annotations may change freely.
+
+    A constructor that is torch's changes with torch's version and is left out.
+    """
+    if inspect.isclass(value):
+        makers = {
+            str(getattr(maker, "__module__", None)).partition(".")[0] for maker in (value.__new__, value.__init__)
+        }
+        is_torchs = "torch" in makers and "deepspeed" not in makers
+        if is_torchs or issubclass(value, (enum.Enum, BaseException)) or _takes_fields(value):
+            return ""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
