@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager, waits_give_up
-from deepspeed.comm.members.knock import JOIN, new_token
+from deepspeed.comm.members.join import JOIN, new_token
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.comm.members.regroup import Regroup
@@ -211,7 +211,7 @@ class Continuation:
     @property
     def has_knocks(self) -> bool:
         """Whether a process asks this one to let it join."""
-        return bool(self.run.members.links.knocks)
+        return bool(self.run.members.links.join_requests)
 
     def begin_step(self) -> None:
         """Opens a step. Where no copies are made ahead, it notes what the forwards of the step will change."""

@@ -149,7 +149,7 @@ class HostGradientDestination(GradientDestination):
         return Home.DEVICE
 
     @override
-    def land(self, reduced: FlatBuffer) -> FlatBuffer:
+    def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
         if self._held is not None:
             self._pool.settle(self._held, drop=True)  # of a step that was given up
             self._held.arrival.wait_on_host()

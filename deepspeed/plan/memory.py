@@ -63,14 +63,14 @@ class _Storage(weakref.ref[Any]):
     Attributes:
         key: See ``storage_key``.
         nbytes: Counted as other; 0 where a ledger answers for it.
-        books: Of the home where it is.
+        tracker: Of the home where it is.
         pinned: Bytes of locked pages.
     """
 
-    __slots__ = ("books", "key", "nbytes", "pinned")
+    __slots__ = ("tracker", "key", "nbytes", "pinned")
     key: int
     nbytes: int
-    books: _MemoryTracker
+    tracker: _MemoryTracker
     pinned: int
 
 
@@ -106,9 +106,9 @@ class MemoryCount(TorchDispatchMode):
         self._device_type = device_type
         self._alive: dict[int, _Storage] = {}
         self._off_device = 0  # storages that are alive elsewhere
-        self._books = {home: _MemoryTracker(home) for home in Home}
-        self._on_device = self._books[Home.DEVICE]
-        self._compared = (self._books[Home.DEVICE], self._books[Home.HOST])
+        self._trackers = {home: _MemoryTracker(home) for home in Home}
+        self._on_device = self._trackers[Home.DEVICE]
+        self._compared = (self._trackers[Home.DEVICE], self._trackers[Home.HOST])
         self.moment = Moment()
         self._moment_of_last_change = self.moment
         self.pinned = self.most_pinned = 0
@@ -150,26 +150,26 @@ class MemoryCount(TorchDispatchMode):
     @property
     def peaks(self) -> dict[Home, Peak]:
         """The highest sum of each home."""
-        return {home: books.peak for home, books in self._books.items()}
+        return {home: tracker.peak for home, tracker in self._trackers.items()}
 
     @property
     def tops(self) -> dict[Home, dict[Moment, int]]:
         """The highest sum of each home by moment; of device and host."""
-        return {books.home: books.tops for books in self._compared}
+        return {tracker.home: tracker.tops for tracker in self._compared}
 
     def reset_peaks(self) -> None:
         """From now on."""
-        for books in self._books.values():
-            books.peak, books.tops = Peak(), {}
+        for tracker in self._trackers.values():
+            tracker.peak, tracker.tops = Peak(), {}
         self.look()
 
     def live(self, home: Home) -> int:
         """Bytes that are alive."""
-        return self._books[home].booked + self._books[home].other
+        return self._trackers[home].booked + self._trackers[home].other
 
     def other(self, home: Home) -> int:
         """Bytes that are alive and of no kind."""
-        return self._books[home].other
+        return self._trackers[home].other
 
     def look(self) -> None:
         """Compares what is alive with the peaks.
@@ -178,12 +178,12 @@ class MemoryCount(TorchDispatchMode):
         seen; while more and more comes there is no peak.
         """
         moment = self._moment_of_last_change
-        for books in self._compared:
-            total = books.booked + books.other
-            if total > books.tops.get(moment, 0):
-                books.tops[moment] = total
-            if total > books.peak.nbytes:
-                books.peak = Peak(total, dict(books.kinds), books.other, moment)
+        for tracker in self._compared:
+            total = tracker.booked + tracker.other
+            if total > tracker.tops.get(moment, 0):
+                tracker.tops[moment] = total
+            if total > tracker.peak.nbytes:
+                tracker.peak = Peak(total, dict(tracker.kinds), tracker.other, moment)
 
     # -- what ledgers say --------------------------------------------------------------------------------------------
 
@@ -192,9 +192,9 @@ class MemoryCount(TorchDispatchMode):
         if nbytes < 0:
             self.look()
         self._moment_of_last_change = self.moment
-        books = self._books[home]
-        books.kinds[kind] += nbytes
-        books.booked += nbytes
+        tracker = self._trackers[home]
+        tracker.kinds[kind] += nbytes
+        tracker.booked += nbytes
 
     def claimed(self, tensor: torch.Tensor) -> None:
         """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
@@ -202,7 +202,7 @@ class MemoryCount(TorchDispatchMode):
         if found is None:
             self._register(tensor.untyped_storage(), self._on_device, 0)
             return
-        found.books.other -= found.nbytes
+        found.tracker.other -= found.nbytes
         found.nbytes = 0
 
     # -- what operations make ----------------------------------------------------------------------------------------
@@ -211,10 +211,10 @@ class MemoryCount(TorchDispatchMode):
         """Notes that the storage of ``tensor`` (any shape) is in another home than the device."""
         storage = tensor.untyped_storage()
         found = self._alive.get(storage._cdata) or self._register(storage, self._on_device, 0)
-        found.books.other -= found.nbytes
-        self._off_device += (home is not Home.DEVICE) - (found.books is not self._on_device)
-        found.books = self._books[home]
-        found.books.other += found.nbytes
+        found.tracker.other -= found.nbytes
+        self._off_device += (home is not Home.DEVICE) - (found.tracker is not self._on_device)
+        found.tracker = self._trackers[home]
+        found.tracker.other += found.nbytes
         if pinned:
             found.pinned = storage.nbytes()
             self.pinned += found.pinned
@@ -223,7 +223,7 @@ class MemoryCount(TorchDispatchMode):
     def home_of(self, tensor: torch.Tensor) -> Home:
         """Returns the home of a tensor of any shape."""
         found = self._alive.get(storage_key(tensor))
-        return Home.DEVICE if found is None else found.books.home
+        return Home.DEVICE if found is None else found.tracker.home
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
         """Runs one operation.
@@ -241,7 +241,7 @@ class MemoryCount(TorchDispatchMode):
             for tensor in (result,) if type(result) is torch.Tensor else tensors_of(result):
                 if is_new or self._shows_new_storage(tensor, args, kwargs):
                     storage = tensor.untyped_storage()
-                    self._register(storage, self._books_of_result(args), storage.nbytes())
+                    self._register(storage, self._tracker_of_result(args), storage.nbytes())
         if self._off_device and func is torch.ops.aten.copy_.default:
             self._count_copy(args[0], args[1])
         return result
@@ -252,11 +252,11 @@ class MemoryCount(TorchDispatchMode):
         key = storage_key(tensor)
         return key not in self._alive and not any(_is_over(key, other) for other in tensors_of((args, kwargs)))
 
-    def _books_of_result(self, args: tuple[Any, ...]) -> _MemoryTracker:
+    def _tracker_of_result(self, args: tuple[Any, ...]) -> _MemoryTracker:
         if not self._off_device:
             return self._on_device
         homes = {self.home_of(t) for t in tensors_of(args) if t.dim() and t.layout is torch.strided}
-        return self._books[Home.HOST] if homes and Home.DEVICE not in homes else self._on_device
+        return self._trackers[Home.HOST] if homes and Home.DEVICE not in homes else self._on_device
 
     def _count_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         to, origin = self.home_of(target), self.home_of(source)
@@ -266,23 +266,23 @@ class MemoryCount(TorchDispatchMode):
         elif origin is Home.HOST and to is Home.DEVICE:
             self.copied_up += nbytes
 
-    def _register(self, storage: Any, books: _MemoryTracker, nbytes: int) -> _Storage:
+    def _register(self, storage: Any, tracker: _MemoryTracker, nbytes: int) -> _Storage:
         made = _Storage(storage, self._died)
-        made.key, made.nbytes, made.books, made.pinned = storage._cdata, nbytes, books, 0
+        made.key, made.nbytes, made.tracker, made.pinned = storage._cdata, nbytes, tracker, 0
         self._alive[made.key] = made
-        self._off_device += books is not self._on_device
-        books.other += nbytes
+        self._off_device += tracker is not self._on_device
+        tracker.other += nbytes
         self._moment_of_last_change = self.moment
         return made
 
     def _forget(self, storage: _Storage) -> None:
         del self._alive[storage.key]
-        self._off_device -= storage.books is not self._on_device
+        self._off_device -= storage.tracker is not self._on_device
         self.pinned -= storage.pinned
         if storage.nbytes:
             self.look()
             self._moment_of_last_change = self.moment
-            storage.books.other -= storage.nbytes
+            storage.tracker.other -= storage.nbytes
 
 
 def _is_over(key: int, tensor: torch.Tensor) -> bool:

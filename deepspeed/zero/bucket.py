@@ -283,7 +283,7 @@ class Bucket(Holder):
                 yield entry
 
     @override
-    def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    def start_loan(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         mark_full(parameter, tensor, self._classes[tile])
 
     @override

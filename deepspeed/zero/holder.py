@@ -127,12 +127,12 @@ class Holder:
             master.adopt(fragment.tile, values, fragment.tile_start)
         self.shard[fragment.in_slice].copy_(values)
 
-    def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    def start_loan(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
         raise NotImplementedError
 
     def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
-        """Undoes :meth:`lend`; the values of the lent tensor are dropped."""
+        """Undoes :meth:`start_loan`; the values of the lent tensor are dropped."""
         raise NotImplementedError
 
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:

@@ -188,9 +188,9 @@ def test_a_machine_that_is_silent_needs_a_majority(linked):
 def test_a_process_that_knocks_is_in_the_plan(linked):
     with socket.create_connection(linked[1].address, timeout=5) as door:
         new = RunMember(-1, -1, "there", 7, 0, ("127.0.0.1", 1))
-        door.sendall(json.dumps({"kind": "knock", "token": TOKEN, "member": new.to_json()}).encode() + b"\n")
+        door.sendall(json.dumps({"kind": "join_request", "token": TOKEN, "member": new.to_json()}).encode() + b"\n")
         deadline = time.monotonic() + 5
-        while not linked[1].knocks and time.monotonic() < deadline:
+        while not linked[1].join_requests and time.monotonic() < deadline:
             time.sleep(0.01)
         plans = at_once(*[lambda n=n: regroup(linked[n], held(n, 3)) for n in range(3)])
         answer = json.loads(door.makefile().readline())

@@ -157,7 +157,7 @@ class _Exchange:
                 packing.read(peer.wrote(self.number, self._dtype), self._arriving[peer.rank])
             host.has_read(self.number)
             for part in self._by_gloo:
-                part.land(self._ticket, self._label)
+                part.finish(self._ticket, self._label)
         self._host = None
         self._arriving, self._by_gloo = (), []
 
@@ -190,7 +190,7 @@ class _ByGloo:
             self._works.append(transport.send(source, peer, key))
             self._keep = source
 
-    def land(self, ticket: tuple[str, int], label: str) -> None:
+    def finish(self, ticket: tuple[str, int], label: str) -> None:
         """Waits for both."""
         if self._works:
             self._transport.catch_up()

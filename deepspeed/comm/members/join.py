@@ -38,7 +38,7 @@ def join_run(where: str) -> None:
         raise CommunicationError(f"{JOIN}: there is no route to {host}; give an address that this machine can reach")
     links = MemberLinks(own_host, token)
     me = RunMember(-1, -1, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")), links.address)
-    peer, answer, rest = _knock((host, int(port)), token, me, where)
+    peer, answer, rest = _request_join((host, int(port)), token, me, where)
     plan = JobPlan.from_json(answer["plan"])
     links.settle(plan.members, int(answer["number"]))
     links.adopt(peer, int(answer["sender"]), rest)
@@ -48,7 +48,7 @@ def join_run(where: str) -> None:
     log_dist(f"joined a run: rank {os.environ['RANK']} of {len(plan.members)}", ranks=[-1])
 
 
-def _knock(
+def _request_join(
     place: tuple[str, int], token: str, me: RunMember, where: str
 ) -> tuple[socket.socket, dict[str, Any], bytes]:
     """Returns the connection to a member, its answer with the plan, and the bytes that came after the answer."""
@@ -56,7 +56,7 @@ def _knock(
     deadline = time.monotonic() + patience
     try:
         peer = socket.create_connection(place, timeout=patience)
-        peer.sendall(json.dumps({"kind": "knock", "token": token, "member": me.to_json()}).encode() + b"\n")
+        peer.sendall(json.dumps({"kind": "join_request", "token": token, "member": me.to_json()}).encode() + b"\n")
         received = b""
         while b"\n" not in received and time.monotonic() < deadline:
             data = peer.recv(1 << 16)

@@ -58,7 +58,7 @@ class _Link:
     peer: socket.socket
     number: int | None = None
     received: bytes = b""
-    knock: dict[str, Any] | None = None
+    join_request: dict[str, Any] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -85,7 +85,7 @@ class MemberLinks:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._members: dict[int, RunMember] = {}
         self._links: dict[int, _Link] = {}
-        self._knocking: list[_Link] = []
+        self._joining: list[_Link] = []
         self._lost: dict[int, LostMember] = {}
         self._gone: set[int] = set()  # said farewell, or were taken out of the run
         self._inbox: deque[tuple[int, dict[str, Any]]] = deque()
@@ -129,10 +129,10 @@ class MemberLinks:
             return set(self._gone)
 
     @property
-    def knocks(self) -> list[dict[str, Any]]:
+    def join_requests(self) -> list[dict[str, Any]]:
         """What processes have said that want to join through this one."""
         with self._changed:
-            return [link.knock for link in self._knocking if link.knock is not None]
+            return [link.join_request for link in self._joining if link.join_request is not None]
 
     @property
     def living(self) -> list[RunMember]:
@@ -204,22 +204,22 @@ class MemberLinks:
         if link is not None:
             _send(link, message)
 
-    def answer_knocks(self, message: dict[str, Any], numbers: dict[str, int]) -> None:
+    def answer_join_requests(self, message: dict[str, Any], numbers: dict[str, int]) -> None:
         """Sends a message to the processes that want to join through this one, and takes them as members.
 
         Args:
             message: For all of them.
-            numbers: The number of each, by :func:`knock_key`; those that are not in it wait on.
+            numbers: The number of each, by :func:`join_key`; those that are not in it wait on.
         """
         with self._changed:
-            waiting = list(self._knocking)
+            waiting = list(self._joining)
         for link in waiting:
-            assert link.knock is not None
-            number = numbers.get(knock_key(link.knock))
+            assert link.join_request is not None
+            number = numbers.get(join_key(link.join_request))
             if number is not None:
                 _send(link, {**message, "number": number, "sender": self.number})
                 with self._changed:
-                    self._knocking.remove(link)
+                    self._joining.remove(link)
                     link.number = number
                     self._links[number] = link
 
@@ -233,7 +233,7 @@ class MemberLinks:
     def close(self) -> None:
         """Says farewell to all members and ends."""
         with self._changed:
-            links = [*self._links.values(), *self._knocking]
+            links = [*self._links.values(), *self._joining]
         for link in links:
             _send(link, {"kind": "farewell"})
         atexit.unregister(self._abandon)
@@ -243,7 +243,7 @@ class MemberLinks:
 
     def close_here(self) -> None:
         """Closes this process's descriptors and tells nobody; for a child that was forked, without its threads."""
-        ends = [link.peer for link in (*self._links.values(), *self._knocking, *self._new)]
+        ends = [link.peer for link in (*self._links.values(), *self._joining, *self._new)]
         for end in (*ends, self._listener, self._wake_reader, self._wake_writer):
             with contextlib.suppress(OSError):
                 end.close()
@@ -348,7 +348,7 @@ class MemberLinks:
     def _take(self, link: _Link, message: dict[str, Any]) -> bool:
         """Handles a message; returns whether the link may go on."""
         kind = message.get("kind")
-        if link.number is None and link.knock is None:
+        if link.number is None and link.join_request is None:
             if not hmac.compare_digest(str(message.get("token", "")), self.token):
                 return False
             if kind == "hello" and type(message.get("number")) is int:
@@ -357,10 +357,10 @@ class MemberLinks:
                     self._links[link.number] = link
                     self._changed.notify_all()
                 return True
-            if kind == "knock" and isinstance(message.get("member"), dict):
+            if kind == "join_request" and isinstance(message.get("member"), dict):
                 with self._changed:
-                    link.knock = message["member"]
-                    self._knocking.append(link)
+                    link.join_request = message["member"]
+                    self._joining.append(link)
                 return True
             return False
         with self._changed:
@@ -381,8 +381,8 @@ class MemberLinks:
         link.peer.close()
         lost: LostMember | None = None
         with self._changed:
-            if link in self._knocking:
-                self._knocking.remove(link)
+            if link in self._joining:
+                self._joining.remove(link)
             if link.number is not None and self._links.get(link.number) is link:
                 del self._links[link.number]
                 member = self._members.get(link.number)
@@ -405,7 +405,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def knock_key(member: dict[str, Any]) -> str:
+def join_key(member: dict[str, Any]) -> str:
     """Returns what tells a process that wants to join from others: where it listens."""
     return json.dumps(member.get("address"))
 

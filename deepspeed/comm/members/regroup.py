@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.comm.members.links import MemberLinks, knock_key
+from deepspeed.comm.members.links import MemberLinks, join_key
 from deepspeed.comm.members.member import JobPlan, RunMember, numbered
 from deepspeed.errors import CommunicationError
 
@@ -28,12 +28,12 @@ class ReadyMember:
     Attributes:
         epoch: Of the last plan that it has taken.
         held: Copies that it holds, as ``elasticity.copies`` lists them.
-        knocks: Processes that want to join through it.
+        join_requests: Processes that want to join through it.
     """
 
     epoch: int
     held: list[Any]
-    knocks: list[dict[str, Any]]
+    join_requests: list[dict[str, Any]]
 
 
 ChooseSource = Callable[[Sequence[RunMember], Mapping[int, ReadyMember]], tuple[int, int] | None]
@@ -65,7 +65,7 @@ class Regroup:
         patience: float,
     ) -> None:
         self._links = links
-        self._mine = ReadyMember(epoch, held, links.knocks)
+        self._mine = ReadyMember(epoch, held, links.join_requests)
         self._choose = choose
         self._open_store = open_store
         self._patience = patience
@@ -113,7 +113,13 @@ class Regroup:
     def _ready_message(self) -> dict[str, Any]:
         lost = sorted(self._links.lost)
         mine = self._mine
-        return {"kind": "ready", "epoch": mine.epoch, "held": mine.held, "knocks": mine.knocks, "lost": lost}
+        return {
+            "kind": "ready",
+            "epoch": mine.epoch,
+            "held": mine.held,
+            "join_requests": mine.join_requests,
+            "lost": lost,
+        }
 
     def _refuse_split(self, living: Sequence[RunMember]) -> None:
         """Two halves of a network must not both go on: an uncertain loss needs a majority of the former members."""
@@ -128,7 +134,7 @@ class Regroup:
     def _take(self, sender: int, message: dict[str, Any]) -> JobPlan | None:
         kind = message.get("kind")
         if kind == "ready":
-            self._ready[sender] = ReadyMember(int(message["epoch"]), message["held"], message["knocks"])
+            self._ready[sender] = ReadyMember(int(message["epoch"]), message["held"], message["join_requests"])
             self._epochs = max(self._epochs, int(message["epoch"]))
             for number in message["lost"]:
                 self._links.drop(number)
@@ -142,8 +148,8 @@ class Regroup:
         return None
 
     def _accept(self, plan: JobPlan) -> None:
-        mine = {knock_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}
-        self._links.answer_knocks({"kind": "plan", "plan": plan.to_json()}, mine)
+        mine = {join_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}
+        self._links.answer_join_requests({"kind": "plan", "plan": plan.to_json()}, mine)
         self._links.settle(plan.members, self._links.number)
 
     def _lead(self, living: Sequence[RunMember]) -> JobPlan | None:
@@ -158,10 +164,10 @@ class Regroup:
         if {member.number for member in living} & self._links.lost.keys():
             return None
         first = (self._epochs + 1) * _NUMBERS_PER_EPOCH
-        knocks = {knock_key(knock): knock for ready in everybody.values() for knock in ready.knocks}
+        join_requests = {join_key(one): one for ready in everybody.values() for one in ready.join_requests}
         newcomers = [
-            RunMember.from_json({**knock, "number": first + place, "rank": -1})
-            for place, knock in enumerate(knocks.values() if source is not None else ())
+            RunMember.from_json({**join_request, "number": first + place, "rank": -1})
+            for place, join_request in enumerate(join_requests.values() if source is not None else ())
         ]
         host = living[0].address[0]
         plan = JobPlan(

@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.job import world
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.members.knock import JOIN, join_run
+from deepspeed.comm.members.join import JOIN, join_run
 from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, receive_ranks
 from deepspeed.comm.start.barrier import SupervisedStore
 from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group, unbound

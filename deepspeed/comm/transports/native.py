@@ -232,11 +232,11 @@ class NativeTransport(Transport):
         gathered = torch.empty_like(rows, device="cpu")
         work = self.group._allgather_base(rows.view(-1), tensor.to(self.device, non_blocking=True))
 
-        def land() -> None:
+        def scale_and_copy() -> None:
             work.wait()
             gathered.copy_(rows)  # on a device it is this that blocks, not the line above
 
-        self.guard(land, self.issue(channel), label)
+        self.guard(scale_and_copy, self.issue(channel), label)
         return gathered
 
     @override

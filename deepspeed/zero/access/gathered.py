@@ -226,7 +226,7 @@ class GatheredBlock:
         for (parameter, address), tensor in zip(entries, tensors, strict=True):
             loan = address.holder.loans[address.tile]
             loan.tensor = tensor
-            address.holder.lend(address.tile, parameter, tensor)
+            address.holder.start_loan(address.tile, parameter, tensor)
             self._loaned.append((parameter, address))
 
     def _words(self, what: str) -> str:

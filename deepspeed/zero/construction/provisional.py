@@ -62,7 +62,7 @@ class ProvisionalBucket(Holder):
         weakref.finalize(self, _ShardTotals.add, -nbytes).atexit = False
 
     @override
-    def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    def start_loan(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         mark_full(parameter, tensor, plain_class(parameter))
 
     @override

@@ -30,7 +30,7 @@ class GradientDestination:
         """Where the reduction itself leaves its result."""
         return self.home
 
-    def land(self, reduced: FlatBuffer) -> FlatBuffer:
+    def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
         """Returns the reduced gradient in its memory; ``reduced`` is given up."""
         return reduced
 
@@ -40,7 +40,7 @@ class GradientDestination:
         """Adds a reduced gradient to one that has landed; both are given up.
 
         Args:
-            result: What :meth:`land` or this method returned.
+            result: What :meth:`to_destination` or this method returned.
             reduced: What is added.
             dtype: Of the sum.
             squares: Receives the squares of the sum, once :meth:`wait` has returned.

@@ -188,7 +188,7 @@ class GradientSum:
         """
         if self.reduced is None:
             # Where that is the packed buffer, the next pack moves it out of the way.
-            self.reduced = self._destination.land(self._narrowed(incoming) if narrows else incoming)
+            self.reduced = self._destination.to_destination(self._narrowed(incoming) if narrows else incoming)
         else:
             self.squares = Squares(self.reduced.tensor.device) if self.takes_squares else None
             self.reduced = self._destination.add(self.reduced, incoming, self.dtype, self.squares)
