@@ -1,24 +1,34 @@
-"""What the engine does for ``activation_checkpointing.recompute_modules``."""
+"""What the engine does for ``activation_checkpointing.recompute_modules`` and ``activation_checkpointing.blocks``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from typing_extensions import override
 
 from deepspeed.activation_checkpointing.attention import KEY, recompute_attention
-from deepspeed.engine_feature import SEQUENCE_RANKS, Conflict, EngineFeature, EngineSetup
+from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
+from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, Conflict, EngineFeature, EngineSetup
+from deepspeed.errors import DeepSpeedConfigError
+
+BLOCKS = "activation_checkpointing.blocks"
 
 
 def _is_on(setup: EngineSetup) -> bool:
     return bool(setup.root.activation_checkpointing.recompute_modules)
 
 
-class SelectiveCheckpointing(EngineFeature):
-    """Parts of blocks that run again in backward."""
+def _has_blocks(setup: EngineSetup) -> bool:
+    return setup.root.activation_checkpointing.blocks
 
-    title = "selective recomputation"
-    setting = KEY
+
+class SelectiveCheckpointing(EngineFeature):
+    """Blocks, or parts of them, that run again in backward."""
+
+    title = "recomputation by configuration"
+    setting = f"{KEY}, {BLOCKS}"
     conflicts = (
         Conflict(
             KEY,
@@ -26,6 +36,13 @@ class SelectiveCheckpointing(EngineFeature):
             SEQUENCE_RANKS,
             "attention exchanges tokens between these ranks, and would exchange them again in backward",
             "leave it out, and switch on the model's own gradient_checkpointing_enable()",
+        ),
+        Conflict(
+            BLOCKS,
+            _has_blocks,
+            STAGES,
+            "a PipelineModule checkpoints its layers itself",
+            "set pipeline.activation_checkpoint_interval instead",
         ),
     )
 
@@ -35,6 +52,22 @@ class SelectiveCheckpointing(EngineFeature):
             return
         model: Any = setup.model
         recompute_attention(model, model.transformers_model if setup.has_stages else None)
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        if not _has_blocks(setup):
+            return
+        if _is_on(setup):
+            raise DeepSpeedConfigError(
+                f"{BLOCKS} and {KEY}: whole blocks run again, so parts of them need not be named; leave one of the two out"
+            )
+        BlockCheckpointing(setup.model)
+
+    @override
+    def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
+        if _has_blocks(setup):
+            BlockCheckpointing(setup.model).on()
+        return {}
 
 
 FEATURE = SelectiveCheckpointing()

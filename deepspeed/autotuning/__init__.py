@@ -1,7 +1,11 @@
-"""Autotuning; the feature is missing (:mod:`deepspeed.missing_features`)."""
+"""Autotuning: plans configurations of a script, measures the best few of them, and writes the fastest down.
+
+``deepspeed --autotuning tune|run script.py ...`` drives it (:class:`~deepspeed.autotuning.autotuner.Autotuner`).
+``docs/design/autotuning.md`` says how the two sides, the command and the ranks of the script, work together.
+"""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"Autotuner": "deepspeed.autotuning.autotuner"})

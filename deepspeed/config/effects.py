@@ -33,6 +33,7 @@ def note_effects(root: Root, findings: ConfigMessages) -> None:
     _idle_files(root, findings)
     _idle_nodes(root.zero_optimization, findings)
     _idle_codes(root, findings)
+    _idle_tuning(root, findings)
     if root.prescale_gradients and root.gradient_predivide_factor != 1:
         _line(
             [("gradient_predivide_factor",)],
@@ -126,6 +127,12 @@ def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
         names = ", ".join(findings.label(path) for path in asked)
         verb = "has" if len(asked) == 1 else "have"
         findings.warning(f"{names} {verb} no effect: {reason}. Set the stage to 3, or leave this out")
+
+
+def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
+    """The section ``autotuning``, which the command removes from the configurations that it starts the script with."""
+    if root.autotuning is not None and root.autotuning.enabled:
+        _line([("autotuning",)], "deepspeed --autotuning tune (or run) was not used to start the script", findings)
 
 
 def _idle_codes(root: Root, findings: ConfigMessages) -> None:

@@ -70,6 +70,7 @@ def agree(client: Client, config: Any) -> AgreedSetup:
     """
     features = FeatureSet()
     features.ask_objects(client.model, client.mpu, client.optimizer)
+    features.ask_environment()
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
     parsed = _parse_alike(features.read_config(config, client.mpu), job_mesh, client, features)
     root = parsed.root

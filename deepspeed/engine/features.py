@@ -7,6 +7,7 @@ A feature lives in its own subpackage (:class:`~deepspeed.engine_feature.EngineF
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
 from deepspeed.config.section import features_of
+from deepspeed.config.sections.autotuning import TUNING_VARIABLE
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker, marks_of
 from deepspeed.errors import DeepSpeedConfigError
@@ -42,6 +44,7 @@ FEATURES = (
     "deepspeed.elasticity.feature",
     "deepspeed.run_report.feature",
     "deepspeed.profiling.feature",
+    "deepspeed.autotuning.feature",
 )
 """Modules that have a ``FEATURE``, in the order in which features refuse and change a model."""
 
@@ -61,6 +64,11 @@ class FeatureSet:
     def ask_objects(self, *objects: Any) -> None:
         """Adds the features that a model, an mpu or an optimizer asks for by its marks."""
         self._add(marks_of(*objects))
+
+    def ask_environment(self) -> None:
+        """Adds the feature of a start of the script by ``deepspeed --autotuning``."""
+        if TUNING_VARIABLE in os.environ:
+            self._add(["deepspeed.autotuning.feature"])
 
     def ask_configuration(self, root: Root, mesh: Mesh, *, has_dtensors: bool = False) -> None:
         """Adds the features that sections of the configuration and axes of the job's mesh ask for.

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed.cli.command import run_command
 from deepspeed.cluster import find_cluster_node
-from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
 from deepspeed.launcher.environment import SECRET, environment_file_name, new_run_id, new_secret, read_environment_files
 from deepspeed.launcher.ports import RequestedPort, claim_port
@@ -62,8 +61,25 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     if not (sys.argv[1:] if args is None else args):
         parser.parse_args(["--help"])
     found = parser.parse_args(args)
+    found.start_options = _start_options(found, parser)
     _set_node_numbers(found)
     return found
+
+
+def _start_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the options that say where and how ranks start, for a command that starts the script several times."""
+    options = []
+    for action in parser._actions:
+        if not action.option_strings or action.dest in ("autotuning", "dry_run", "help"):
+            continue
+        value = getattr(args, action.dest)
+        if value is None or value == action.default:
+            continue
+        name = next(option for option in action.option_strings if option.startswith("--"))
+        if action.dest == "num_nodes":
+            value = value[1] if value[0] == -1 else f"{value[0]}:{value[1]}"
+        options.append(name if action.nargs == 0 else f"{name}={value}")
+    return options
 
 
 def _node_range(text: str) -> tuple[int, int]:
@@ -130,7 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     elastic = parser.add_argument_group("elastic runs")
     elastic.add_argument("--elastic_training", action="store_true", help="let torch's elastic agent restart ranks")
     parser.add_argument("--dry_run", action="store_true", help="print what would be executed, and do nothing")
-    parser.add_argument("--autotuning", default="", choices=("", "tune", "run"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--autotuning",
+        default="",
+        choices=("", "tune", "run"),
+        help="look for the fastest configuration of the script; run: then train with it",
+    )
     parser.add_argument("user_script", help="the script, module or program to run on each rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -154,9 +175,22 @@ def _run(args: argparse.Namespace) -> int:
     _take_place_in_cluster(args)
     _check_options(args)
     selected = select_slots(args, os.environ)
+    if args.autotuning:
+        return _tune(args, selected)
     if args.no_ssh or not (args.force_multi or selected.needs_launcher):
         return _run_here(args, selected)
     return _run_on_machines(args, selected)
+
+
+def _tune(args: argparse.Namespace, selected: RankSelection) -> int:
+    """Looks for the fastest configuration of the script; with ``run``, trains with it."""
+    from deepspeed.autotuning import Autotuner
+
+    tuner = Autotuner(args, selected.hosts)
+    tuner.tune()
+    tuner.print_tuning_results()
+    tuner.write_optimal_config()
+    return tuner.run_after_tuning() if args.autotuning == "run" else 0
 
 
 def _take_place_in_cluster(args: argparse.Namespace) -> None:
@@ -179,10 +213,10 @@ def _take_place_in_cluster(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    if args.autotuning:
-        raise NotYetSupportedError(
-            f"--autotuning {args.autotuning}: searching for a configuration comes with a later release; leave the "
-            "option out and set the batch keys and the ZeRO stage in the config"
+    if args.autotuning and (args.no_ssh or args.elastic_training or args.dry_run):
+        raise LauncherError(
+            f"--autotuning {args.autotuning}: does not go with --no_ssh, --elastic_training or --dry_run, as one "
+            "command starts the script several times on ranks that stay the same; leave that option out"
         )
     if args.no_ssh and args.node_rank < 0:
         raise LauncherError(

@@ -104,12 +104,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "autotuning",
-        "Compare stages and micro-batch sizes with ds_plan --sweep, which starts nothing.",
-        {"deepspeed.autotuning": "Autotuner"},
-        (switch("autotuning.enabled"),),
-    ),
-    Feature(
         "an optimizer wrapper for each precision",
         "deepspeed.initialize returns one class for all, deepspeed.zero.update.optimizer.DeepSpeedZeroOptimizer.",
         {

@@ -18,7 +18,6 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.models import building
-from deepspeed.models.checkpointing import switch_of
 from deepspeed.models.inputs import image_shape_of, spectrum_shape_of
 from deepspeed.parallel.pipe import transformers_models
 from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
@@ -347,68 +346,3 @@ def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> d
     if "use_cache" in accepted:
         made["use_cache"] = False
     return made
-
-
-# -- activation checkpointing ------------------------------------------------------------------------------------------
-
-
-class BlockCheckpointing:
-    """Lets every repeated block keep its inputs only, and run again during backward; and takes it back.
-
-    A model of transformers does it itself; elsewhere the children of each ``ModuleList`` are the blocks.
-
-    Raises:
-        DeepSpeedConfigError: There is no repeated block.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._blocks: list[nn.Module] = []
-        if switch_of(model, "enable") is not None:
-            return
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        self._blocks = [block for blocks in lists for block in blocks if next(block.parameters(), None) is not None]
-        if not self._blocks:
-            raise DeepSpeedConfigError(
-                f"activation checkpointing: {type(model).__name__} has no repeated blocks (children of a ModuleList); "
-                "call deepspeed.checkpointing.checkpoint in its forward instead"
-            )
-
-    def on(self) -> None:
-        """From now on.
-
-        Raises:
-            DeepSpeedConfigError: The model refuses.
-        """
-        if switch_of(self._model, "enable") is not None:
-            self._model.train()
-            self._call_own("enable")
-            return
-        from torch.utils.checkpoint import checkpoint
-
-        for block in self._blocks:
-            checkpointed = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            block.forward = checkpointed  # type: ignore[method-assign]
-
-    def off(self) -> None:
-        """Restores the model to its state before :meth:`on`.
-
-        Raises:
-            DeepSpeedConfigError: The model cannot do that.
-        """
-        if switch_of(self._model, "enable") is not None:
-            self._call_own("disable")
-            return
-        for block in self._blocks:
-            block.forward = block.forward.args[0]  # type: ignore[method-assign, attr-defined]
-
-    def _call_own(self, verb: str) -> None:
-        method = switch_of(self._model, verb)
-        try:
-            if method is None:
-                raise AttributeError(f"it has no gradient_checkpointing_{verb}")
-            method()
-        except Exception as error:  # whatever the model's own code raises
-            raise DeepSpeedConfigError(
-                f"activation checkpointing: {type(self._model).__name__} cannot {verb} it: {error}"
-            ) from error

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
 from deepspeed.comm.job.grid import grid_mesh
 from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config
@@ -26,7 +27,7 @@ from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.environment import SimulatedPart
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
 from deepspeed.plan.memory import META
-from deepspeed.plan.models import BlockCheckpointing, Workload
+from deepspeed.plan.models import Workload
 from deepspeed.plan.pipeline import cut_of
 from deepspeed.plan.rehearsal import heaviest_rank, rehearse
 from deepspeed.plan.result import Plan, PlannedPart, Request

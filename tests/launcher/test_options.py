@@ -99,10 +99,28 @@ def test_one_host_that_is_this_machine_needs_no_launcher(gpus, tmp_path):
     assert world("-H", str(hosts), "--no_ssh", "--node_rank=1") == {"localhost": [0, 1], "worker-1": [0, 1]}
 
 
-@pytest.mark.parametrize("how", ["tune", "run"])
-def test_autotuning_is_refused_by_name(how):
-    with pytest.raises(NotImplementedError, match=f"--autotuning {how}: .* later release"):
-        runner.main(["--autotuning", how, SCRIPT])
+@pytest.mark.parametrize("option", ["--no_ssh", "--elastic_training", "--dry_run"])
+def test_autotuning_refuses_what_it_does_not_go_with(option):
+    with pytest.raises(ValueError, match="--autotuning tune: does not go with --no_ssh, --elastic_training or"):
+        runner.main(["--autotuning", "tune", option, SCRIPT])
+
+
+def test_the_options_of_each_start_are_those_of_the_command():
+    given = [
+        "--num_gpus=2",
+        "--num_nodes=1",
+        "--master_port=3",
+        "--no_ssh_check",
+        "--autotuning=tune",
+        SCRIPT,
+        "--num_gpus=9",
+    ]
+    assert runner.parse_args(given).start_options == [
+        "--num_nodes=1",
+        "--num_gpus=2",
+        "--master_port=3",
+        "--no_ssh_check",
+    ]
 
 
 def test_options_for_other_machines_are_accepted_with_one_line(capfd):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 import deepspeed
+from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
 from deepspeed.comm.transports.counters import counted
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.memory import MemoryCount
-from deepspeed.plan.models import BlockCheckpointing
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import StorageKind
 

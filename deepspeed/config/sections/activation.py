@@ -14,11 +14,16 @@ from deepspeed.config.types import Bool, Int
 class ActivationCheckpointing(Section):
     """Settings of ``deepspeed.checkpointing``, which do nothing until the program calls its functions.
 
-    ``recompute_modules`` needs no call.
+    ``blocks`` and ``recompute_modules`` need no call.
     """
 
     _feature: ClassVar[str] = "deepspeed.activation_checkpointing.feature"
 
+    blocks: Bool = key(
+        False,
+        "Repeated blocks (children of a ModuleList, or as a Transformers model does it) keep their inputs only, and "
+        "run again in backward. Only here, not upstream.",
+    )
     partition_activations: Bool = key(False, "Split saved activations over the model-parallel ranks.")
     cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
     contiguous_memory_optimization: Bool = key(
@@ -36,4 +41,4 @@ class ActivationCheckpointing(Section):
 
     @override
     def _own_features(self) -> Iterator[str]:
-        return super()._own_features() if self.recompute_modules else iter(())
+        return super()._own_features() if self.recompute_modules or self.blocks else iter(())

@@ -1,0 +1,335 @@
+"""The side of the command: starts the user's script, reads what its ranks have written, and decides.
+
+The ranks of the first start (the profile) plan all candidates; each later start measures one of them. No torch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deepspeed.autotuning.choice import PlannedRow, TrialQueue
+from deepspeed.autotuning.command_line import read_script_config, with_config, with_mapped
+from deepspeed.autotuning.experiment import (
+    MICRO,
+    PROFILE,
+    RUN,
+    TOTAL,
+    TRIAL,
+    Changes,
+    Experiment,
+    applied,
+    split_choices,
+    write_json,
+)
+from deepspeed.autotuning.results import metric_of, reason_of, results_table, summary_text
+from deepspeed.config.sections.autotuning import TUNING_VARIABLE, Autotuning
+from deepspeed.errors import DeepSpeedError
+from deepspeed.logging import logger
+
+PROFILE_NAME = "profile_model_info"
+
+
+class AutotuningError(DeepSpeedError):
+    """No configuration was found; the message says what stood in the way."""
+
+
+class Autotuner:
+    """Finds the fastest configuration of a script.
+
+    Args:
+        args: The parsed command line of ``deepspeed`` (:func:`deepspeed.launcher.runner.parse_args`). Its options that
+            say where ranks start, ``start_options``, go to each start of the script.
+        active_resources: Slots by host, of the job.
+
+    Raises:
+        DeepSpeedConfigError: The configuration that the script's arguments name cannot be read.
+    """
+
+    def __init__(self, args: argparse.Namespace, active_resources: Mapping[str, Sequence[int | str]]) -> None:
+        self.args = args
+        self._resources = active_resources
+        self._options: list[str] = list(getattr(args, "start_options", ()))
+        config = read_script_config(args.user_args)
+        self._config: dict[str, Any] | None = None
+        self._choices: dict[str, list[Any]] = {}
+        if config is not None:
+            self._config, self._choices = split_choices(config)
+        self._own_config: dict[str, Any] = {}
+        self.section = _section_of(config)
+        self.results_dir, self.exps_dir = Path(self.section.results_dir), Path(self.section.exps_dir)
+        self._queue: TrialQueue | None = None
+        self._profile: dict[str, Any] = {}
+        self._started = time.monotonic()
+        self.seconds = 0.0
+
+    # -- what programs call --------------------------------------------------------------------------------------
+
+    def tune(self) -> None:
+        """Plans all candidates, measures the best of them.
+
+        Raises:
+            AutotuningError: The script failed before anything could be planned, nothing fits, or all trials failed.
+        """
+        self._make_folders()
+        queue = self._queue = self._planned()
+        while (row := queue.next()) is not None:
+            self._measure(queue, row)
+        self.seconds = time.monotonic() - self._started
+        if queue.best is None:
+            self.print_tuning_results()
+            raise AutotuningError(f"autotuning: no candidate was measured: {self._why_none(queue)}")
+        logger.info(f"autotuning: ended after {self.seconds:.1f} s: {queue.why_over()}")
+
+    def print_tuning_results(self) -> None:
+        """Prints predicted times beside measured ones."""
+        queue = self._known()
+        # A file or a pipe has no width; rich would take 80 columns and cut the names.
+        width = None if sys.stdout.isatty() else 130
+        Console(width=width).print(results_table(queue, samples=self._samples))
+        if queue.best is not None:
+            self._print_gain(queue)
+
+    def write_optimal_config(self) -> None:
+        """Writes ``ds_config_optimal.json``, ``cmd_optimal.txt`` and ``summary.txt`` into the folder of results."""
+        queue = self._known()
+        assert queue.best is not None, "tune raises where nothing was measured"
+        changes = dict(self._row(queue.best).changes)
+        path = self.results_dir / "ds_config_optimal.json"
+        write_json(path, applied(self._base(), changes))
+        environment, command = self._command(self._best_run(changes), path, changes)
+        words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        (self.results_dir / "cmd_optimal.txt").write_text(
+            " ".join([*words, "deepspeed", *map(shlex.quote, command)]) + "\n", encoding="utf-8"
+        )
+        text = summary_text(queue, self.section.metric, self._samples, self.seconds)
+        (self.results_dir / "summary.txt").write_text(text, encoding="utf-8")
+        logger.info(
+            f"autotuning: the fastest configuration is in {path}; to train with it: {path.parent}/cmd_optimal.txt"
+        )
+
+    def run_after_tuning(self) -> int:
+        """Runs the script with the fastest configuration; returns its exit code."""
+        queue = self._known()
+        assert queue.best is not None, "tune raises where nothing was measured"
+        changes = dict(self._row(queue.best).changes)
+        path = self.results_dir / "ds_config_optimal.json"
+        environment, command = self._command(self._best_run(changes), path, changes)
+        return _run_to_end(command, environment, None)
+
+    # -- the first start -----------------------------------------------------------------------------------------
+
+    def _make_folders(self) -> None:
+        for folder in (self.results_dir, self.exps_dir):
+            if self.section.overwrite and folder.exists():
+                _remove_results(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _planned(self) -> TrialQueue:
+        """Starts the script for the first time, and reads what its ranks have planned."""
+        slots = [len(slots) for slots in self._resources.values()]
+        section = self.section.model_dump(mode="json")
+        experiment = Experiment(
+            PROFILE_NAME,
+            PROFILE,
+            str(self._folder(PROFILE_NAME)),
+            choices=self._choices,
+            section=section,
+            first_step=2,
+            last_step=3,
+            ranks_per_node=min(slots, default=0),
+        )
+        logger.info("autotuning: first start of the script, which hands its model to the tuner")
+        code = self._start(experiment, {})
+        folder = self._folder(PROFILE_NAME)
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("planned-*.json"))]
+        if code or not files:
+            raise AutotuningError(
+                f"autotuning: the script could not be profiled: {self._failure(folder, code)[0]}. Its output is in "
+                f"{folder}; nothing was measured"
+            )
+        self._profile = files[0]["profile"]
+        self._own_config = files[0]["config"]
+        if self._config is None:  # the section is in the script too; the folders are already there
+            self.section = Autotuning.model_validate(files[0]["section"])
+        rows = [PlannedRow.of(row) for file in files for row in file["rows"]]
+        seconds = sum(row["plan_seconds"] for file in files for row in file["rows"])
+        fitting = [row for row in rows if row.fits]
+        logger.info(
+            f"autotuning: {len(rows)} candidates planned in {seconds:.1f} s, {len(fitting)} fit; predictions rest on a "
+            f"measured step of {self._profile['seconds'] * 1e3:.1f} ms"
+        )
+        return TrialQueue(rows, self.section.tuner_num_trials, self.section.tuner_early_stopping)
+
+    # -- the trials ----------------------------------------------------------------------------------------------
+
+    def _measure(self, queue: TrialQueue, row: PlannedRow) -> None:
+        """Starts the script with a candidate."""
+        folder = self._folder(row.name)
+        first = max(self.section.start_profile_step, 1)
+        experiment = Experiment(
+            row.name,
+            TRIAL,
+            str(folder),
+            changes=dict(row.changes),
+            first_step=first,
+            last_step=max(self.section.end_profile_step, first),
+        )
+        metrics = folder / "metrics.json"
+        code = 0
+        if metrics.exists() and experiment.path.exists() and Experiment.read(experiment.path) == experiment:
+            logger.info(f"autotuning: {row.name}: measured before (autotuning.overwrite is false)")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            logger.info(f"autotuning: {row.name}: predicted {queue.expected(row) * 1e3:.1f} ms +- {queue.error:.0%}")
+            code = self._start(experiment, experiment.changes)
+        if metrics.exists() and not code:
+            facts = json.loads(metrics.read_text(encoding="utf-8"))
+            seconds = facts["latency"] / 1e3
+            write_json(metrics, {**facts, "FLOPS_per_gpu": metric_of("flops", row, seconds, self._samples)})
+            queue.measured[row.name] = seconds
+            logger.info(
+                f"autotuning: {row.name}: {seconds * 1e3:.1f} ms per update, {self._samples / seconds:,.1f} samples/s"
+            )
+            return
+        reason, is_micro_batch = self._failure(folder, code)
+        queue.failed[row.name] = reason
+        logger.warning(f"autotuning: {row.name} failed: {reason}")
+        if is_micro_batch:
+            queue.micro_batches = {self._profile["changes"][MICRO]}
+
+    def _start(self, experiment: Experiment, changes: Changes) -> int:
+        """Starts the script, writes the known files, and waits for it."""
+        folder = Path(experiment.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = applied(self._base(), changes)
+        path = folder / "ds_config.json"
+        write_json(path, config)
+        described = {
+            "ds_config": config,
+            "num_gpus": min((len(slots) for slots in self._resources.values()), default=1),
+            "num_nodes": len(self._resources),
+            "hostfile": self.args.hostfile,
+        }
+        experiment.write(**described)
+        write_json(self.exps_dir / f"{experiment.name}.json", {"name": experiment.name, **described})
+        environment, command = self._command(experiment, path, changes)
+        (folder / "cmd.txt").write_text(f"deepspeed {shlex.join(command)}\n", encoding="utf-8")
+        return _run_to_end(command, environment, folder)
+
+    def _command(self, experiment: Experiment, path: Path, changes: Changes) -> tuple[dict[str, str], list[str]]:
+        """Returns the variables and arguments of the ``deepspeed`` command that starts the script."""
+        arguments = with_config(self.args.user_args, path.resolve())
+        arguments = with_mapped(arguments, self.section.arg_mappings, changes)
+        return {TUNING_VARIABLE: str(experiment.path.resolve())}, [*self._options, self.args.user_script, *arguments]
+
+    def _best_run(self, changes: Changes) -> Experiment:
+        experiment = Experiment("optimal", RUN, str(self._folder("optimal")), changes=changes)
+        experiment.write()
+        return experiment
+
+    # -- what is known -------------------------------------------------------------------------------------------
+
+    def _base(self) -> dict[str, Any]:
+        """The script's configuration: that of its arguments, else what its ``initialize`` got, once it is known."""
+        return self._own_config if self._config is None else self._config
+
+    def _known(self) -> TrialQueue:
+        if self._queue is None:
+            raise AutotuningError("Autotuner: nothing has been tuned yet; call tune() first")
+        return self._queue
+
+    def _row(self, name: str) -> PlannedRow:
+        return next(row for row in self._known().rows if row.name == name)
+
+    def _folder(self, name: str) -> Path:
+        return self.results_dir.resolve() / name
+
+    @property
+    def _samples(self) -> int:
+        rows = self._known().rows if self._queue is not None else ()
+        return next((int(row.changes[TOTAL]) for row in rows), 0)
+
+    def _failure(self, folder: Path, code: int) -> tuple[str, bool]:
+        """Returns why a start failed, and whether the script does not take its micro-batch from the configuration."""
+        path = folder / "failure.json"
+        if path.exists():
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            return facts["reason"], bool(facts.get("is_micro_batch"))
+        return reason_of(folder, code), False
+
+    def _why_none(self, queue: TrialQueue) -> str:
+        if queue.failed:
+            return "; ".join(f"{name}: {reason}" for name, reason in queue.failed.items())
+        refused = [row for row in queue.rows if row.refusal]
+        if len(refused) == len(queue.rows):
+            return refused[0].refusal if refused else "the configuration leaves nothing to choose"
+        return "none of the candidates fits; see the table for what is missing, and plan with more devices (ds_plan)"
+
+    def _print_gain(self, queue: TrialQueue) -> None:
+        assert queue.best is not None
+        best = queue.measured[queue.best]
+        ran = self._profile["changes"]
+        text = f"{queue.best}: {best * 1e3:.2f} ms per update, {self._samples / best:,.1f} samples/s of wall time"
+        if ran[TOTAL] == self._samples:
+            text += f"; the script as it is configured took {self._profile['seconds'] * 1e3:.2f} ms in its first start"
+        Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _section_of(config: Mapping[str, Any] | None) -> Autotuning:
+    given = dict((config or {}).get("autotuning") or {})
+    return Autotuning.model_validate(given)
+
+
+def _remove_results(folder: Path) -> None:
+    """Removes what an earlier search has written; other files in the folder stay."""
+    for path in folder.iterdir():
+        if path.is_dir() and (path / "exp.json").exists():
+            shutil.rmtree(path)
+        elif path.suffix == ".json" and path.is_file() and path.name != "ds_config.json":
+            path.unlink()
+
+
+def _run_to_end(command: Sequence[str], environment: Mapping[str, str], folder: Path | None) -> int:
+    """Runs the ``deepspeed`` command; a signal to this process ends it too.
+
+    Args:
+        command: Its arguments.
+        environment: Further variables.
+        folder: Where its output goes; None: to the screen.
+    """
+    program = [sys.executable, "-m", "deepspeed.launcher.runner", *command]
+    out = err = None
+    try:
+        if folder is not None:
+            out, err = (folder / "stdout.log").open("wb"), (folder / "stderr.log").open("wb")
+        process = subprocess.Popen(program, env={**copy.copy(os.environ), **environment}, stdout=out, stderr=err)
+        handlers = {n: signal.signal(n, lambda number, _: process.send_signal(number)) for n in _SIGNALS}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    finally:
+        for file in (out, err):
+            if file is not None:
+                file.close()
+    if code < 0 or code > 128:  # a signal: the search ends too
+        raise SystemExit(128 - code if code < 0 else code)
+    return code
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

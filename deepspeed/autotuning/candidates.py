@@ -1,0 +1,173 @@
+"""Which configurations are looked at: what the user's configuration leaves open, with one global batch for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from deepspeed.autotuning.experiment import ACCUMULATION, MICRO, STAGE, TOTAL, Changes, get
+from deepspeed.errors import DeepSpeedConfigError
+
+OFFLOAD_OPTIMIZER, OFFLOAD_PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+BLOCKS = "activation_checkpointing.blocks"
+_DEGREES = {"tensor_parallel.autotp_size": "tp", "sequence_parallel_size": "sp", "expert_parallel.autoep_size": "ep"}
+_BUCKETS: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.reduce_bucket_size": (50_000_000, 200_000_000, 500_000_000),
+    "zero_optimization.overlap_comm": (True, False),
+}
+"""What ``fast: false`` adds for the best candidates."""
+
+
+@dataclass(frozen=True)
+class CandidateGroup:
+    """A candidate without its micro-batch.
+
+    Attributes:
+        stage: Of ZeRO.
+        changes: What is different from the user's configuration, batch sizes left out.
+        words: What its name says beside stage and batch sizes.
+    """
+
+    stage: int
+    changes: Changes = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+    def plus(self, word: str, changes: Changes) -> CandidateGroup:
+        """Returns the setting with further changes, which ``word`` stands for."""
+        return replace(self, changes={**self.changes, **changes}, words=(*self.words, word))
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """The batch that all candidates share, and the limits of a micro-batch; in samples.
+
+    Attributes:
+        total: Samples of an update, over all ranks.
+        least: Of a micro-batch.
+        most: Of a micro-batch.
+    """
+
+    total: int
+    least: int = 1
+    most: int = 1024
+
+
+class CandidateSpace:
+    """The candidates of one configuration.
+
+    Args:
+        config: The script's configuration with numbers for batch sizes.
+        choices: Candidates by path; an empty list leaves a key open.
+        limits: Of batches.
+        ranks: Of the job.
+        micro_batches: Those that may be tried; None: all that divide the batch.
+        offloads: Whether host memory is another memory than the device's.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        choices: Mapping[str, Sequence[Any]],
+        limits: BatchLimits,
+        ranks: int,
+        micro_batches: Sequence[int] | None = None,
+        *,
+        offloads: bool,
+    ) -> None:
+        self._config, self._choices, self._limits, self._ranks = config, choices, limits, ranks
+        self._micro_batches, self._offloads = micro_batches, offloads
+
+    @property
+    def total(self) -> int:
+        """Samples of an update, over all ranks."""
+        return self._limits.total
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._choices or get(self._config, path) is None
+
+    def settings(self) -> list[CandidateGroup]:
+        """Returns the settings that are planned first."""
+        listed = [path for path, values in self._choices.items() if values and path not in (MICRO, TOTAL, STAGE)]
+        found = []
+        for stage in self._stages():
+            for values in product(*(self._choices[path] for path in listed)):
+                changes = dict(zip(listed, values, strict=True))
+                words = [f"{_DEGREES.get(path, path.rpartition('.')[2])}{value}" for path, value in changes.items()]
+                found.append(CandidateGroup(stage, {STAGE: stage, **changes}, tuple(words)))
+        return found
+
+    def _stages(self) -> list[int]:
+        listed = self._choices.get(STAGE)
+        if listed:
+            return [int(stage) for stage in listed]
+        given = get(self._config, STAGE)
+        return [0, 1, 2, 3] if listed is not None or given is None else [int(given)]
+
+    def relieved(self, setting: CandidateGroup) -> list[CandidateGroup]:
+        """Returns the settings that need less memory, for where the largest micro-batch does not fit."""
+        found = []
+        if self._is_open(BLOCKS):
+            found.append(setting.plus("recompute", {BLOCKS: True}))
+        if self._offloads and setting.stage > 0 and self._is_open(OFFLOAD_OPTIMIZER):
+            changes: Changes = {OFFLOAD_OPTIMIZER: {"device": "cpu"}}
+            if setting.stage == 3 and self._is_open(OFFLOAD_PARAM):
+                changes[OFFLOAD_PARAM] = {"device": "cpu"}
+            found += [other.plus("offload", changes) for other in (setting, *found)]
+        return found
+
+    def refined(self, setting: CandidateGroup) -> list[CandidateGroup]:
+        """Returns the settings with other bucket sizes, one key at a time."""
+        return [
+            setting.plus(f"{path.rpartition('.')[2]}{value}", {path: value})
+            for path, values in _BUCKETS.items()
+            if self._is_open(path) and path not in setting.changes
+            for value in values
+        ]
+
+    def micro_batches(self, setting: CandidateGroup) -> list[int]:
+        """Returns the micro-batches of a setting, largest first.
+
+        Raises:
+            DeepSpeedConfigError: The batch cannot be shared by so many ranks.
+        """
+        own = self._samples_of_rank(setting)
+        allowed = self._micro_batches or self._choices.get(MICRO) or range(1, own + 1)
+        limits = self._limits
+        found = [micro for micro in sorted(set(allowed), reverse=True) if own % micro == 0]
+        found = [micro for micro in found if limits.least <= micro <= limits.most]
+        if not found:
+            raise DeepSpeedConfigError(
+                f"{MICRO}: none of the sizes that may be tried divides the {own} samples of a rank's update; change "
+                f"{TOTAL}, the list of sizes, or autotuning.min_/max_train_micro_batch_size_per_gpu"
+            )
+        return found
+
+    def changes(self, setting: CandidateGroup, micro: int) -> Changes:
+        """Returns a candidate: what is different from the user's configuration."""
+        accumulation = self.accumulation(setting, micro)
+        return {**setting.changes, TOTAL: self._limits.total, MICRO: micro, ACCUMULATION: accumulation}
+
+    def accumulation(self, setting: CandidateGroup, micro: int) -> int:
+        """Returns the micro-batches of an update."""
+        return self._samples_of_rank(setting) // micro
+
+    def name(self, setting: CandidateGroup, micro: int) -> str:
+        """Returns the name of a candidate, also of its folder."""
+        words = "".join(f"_{word}" for word in setting.words)
+        return f"z{setting.stage}_gas{self.accumulation(setting, micro)}_tmbspg{micro}{words}"
+
+    def _samples_of_rank(self, setting: CandidateGroup) -> int:
+        shared = [
+            max(int(setting.changes.get(path, get(self._config, path)) or 1), 1)
+            for path in ("tensor_parallel.autotp_size", "sequence_parallel_size")
+        ]
+        ranks = max(self._ranks // (shared[0] * shared[1]), 1)
+        own, rest = divmod(self._limits.total, ranks)
+        if rest or not own:
+            raise DeepSpeedConfigError(
+                f"{TOTAL}={self._limits.total}: expected a multiple of the {ranks} ranks that share samples; change "
+                "the batch or the number of ranks"
+            )
+        return own

@@ -1,0 +1,133 @@
+"""What the command tells the ranks of one start of the script, through a file that a variable names.
+
+No torch here: the command reads and writes these files too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed.config.sections.autotuning import TUNING_VARIABLE
+
+PROFILE, TRIAL, RUN = "profile", "trial", "run"
+MICRO, ACCUMULATION, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+STAGE = "zero_optimization.stage"
+_LISTED = (MICRO, TOTAL, "tensor_parallel.autotp_size", "sequence_parallel_size", "expert_parallel.autoep_size")
+_LISTS_OF_THEIR_OWN = ("ignore_unused_parameters", "leaf_module", "zenflow")
+
+Changes = dict[str, Any]
+"""Values by dotted path of a configuration; None takes a key out."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One start of the user's script.
+
+    Attributes:
+        name: Also of its folder.
+        kind: ``profile`` (hands the model to the tuner), ``trial`` (is measured), or ``run`` (trains).
+        folder: For its files, as text.
+        changes: What is different from the script's configuration.
+        choices: Of a profile: values that a key may have, by path; an empty list stands for ``"auto"``.
+        section: Of a profile: the section ``autotuning``.
+        first_step: First update that is measured, from 1.
+        last_step: Last update; the script ends behind it.
+        ranks_per_node: Of the job; 0: all ranks are on one node.
+    """
+
+    name: str
+    kind: str
+    folder: str
+    changes: Changes = field(default_factory=dict)
+    choices: dict[str, list[Any]] = field(default_factory=dict)
+    section: dict[str, Any] = field(default_factory=dict)
+    first_step: int = 3
+    last_step: int = 12
+    ranks_per_node: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The file that the ranks read."""
+        return Path(self.folder) / "exp.json"
+
+    def write(self, **further: Any) -> None:
+        """Writes the file, with the values of ``further`` beside the attributes."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        write_json(self.path, {**asdict(self), **further})
+
+    @classmethod
+    def read(cls, path: str | Path) -> Experiment:
+        """Reads a file of :meth:`write`."""
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(**{name: facts[name] for name in cls.__dataclass_fields__ if name in facts})
+
+
+def take_experiment() -> Experiment | None:
+    """Returns the experiment that this process belongs to, once; None where there is none, or it has been taken.
+
+    The first engine of a script is the one that is tuned; those that it builds later train as they are configured.
+    """
+    path = os.environ.pop(TUNING_VARIABLE, None)
+    return None if path is None else Experiment.read(path)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Writes a file of which no reader sees a half."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def applied(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """Returns a copy of a configuration with other values, and without the section ``autotuning``."""
+    made = copy.deepcopy(dict(config))
+    made.pop("autotuning", None)
+    for path, value in changes.items():
+        *outer, name = path.split(".")
+        section = made
+        for part in outer:
+            inner = section.get(part)
+            section[part] = section = dict(inner) if isinstance(inner, Mapping) else {}
+        if value is None:
+            section.pop(name, None)
+        else:
+            section[name] = copy.deepcopy(value)
+    return made
+
+
+def get(config: Mapping[str, Any], path: str) -> Any:
+    """Returns the value at a dotted path; None where there is none."""
+    found: Any = config
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def split_choices(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Returns a configuration with the first value of each list of candidates, and the lists by path.
+
+    Lists count for batch sizes, degrees of axes, and keys of ``zero_optimization``. ``"auto"`` there stays, with an
+    empty list; so does the stage ``"all"``, which means 0 to 3.
+    """
+    zero = config.get("zero_optimization")
+    paths = [f"zero_optimization.{name}" for name in zero] if isinstance(zero, Mapping) else []
+    paths = [path for path in paths if path.split(".")[1] not in _LISTS_OF_THEIR_OWN]
+    choices: dict[str, list[Any]] = {}
+    for path in (*_LISTED, *paths):
+        value = get(config, path)
+        if path == STAGE and value == "all":
+            value = [0, 1, 2, 3]
+        if isinstance(value, list) and value:
+            choices[path] = value
+        elif value == "auto":
+            choices[path] = []
+    made = copy.deepcopy(dict(config))
+    section = made.get("autotuning")
+    made = applied(made, {path: values[0] for path, values in choices.items() if values})
+    return {**made, **({"autotuning": section} if section is not None else {})}, choices

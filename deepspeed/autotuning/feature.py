@@ -1,0 +1,394 @@
+"""What the ranks of a script do under ``deepspeed --autotuning``: hand the model to the tuner, or be measured, and end.
+
+The first engine that a script builds reads the experiment (:mod:`.experiment`) and takes its changes into the
+configuration. After the last measured update every rank leaves with ``SystemExit(0)``, from inside ``engine.step()``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.autotuning.candidates import BatchLimits, CandidateSpace
+from deepspeed.autotuning.experiment import (
+    ACCUMULATION,
+    MICRO,
+    PROFILE,
+    RUN,
+    TOTAL,
+    Changes,
+    Experiment,
+    applied,
+    get,
+    split_choices,
+    take_experiment,
+    write_json,
+)
+from deepspeed.autotuning.planned import CandidatePlanner, InputSpec, require_plannable
+from deepspeed.autotuning.probes import measure_device
+from deepspeed.config.sections.root import Root
+from deepspeed.config.source import read_source
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.devices import Machine
+from deepspeed.plan.models import without_values
+from deepspeed.run_report.clock import phase_clock
+from deepspeed.zero.group import Groups
+from deepspeed.zero.runtime import ZeroRuntime
+
+FAILURE, METRICS = "failure.json", "metrics.json"
+_SMALL_MICRO_BATCH = 4  # samples of a profile whose configuration leaves the micro-batch open
+_PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """What the script's ``initialize`` was given.
+
+    Attributes:
+        experiment: Why the script runs.
+        config: Its configuration, with the first value of each list.
+        choices: Candidates by path.
+        changes: What this start changes of it.
+    """
+
+    experiment: Experiment
+    config: dict[str, Any]
+    choices: dict[str, list[Any]]
+    changes: Changes
+
+    @classmethod
+    def of(cls, experiment: Experiment, config: Any) -> TuningConfig:
+        """Reads the script's configuration."""
+        base, choices = split_choices(read_source(config).data)
+        choices = {**experiment.choices, **choices}
+        changes = experiment.changes if experiment.kind != PROFILE else _small_batch(base, choices)
+        return cls(experiment, base, choices, changes)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ranks_of_samples(config: dict[str, Any]) -> int:
+    tensor, sequence = get(config, "tensor_parallel.autotp_size") or 1, config.get("sequence_parallel_size") or 1
+    return max(comm.get_world_size() // (max(int(tensor), 1) * max(int(sequence), 1)), 1)
+
+
+def _small_batch(config: dict[str, Any], choices: dict[str, list[Any]]) -> Changes:
+    """Returns the batch of a profile where the configuration leaves the micro-batch open; else nothing."""
+    if _is_number(config.get(MICRO)):
+        return {}
+    own = config[TOTAL] // _ranks_of_samples(config) if _is_number(config.get(TOTAL)) else 1
+    sizes = [size for size in choices.get(MICRO) or range(1, _SMALL_MICRO_BATCH + 1) if own % size == 0]
+    micro = max(sizes, default=1)
+    return {TOTAL: None, MICRO: micro, ACCUMULATION: min(2, max(own // micro, 1))}
+
+
+class PhaseTimer(StepTracker):
+    """Adds up the seconds of the engine's outermost phases."""
+
+    def __init__(self) -> None:
+        self._clock = phase_clock()
+        self._open: list[tuple[str, Any]] = []
+        self._intervals: list[tuple[str, Any, Any]] = []
+
+    def reset(self) -> None:
+        """Forgets the phases so far."""
+        self._intervals.clear()
+
+    @override
+    def begin(self, phase: str) -> None:
+        self._open = [entry for entry in self._open if entry[0] != phase]  # an exception left it
+        self._open.append((phase, self._clock.mark()))
+
+    @override
+    def end(self, phase: str) -> None:
+        if not self._open or self._open[-1][0] != phase:
+            return
+        _, begun = self._open.pop()
+        if not self._open:
+            self._intervals.append((phase, begun, self._clock.mark()))
+
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds by phase; waits for the device."""
+        found: dict[str, float] = defaultdict(float)
+        for phase, begin, end in self._intervals:
+            found[phase] += self._clock.seconds(begin, end)
+        return dict(found)
+
+
+class TuningHooks(EngineHooks):
+    """Measures updates of one rank, and ends the script.
+
+    Args:
+        start: Why the script runs.
+        model: On ``meta``, as it was before ``initialize``; None in a trial.
+    """
+
+    def __init__(self, start: TuningConfig, setup: EngineSetup, model: nn.Module | None) -> None:
+        self.tracker: PhaseTimer = PhaseTimer()
+        self._start, self._setup, self._model = start, setup, model
+        self._experiment = start.experiment
+        self._updates = 0
+        self._began = 0.0
+        self._inputs: InputSpec | None = None
+        self._engine: Any = None
+        self._is_over = False
+
+    def begin(self, engine: Any) -> None:
+        """Starts to look at inputs. Called when the engine stands."""
+        self._engine = engine
+        self._handle = engine.module.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
+        atexit.register(self._end_early)
+
+    def _take_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inputs is not None or not module.training:
+            return
+        self._inputs = InputSpec.of(args, kwargs)
+        seen, wanted = self._inputs.samples, self._engine.train_micro_batch_size_per_gpu()
+        if self._experiment.kind != PROFILE and seen != wanted:
+            self._fail(
+                f"the script gave its model {seen} samples where {MICRO} is {wanted}: take the size of a batch from "
+                "the configuration (engine.train_micro_batch_size_per_gpu(), or training_data of initialize), or name "
+                "the script's argument in autotuning.arg_mappings",
+                is_micro_batch=True,
+            )
+
+    def _fail(self, reason: str, **facts: Any) -> None:
+        """Ends the script; rank 0 writes why."""
+        self._is_over = True
+        if comm.get_rank() == 0:
+            write_json(Path(self._experiment.folder) / FAILURE, {"reason": reason, **facts})
+        sys.exit(0)
+
+    def _end_early(self) -> None:
+        """Writes what was measured where the script has ended by itself."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if comm.is_initialized() and comm.get_rank() != 0:
+            return
+        measured = self._updates - self._experiment.first_step + 1
+        if measured > 0 and self._experiment.kind != PROFILE:
+            self._write_metrics(measured)
+            return
+        reason = (
+            f"the script ended after {self._updates} updates, before any was measured (updates "
+            f"{self._experiment.first_step} to {self._experiment.last_step}); let it train longer, or lower "
+            "autotuning.start_profile_step"
+        )
+        failure = Path(self._experiment.folder) / FAILURE
+        if sys.exc_info()[0] is None and not failure.exists():
+            write_json(failure, {"reason": reason})
+
+    @override
+    def after_step(self, global_steps: int) -> None:
+        if self._is_over:
+            return
+        self._updates += 1
+        first, last = self._experiment.first_step, self._experiment.last_step
+        if self._updates == last:
+            self._finish(last - first + 1)
+        elif self._updates == first - 1:
+            get_accelerator().synchronize()
+            self.tracker.reset()
+            self._began = time.perf_counter()
+
+    def _finish(self, measured: int) -> None:
+        get_accelerator().synchronize()
+        self._is_over = True
+        if self._experiment.kind == PROFILE:
+            self._plan(measured)
+        elif comm.get_rank() == 0:
+            self._write_metrics(measured)
+        sys.exit(0)
+
+    def _write_metrics(self, measured: int) -> None:
+        """Writes what was measured; milliseconds per update, samples per second over all ranks, bytes."""
+        wall = (time.perf_counter() - self._began) / measured
+        phases = self.tracker.seconds()
+        named = {name: phases.get(phase, 0.0) / measured * 1e3 for phase, name in _PHASES.items()}
+        write_json(
+            Path(self._experiment.folder) / METRICS,
+            {
+                **named,
+                "latency": wall * 1e3,
+                "throughput": self._engine.train_batch_size() / wall,
+                "steps": measured,
+                "peak_memory": get_accelerator().max_memory_allocated(),
+            },
+        )
+
+    # -- the profile -------------------------------------------------------------------------------------------------
+
+    def _plan(self, measured: int) -> None:
+        """Plans this rank's part of the candidates. Every rank must call it."""
+        self._handle.remove()
+        wall = (time.perf_counter() - self._began) / measured
+        inside = sum(self.tracker.seconds().values()) / measured
+        own_ranks = self._experiment.ranks_per_node or comm.get_world_size()
+        # Every rank plans a part, so all of them go by what the first has measured.
+        box = [(wall, inside, self._machine(own_ranks))]
+        comm.broadcast_object_list(box, src=0)
+        wall, inside, machine = box[0]
+        if comm.get_rank() >= own_ranks:
+            return  # on another node, whose files the tuner may not see
+        assert self._model is not None and self._inputs is not None, "an update has been made"
+        planner = CandidatePlanner(
+            self._model, self._inputs, self._start.config, machine, "cpu" if self._is_cpu else "cuda"
+        )
+        micro, accumulation = self._engine.train_micro_batch_size_per_gpu(), self._engine.gradient_accumulation_steps()
+        before = {TOTAL: self._engine.train_batch_size(), MICRO: micro, ACCUMULATION: accumulation}
+        ratio = planner.calibrate(before, inside)
+        space, is_fixed = self._space(micro)
+        total = space.total
+        planner.outside = max(wall - inside, 0.0) * total / before[TOTAL]
+        section = self._section
+        rows = planner.plan_all(
+            space,
+            space.settings()[comm.get_rank() :: own_ranks],
+            refine=not section.get("fast", True),
+        )
+        facts = {
+            "rows": rows,
+            "config": self._start.config,
+            "section": self._section,
+            "profile": {
+                "changes": before,
+                "seconds": wall,
+                "engine_seconds": inside,
+                "measured_over_predicted": ratio,
+                "is_micro_batch_fixed": is_fixed,
+                "device": planner.machine.device.name,
+                "launch": planner.machine.device.efficiency.launch,
+            },
+        }
+        folder = Path(self._experiment.folder)
+        if comm.get_rank() == 0:
+            write_json(folder / "model_info.json", self._model_info(planner, before))
+        write_json(folder / f"planned-{comm.get_rank()}.json", facts)
+
+    def _space(self, micro: int) -> tuple[CandidateSpace, bool]:
+        """Returns the candidates, and whether the script's own batch leaves one micro-batch only."""
+        config, section = self._start.config, self._section
+        choices = self._start.choices
+        assert self._inputs is not None
+        is_written = _is_number(config.get(MICRO)) and MICRO not in choices
+        is_fixed = self._inputs.samples != micro
+        if is_fixed and not is_written:
+            sys.stderr.write(
+                f"autotuning: the script gave its model {self._inputs.samples} samples where {MICRO} is {micro}, so "
+                f"only {micro} is tried\n"
+            )
+        ranks = _ranks_of_samples(config)
+        if _is_number(config.get(TOTAL)):
+            total = config[TOTAL]
+        elif _is_number(config.get(MICRO)):
+            steps = config.get(ACCUMULATION)
+            total = config[MICRO] * (steps if _is_number(steps) else 1) * ranks
+        elif section.get("max_train_batch_size"):
+            total = section["max_train_batch_size"]
+        else:
+            raise DeepSpeedConfigError(
+                f"deepspeed --autotuning: neither {TOTAL} nor {MICRO} is a number, so the batch that all candidates "
+                f"share is not known; give {TOTAL}, or autotuning.max_train_batch_size"
+            )
+        limits = BatchLimits(
+            total,
+            section.get("min_train_micro_batch_size_per_gpu", 1),
+            section.get("max_train_micro_batch_size_per_gpu", 1024),
+        )
+        only = [micro] if is_written or is_fixed else None
+        world = comm.get_world_size()
+        return CandidateSpace(config, choices, limits, world, only, offloads=not self._is_cpu), is_fixed
+
+    @property
+    def _section(self) -> dict[str, Any]:
+        """The section ``autotuning``: of a dict of the script, where the command could not read it."""
+        return {**self._experiment.section, **(self._start.config.get("autotuning") or {})}
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self._setup.device.type == "cpu"
+
+    def _machine(self, own_ranks: int) -> Machine:
+        """Measures the machine. Every rank must call it."""
+        root, device = self._setup.root, self._setup.device
+        dtype = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else torch.float32
+        memory = get_accelerator().total_memory(device.index)
+        memory = memory // own_ranks if self._is_cpu else memory
+        made = measure_device(dtype, device, memory)
+        world = comm.get_world_size()
+        return Machine(made, max(world // own_ranks, 1), min(own_ranks, world), memory, network=max(made.link, 1.0))
+
+    def _model_info(self, planner: CandidatePlanner, changes: Changes) -> dict[str, Any]:
+        plan = planner.plan(changes)
+        return {
+            "num_params": plan.parameters,
+            "trainable_num_params": plan.trained,
+            "activation_mem_per_gpu": max(plan.activations.values(), default=0),
+            "rank": plan.rank,
+        }
+
+
+class TuningFeature(EngineFeature):
+    """A start of the script by the tuner."""
+
+    title = "autotuning"
+    setting = "deepspeed --autotuning"
+    only_watches = True
+
+    def __init__(self) -> None:
+        self._start: TuningConfig | None = None
+        self._model: nn.Module | None = None
+
+    @override
+    def read_config(self, config: Any, mpu: Any) -> Any:
+        experiment = take_experiment()
+        if experiment is None:
+            return config
+        self._start = TuningConfig.of(experiment, config)
+        return applied(self._start.config, self._start.changes)
+
+    @override
+    def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
+        """Takes the model for the planner, before other features give it layers."""
+        if self._start is None or self._start.experiment.kind != PROFILE or self._model is not None:
+            return root
+        require_plannable(model)
+        try:
+            self._model = without_values(model)
+        except Exception as error:  # whatever the model's own code raises when it is copied
+            raise DeepSpeedConfigError(
+                f"deepspeed --autotuning: {type(model).__name__} cannot be copied without its values "
+                f"({type(error).__name__}: {error}); keep locks, files and process groups out of its attributes"
+            ) from error
+        return root
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
+        start, model, self._start, self._model = self._start, self._model, None, None
+        if start is None or start.experiment.kind == RUN:
+            return None
+        return TuningHooks(start, setup, model)
+
+    @override
+    def finish(self, engine: Any, training_data: Any) -> None:
+        hooks = engine._hooks.get(__name__)
+        if hooks is not None:
+            hooks.begin(engine)
+
+
+FEATURE = TuningFeature()

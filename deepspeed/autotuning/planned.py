@@ -1,0 +1,281 @@
+"""Plans candidates in a rank of the script: what fits, and how long a step takes."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.autotuning.candidates import CandidateSpace, CandidateGroup
+from deepspeed.autotuning.experiment import Changes, applied
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.plan.devices import Machine
+from deepspeed.plan.memory import META
+from deepspeed.plan.models import ModelSource, model_source
+from deepspeed.plan.planner import make_plan
+from deepspeed.plan.result import Plan, Request
+from deepspeed.plan.timeline.timed_step import time_step
+
+_LONGEST_START = 2e-3  # seconds that the host may take to start one operation
+_REFINED = 3  # candidates that get other bucket sizes too
+
+
+@dataclass(frozen=True)
+class CandidatePlan:
+    """A candidate and what is expected of it.
+
+    Attributes:
+        name: Of its folder.
+        changes: What is different from the script's configuration.
+        fits: Whether memory suffices.
+        device_bytes: Highest sum on a device.
+        host_bytes: Highest sum in a node's host memory.
+        usable_bytes: What a device offers.
+        seconds: Of a step, predicted, wall time.
+        flops: Operations of a step and rank.
+        refusal: Why it cannot run; empty otherwise.
+    """
+
+    name: str
+    changes: Changes
+    fits: bool = False
+    device_bytes: int = 0
+    host_bytes: int = 0
+    usable_bytes: int = 0
+    seconds: float = 0.0
+    flops: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What the script gave its model in one micro-batch, without values.
+
+    Attributes:
+        args: Positional arguments; tensors on ``meta``.
+        kwargs: Arguments by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputSpec:
+        """Takes the shapes and dtypes of arguments."""
+        return cls(tuple(_on_meta(list(args))), _on_meta(dict(kwargs)))
+
+    @property
+    def samples(self) -> int:
+        """Leading size of the first tensor; 0 without one."""
+        return next((tensor.shape[0] for tensor in _tensors((self.args, self.kwargs)) if tensor.dim()), 0)
+
+    @property
+    def sequence_length(self) -> int:
+        """Second size of the first tensor of integers; 1 without one."""
+        ids = (t for t in _tensors((self.args, self.kwargs)) if t.dim() > 1 and not t.is_floating_point())
+        return next((tensor.shape[1] for tensor in ids), 1)
+
+    def maker(self, model: nn.Module) -> Callable[[int, int], Any]:
+        """Returns what makes the arguments of the model's forward from a micro-batch and a sequence length."""
+        args, kwargs, samples = self.args, self.kwargs, self.samples
+
+        def make(micro_batch: int, _sequence_length: int) -> Any:
+            if not kwargs:
+                return tuple(_resized(list(args), samples, micro_batch))
+            named = inspect.signature(model.forward).bind(*args, **kwargs)
+            flat = {name: value for name, value in named.arguments.items() if name not in ("kwargs", "args")}
+            return _resized({**flat, **named.arguments.get("kwargs", {})}, samples, micro_batch)
+
+        return make
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device=META).detach()
+    if isinstance(value, Mapping):
+        return {name: _on_meta(item) for name, item in value.items()}
+    return type(value)(map(_on_meta, value)) if type(value) in (list, tuple) else value
+
+
+def _resized(value: Any, before: int, now: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or value.shape[0] != before:
+            return value
+        return torch.zeros(now, *value.shape[1:], dtype=value.dtype, device=META)
+    if isinstance(value, dict):
+        return {name: _resized(item, before, now) for name, item in value.items()}
+    return type(value)(_resized(item, before, now) for item in value) if type(value) in (list, tuple) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+@dataclass
+class CandidatePlanner:
+    """Plans candidates of one script.
+
+    Attributes:
+        model: The script's model, on ``meta``.
+        inputs: Of one micro-batch.
+        config: The script's configuration.
+        machine: With measured rates.
+        kind: Kind of device.
+        outside: Seconds that a step of the script spends outside of the engine.
+    """
+
+    model: nn.Module
+    inputs: InputSpec
+    config: dict[str, Any]
+    machine: Machine
+    kind: str
+    outside: float = 0.0
+    _source: ModelSource = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._source = model_source(self.model, self.inputs.maker(self.model))
+
+    def plan(self, changes: Changes) -> Plan:
+        """Plans one candidate.
+
+        Raises:
+            DeepSpeedError: It cannot run.
+        """
+        request = Request(
+            source=self._source,
+            config=applied(self.config, changes),
+            machine=self.machine,
+            sequence_length=self.inputs.sequence_length,
+            kind=self.kind,
+        )
+        return make_plan(request, compare=False)
+
+    def calibrate(self, changes: Changes, seconds: float) -> float:
+        """Adjusts the machine so that the predicted time of a step is the measured one.
+
+        What the host needs for an operation is raised first, as it is what differs most from program to program (hooks,
+        Python). What is left goes into one factor on all operations.
+
+        Args:
+            changes: Of the step that was measured.
+            seconds: Of it, inside the engine.
+
+        Returns:
+            Measured over predicted time, before the adjustment.
+        """
+        plan = self.plan(changes)
+        before = self._seconds(plan, self.machine)
+        least, most = self.machine.device.efficiency.launch, _LONGEST_START
+        for _ in range(20):
+            middle = (least + most) / 2
+            if self._seconds(plan, self._with(launch=middle)) < seconds:
+                least = middle
+            else:
+                most = middle
+        self.machine = self._with(launch=least)
+        now = self._seconds(plan, self.machine)
+        if now > 0:
+            self.machine = self._with(factor=self.machine.device.efficiency.factor * seconds / now)
+        return seconds / before if before > 0 else 1.0
+
+    def _with(self, **shares: float) -> Machine:
+        device = self.machine.device
+        return replace(self.machine, device=replace(device, efficiency=replace(device.efficiency, **shares)))
+
+    def _seconds(self, plan: Plan, machine: Machine) -> float:
+        trace, steps = plan.rehearsed.trace, plan.accumulation_steps
+        return time_step(trace, machine, steps, is_asynchronous=self.kind != "cpu").seconds
+
+    # -- many --------------------------------------------------------------------------------------------------------
+
+    def candidate(self, space: CandidateSpace, setting: CandidateGroup, micro: int) -> CandidatePlan:
+        """Returns one candidate with what is expected of it."""
+        changes, name = space.changes(setting, micro), space.name(setting, micro)
+        try:
+            plan = self.plan(changes)
+        except DeepSpeedError as error:
+            return CandidatePlan(name, changes, refusal=str(error))
+        return CandidatePlan(
+            name,
+            changes,
+            fits=plan.fits,
+            device_bytes=plan.device_bytes,
+            host_bytes=plan.host_bytes,
+            usable_bytes=plan.machine.usable,
+            seconds=self._seconds(plan, self.machine) + self.outside,
+            flops=plan.rehearsed.flow.flops,
+        )
+
+    def plan_all(
+        self, space: CandidateSpace, settings: Sequence[CandidateGroup], *, refine: bool
+    ) -> list[dict[str, Any]]:
+        """Plans the candidates of some settings, and of those that need less memory where one does not fit.
+
+        Args:
+            space: Of candidates.
+            settings: Which.
+            refine: Also plan the best of them with other bucket sizes.
+
+        Returns:
+            The fields of each :class:`CandidatePlan`, and ``plan_seconds``.
+        """
+        found: list[tuple[CandidateGroup, int, CandidatePlan, float]] = []
+        for setting in settings:
+            found += self._of_setting(space, setting)
+        if refine:
+            best = sorted((entry for entry in found if entry[2].fits), key=lambda entry: entry[2].seconds)[:_REFINED]
+            for setting, micro, _, _ in best:
+                found += [self._timed(space, other, micro) for other in space.refined(setting)]
+        return [{**asdict(candidate), "plan_seconds": round(took, 3)} for _, _, candidate, took in found]
+
+    def _timed(
+        self, space: CandidateSpace, setting: CandidateGroup, micro: int
+    ) -> tuple[CandidateGroup, int, CandidatePlan, float]:
+        start = time.perf_counter()
+        return setting, micro, self.candidate(space, setting, micro), time.perf_counter() - start
+
+    def _of_setting(
+        self, space: CandidateSpace, setting: CandidateGroup, *, relieve: bool = True
+    ) -> list[tuple[CandidateGroup, int, CandidatePlan, float]]:
+        """Micro-batches from the largest on, until smaller ones are predicted to be slower."""
+        found = []
+        best, slower, largest_fits = float("inf"), 0, None
+        for micro in space.micro_batches(setting):
+            entry = self._timed(space, setting, micro)
+            found.append(entry)
+            candidate = entry[2]
+            if candidate.refusal:
+                if len(found) > 1:
+                    break  # it is not the size
+                continue
+            largest_fits = candidate.fits if largest_fits is None else largest_fits
+            if candidate.fits:
+                slower = slower + 1 if candidate.seconds >= best else 0
+                best = min(best, candidate.seconds)
+                if slower == 2:
+                    break
+        if relieve and largest_fits is False:
+            for other in space.relieved(setting):
+                found += self._of_setting(space, other, relieve=False)
+        return found
+
+
+def require_plannable(model: nn.Module) -> None:
+    """Refuses a pipeline.
+
+    Raises:
+        DeepSpeedConfigError: The model is a ``PipelineModule``.
+    """
+    if getattr(type(model), "is_pipeline", False):
+        raise DeepSpeedConfigError(
+            "deepspeed --autotuning: the model is a PipelineModule, whose stages are cut before the configuration is "
+            "read; compare pipelines with ds_plan --sweep pipe=1,2 micro_batch=1,2,4"
+        )

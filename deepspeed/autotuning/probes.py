@@ -1,0 +1,99 @@
+"""Short measurements of this machine, so that predicted times are those of the ranks that will train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.plan.devices import Device, DeviceEfficiency
+
+_SECONDS = 0.05  # of one probe
+_MIB = 2**20
+
+
+def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Device:
+    """Measures products, copies, the start of an operation, and an all-gather. Every rank must call it.
+
+    The rates are those that were reached, so that the shares of ``DeviceEfficiency`` are 1. Takes about half a second.
+
+    Args:
+        dtype: In which the model computes.
+        device: Of this rank.
+        memory: Bytes that a rank has.
+    """
+    side = 512 if device.type == "cpu" else 4096
+    left = torch.randn(side, side, device=device).to(dtype)
+    size = (16 if device.type == "cpu" else 256) * _MIB
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    one = torch.zeros(1, device=device, requires_grad=True)
+    comm.barrier()
+    flops = 2 * side**3 / _seconds_of(lambda: left @ left)
+    bandwidth = 2 * size / _seconds_of(lambda: target.copy_(source))
+    host_link = bandwidth
+    if device.type != "cpu":
+        on_host = get_accelerator().pin_memory(torch.empty(size, dtype=torch.uint8))
+        host_link = size / _seconds_of(lambda: target.copy_(on_host, non_blocking=True))
+    launch = _launch_seconds(one)
+    return Device(
+        name=get_accelerator().device_name(device.index) or device.type,
+        memory=memory,
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        link=_link_rate(device),
+        host_link=host_link,
+        source="measured by the tuner",
+        efficiency=DeviceEfficiency(matmul=1.0, bandwidth=1.0, link=1.0, network=1.0, half_size=16.0, launch=launch),
+    )
+
+
+def _link_rate(device: torch.device) -> float:
+    ranks = comm.get_world_size()
+    if ranks == 1:
+        return 0.0
+    part = torch.zeros((2 if device.type == "cpu" else 64) * _MIB // ranks, dtype=torch.uint8, device=device)
+    whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
+    gather: Callable[[], Any] = lambda: comm.all_gather_into_tensor(whole, part)  # noqa: E731
+    gather()  # every rank as often: a number of repeats that each chose by itself would not match
+    get_accelerator().synchronize()
+    start = time.perf_counter()
+    for _ in range(5):
+        gather()
+    get_accelerator().synchronize()
+    return 5 * part.numel() * (ranks - 1) / (time.perf_counter() - start)
+
+
+def _launch_seconds(one: torch.Tensor) -> float:
+    """Returns the seconds in which the host starts one operation of forward or backward."""
+    start = time.perf_counter()
+    repeats = 50
+    for _ in range(repeats):
+        value = one
+        for _ in range(4):
+            value = value + 1
+        torch.autograd.grad(value, one)
+    seconds = (time.perf_counter() - start) / (repeats * 8)
+    get_accelerator().synchronize()
+    return seconds
+
+
+def _seconds_of(work: Callable[[], Any]) -> float:
+    """Returns the seconds of one call, the least of several rounds."""
+    accelerator = get_accelerator()
+    work()
+    accelerator.synchronize()
+    rounds: list[float] = []
+    repeats, deadline = 1, time.perf_counter() + _SECONDS
+    while not rounds or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        accelerator.synchronize()
+        rounds.append((time.perf_counter() - start) / repeats)
+        repeats = max(1, min(50, int(0.005 / max(rounds[-1], 1e-9))))
+    return min(rounds)

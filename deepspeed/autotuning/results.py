@@ -1,0 +1,119 @@
+"""What the tuner shows and writes: the table of predicted and measured times, the summary, the best configuration."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from deepspeed.autotuning.choice import PlannedRow, TrialQueue
+from deepspeed.autotuning.experiment import STAGE
+from deepspeed.plan.devices import in_words
+
+_WIDTH = 118
+_SHOWN = 12  # candidates that were not tried
+
+
+def metric_of(name: str, row: PlannedRow, seconds: float, samples: int) -> float:
+    """Returns a metric of a step: samples per second, milliseconds, or FLOP per second and device."""
+    if name == "latency":
+        return seconds * 1e3
+    return row.flops / seconds if name == "flops" else samples / seconds
+
+
+def as_text(part: RenderableType) -> str:
+    """Returns something of rich as plain text."""
+    file = io.StringIO()
+    Console(file=file, width=_WIDTH, color_system=None).print(part)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def results_table(queue: TrialQueue, *, samples: int) -> Table:
+    """Returns the table of candidates: predicted beside measured.
+
+    Args:
+        queue: The candidates and what was measured.
+        samples: Of an update, over all ranks.
+    """
+    table = Table(title="Candidates, one update of the same global batch", title_justify="left")
+    for heading in ("candidate", "predicted ms", "measured ms", "measured / predicted", "samples/s", "memory", ""):
+        is_text = heading in ("candidate", "")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading == "candidate")
+    tried = sorted(queue.measured, key=lambda name: queue.measured[name])
+    rows = {row.name: row for row in queue.rows}
+    for name in tried:
+        row, seconds = rows[name], queue.measured[name]
+        table.add_row(
+            name,
+            f"{row.seconds * 1e3:.2f}",
+            f"{seconds * 1e3:.2f}",
+            f"{seconds / row.seconds:.2f}" if row.seconds else "",
+            f"{samples / seconds:,.1f}",
+            in_words(row.device_bytes),
+            "fastest" if name == queue.best else "",
+        )
+    for name, reason in queue.failed.items():
+        row = rows[name]
+        table.add_row(name, f"{row.seconds * 1e3:.2f}", "failed", "", "", "", reason)
+    left = queue.runnable()
+    for row in left[:_SHOWN]:
+        table.add_row(
+            row.name,
+            f"{queue.expected(row) * 1e3:.2f}",
+            "",
+            "",
+            "",
+            in_words(row.device_bytes),
+            "not needed",
+        )
+    if len(left) > _SHOWN:
+        table.add_row(f"and {len(left) - _SHOWN} slower ones", "", "", "", "", "", "")
+    for row in queue.rows:
+        if row.refusal:
+            table.add_row(row.name, "", "", "", "", "", f"refused: {row.refusal}")
+        elif not row.fits:
+            missing = row.device_bytes - row.usable_bytes
+            why = f"does not fit, {in_words(missing)} missing" if missing > 0 else "does not fit in host memory"
+            table.add_row(row.name, "", "", "", "", in_words(row.device_bytes), why)
+    return table
+
+
+def summary_text(queue: TrialQueue, metric: str, samples: int, seconds: float) -> str:
+    """Returns the text of ``summary.txt``: by space (the ZeRO stages, and all), trials and the best of them."""
+    rows = {row.name: row for row in queue.rows}
+    spaces: dict[str, list[str]] = defaultdict(list)
+    for name in queue.measured:
+        spaces[f"z{rows[name].changes.get(STAGE, 0)}"].append(name)
+    table = Table(title=None)
+    for heading in ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name"):
+        table.add_column(heading)
+    for space, names in [*sorted(spaces.items()), ("global", list(queue.measured))]:
+        if names:
+            best = min(names, key=lambda name: queue.measured[name])
+            value = metric_of(metric, rows[best], queue.measured[best], samples)
+            table.add_row(space, str(len(names)), f"{value:,.4g}", best)
+    return f"{as_text(table)}Tuning completed in {seconds:.1f} s; metric: {metric}\n"
+
+
+def reason_of(folder: Path, code: int) -> str:
+    """Returns why a start of the script failed: the exception of the rank that failed first, in one line."""
+    for name in ("stderr.log", "stdout.log"):
+        path = folder / name
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        found = [line for line in lines if _names_an_error(line)]
+        if found:
+            return _short(found[0])
+    return f"exit code {code}; see {folder / 'stderr.log'}"
+
+
+def _names_an_error(line: str) -> bool:
+    words = line.split("] ")[-1].split(":")[0].split()
+    return len(words) == 1 and words[0].endswith(("Error", "Exception")) and ":" in line
+
+
+def _short(line: str) -> str:
+    text = line.split("] ", 1)[1] if line.startswith("[rank") and "] " in line else line
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -1,0 +1,92 @@
+"""Real scripts under ``deepspeed --autotuning``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+SCRIPT = """
+import argparse
+import torch
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=0)
+parser = deepspeed.add_config_arguments(parser)
+args, _ = parser.parse_known_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+config = None if args.deepspeed_config else CONFIG
+engine, *_ = deepspeed.initialize(args=args, model=model, config=config)
+size = args.batch or engine.train_micro_batch_size_per_gpu()
+for step in range(20 * engine.gradient_accumulation_steps()):
+    x = torch.randn(size, 8, device=engine.device)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+print("trained to the end with", size)
+"""
+
+
+def tune(folder: Path, *options: str, config=None, arguments=(), script=SCRIPT, how="tune"):
+    """Runs the command; returns its exit code and what it wrote."""
+    (folder / "train.py").write_text(textwrap.dedent(script).replace("CONFIG", repr(config)))
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", f"--autotuning={how}", *options, "train.py"]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_batch_size": 8}
+
+
+def test_run_tunes_a_dict_of_the_script_and_then_trains_with_the_best(tmp_path):
+    config = {**ADAM, "zero_optimization": {"stage": [0, 1]}, "autotuning": {"tuner_num_trials": 1}}
+    code, text = tune(tmp_path, "--num_gpus=1", config=config, how="run")
+    assert code == 0, text
+    results = tmp_path / "autotuning_results"
+    best = json.loads((results / "ds_config_optimal.json").read_text())
+    size = best["train_micro_batch_size_per_gpu"]
+    assert best["train_batch_size"] == 8 == size * best["gradient_accumulation_steps"]
+    assert "autotuning" not in best and best["zero_optimization"]["stage"] in (0, 1)
+    assert f"trained to the end with {size}" in text  # after the search, with that configuration
+    assert "fastest" in text and "measured / predicted" in text
+    name = f"z{best['zero_optimization']['stage']}_gas{8 // size}_tmbspg{size}"
+    metrics = json.loads((results / name / "metrics.json").read_text())
+    assert {"fwd", "bwd", "step", "latency", "throughput", "FLOPS_per_gpu"} <= metrics.keys()
+    assert metrics["steps"] == 10 and metrics["throughput"] > 0
+    assert 0 < metrics["fwd"] + metrics["bwd"] + metrics["step"] <= metrics["latency"]
+    assert "trained to the end" not in (results / name / "stdout.log").read_text()  # a trial ends itself
+    assert (results / name / "cmd.txt").exists() and (results / name / "ds_config.json").exists()
+    assert json.loads((tmp_path / "autotuning_exps" / f"{name}.json").read_text())["num_gpus"] == 1
+    info = json.loads((results / "profile_model_info" / "model_info.json").read_text())
+    assert info["num_params"] == 8 * 32 + 32 + 32 * 8 + 8
+    assert "global" in (results / "summary.txt").read_text()
+    assert "cmd_optimal.txt" in text and "train.py" in (results / "cmd_optimal.txt").read_text()
+
+
+def test_a_script_with_a_batch_of_its_own_says_so_and_keeps_its_micro_batch(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({**ADAM, "zero_optimization": {"stage": 1}}))
+    arguments = ["--batch", "4", "--deepspeed_config", "ds.json"]
+    code, text = tune(tmp_path, "--num_gpus=1", arguments=arguments)
+    assert code == 0, text
+    best = json.loads((tmp_path / "autotuning_results" / "ds_config_optimal.json").read_text())
+    assert best["train_micro_batch_size_per_gpu"] == 4
+    failed = [line for line in text.splitlines() if " failed: " in line]
+    assert len(failed) == 1 and "gave its model 4 samples where train_micro_batch_size_per_gpu is 8" in failed[0]
+
+
+def test_a_script_that_fails_is_quoted(tmp_path):
+    broken = SCRIPT.replace("model = ", "raise ValueError('no such data')\nmodel = ")
+    code, text = tune(tmp_path, "--num_gpus=1", config=ADAM, script=broken)
+    assert code != 0
+    assert "the script could not be profiled: ValueError: no such data" in text
+    assert not (tmp_path / "autotuning_results" / "ds_config_optimal.json").exists()
+
+
+def test_a_script_that_ends_early_says_what_to_change(tmp_path):
+    short = SCRIPT.replace("range(20 * engine.gradient_accumulation_steps())", "range(1)")
+    code, text = tune(tmp_path, "--num_gpus=1", config=ADAM, script=short)
+    assert code != 0
+    assert "the script ended after" in text and "let it train longer" in text

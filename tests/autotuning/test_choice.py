@@ -1,0 +1,58 @@
+"""Which candidate is measured next, and when the search is over."""
+
+from __future__ import annotations
+
+from deepspeed.autotuning.choice import PlannedRow, TrialQueue
+
+
+def queue(*seconds: float, **more) -> TrialQueue:
+    changes = {"train_micro_batch_size_per_gpu": 1}
+    return TrialQueue([PlannedRow(f"c{i}", changes, True, value) for i, value in enumerate(seconds)], **more)
+
+
+def test_the_shortest_predicted_step_is_tried_first_and_what_does_not_fit_never():
+    found = queue(3.0, 1.0, 2.0)
+    found.rows = [*found.rows, PlannedRow("big", {}, False, 0.1), PlannedRow("wrong", {}, False, 0.0, refusal="no")]
+    assert [row.name for row in found.runnable()] == ["c1", "c2", "c0"]
+    assert found.next().name == "c1"
+
+
+def test_it_is_over_when_the_error_bar_says_that_no_other_can_win():
+    found = queue(1.0, 1.2, 1.5)
+    found.measured["c0"] = 1.1  # the prediction was 10 % short, so the next is expected at 1.32 +- 25 %
+    assert found.next().name == "c1"
+    found.measured["c1"] = 1.3
+    assert found.error == 0.03 or found.error > 0.03
+    assert found.next() is None and "no other can win" in found.why_over()
+    wide = queue(1.0, 1.6)
+    wide.measured["c0"] = 1.0
+    assert wide.next() is None  # 1.6 - 25 % is more than 1.0
+
+
+def test_predictions_that_were_wrong_widen_the_bar():
+    found = queue(1.0, 1.1, 1.4)
+    found.measured.update(c0=1.0, c1=1.8)
+    assert found.error > 0.4
+    assert found.next().name == "c2"
+
+
+def test_limits_of_trials_and_of_failures():
+    found = queue(1.0, 1.0, 1.0, 1.0, most=2)
+    found.measured.update(c0=1.0, c1=1.0)
+    assert found.why_over() == "2 candidates were measured (autotuning.tuner_num_trials)"
+    impatient = queue(1.0, 1.0, 1.0, 1.0, most=9, patience=1)
+    impatient.measured.update(c0=1.0, c1=1.01)
+    assert "1 trials brought no gain" in impatient.why_over()
+    failing = queue(*[1.0] * 9, most=1)
+    failing.failed.update({f"c{i}": "x" for i in range(3)})
+    assert failing.why_over() == "3 trials failed"
+
+
+def test_a_script_with_a_batch_of_its_own_leaves_its_micro_batch_only():
+    found = queue(1.0, 2.0)
+    found.rows[1].changes["train_micro_batch_size_per_gpu"] = 1
+    found.rows = [PlannedRow("c0", {"train_micro_batch_size_per_gpu": 2}, True, 1.0), found.rows[1]]
+    found.micro_batches = {1}
+    assert [row.name for row in found.runnable()] == ["c1"]
+    found.measured["c1"] = 2.0
+    assert found.why_over() == "every candidate that fits has been tried"
