@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.autotuning.candidates import CandidateSpace, CandidateGroup
+from deepspeed.autotuning.candidates import CandidateGroup, CandidateSpace
 from deepspeed.autotuning.experiment import Changes, applied
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.devices import Machine

@@ -132,7 +132,10 @@ def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
 def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
     """The section ``autotuning``, which the command removes from the configurations that it starts the script with."""
     if root.autotuning is not None and root.autotuning.enabled:
-        _line([("autotuning",)], "deepspeed --autotuning tune (or run) was not used to start the script", findings)
+        findings.notice(
+            "autotuning.enabled: the script was not started by deepspeed --autotuning tune (or run), so it trains as it is "
+            "configured"
+        )
 
 
 def _idle_codes(root: Root, findings: ConfigMessages) -> None:
