@@ -59,7 +59,8 @@ class SelectiveCheckpointing(EngineFeature):
             return
         if _is_on(setup):
             raise DeepSpeedConfigError(
-                f"{BLOCKS} and {KEY}: whole blocks run again, so parts of them need not be named; leave one of the two out"
+                f"{BLOCKS} and {KEY}: whole blocks run again, so parts of them need not be named; leave one of the "
+                "two out"
             )
         BlockCheckpointing(setup.model)
 
