@@ -133,7 +133,7 @@ def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
     """The section ``autotuning``, which the command removes from the configurations that it starts the script with."""
     if root.autotuning is not None and root.autotuning.enabled:
         findings.notice(
-            "autotuning.enabled: the script was not started by deepspeed --autotuning tune (or run); it trains as it is "
+            "autotuning.enabled: the script was not started by deepspeed --autotuning tune (or run); it trains as "
             "configured"
         )
 
