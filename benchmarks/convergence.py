@@ -1,4 +1,4 @@
-"""Whether compressed communication learns as well: the quickstart's GPT, one way and one seed at a time.
+"""Whether few bits learn as well: the quickstart's GPT, one way and one seed at a time.
 
     convergence.py run --way int8 --seed 0            one curve; repeat for other ways and seeds, in any order
     convergence.py run --way all --seed 0 --steps 30  every way, to see that they run
@@ -7,7 +7,8 @@
 A curve is kept in ``--folder`` as soon as it is there, so the benchmark can be run in pieces and taken up again. Each
 way is compared with its own reference (Adam, or LAMB for 1-bit LAMB) of the same seed, by the loss on text that no way
 has trained on, in nats per byte. Goals: 0.01 for int8 and for 8-bit weights (qwZ), 0.02 for 1-bit Adam and int4, 0.03
-for 0/1 Adam and 1-bit LAMB. Signs without error feedback are a control: a benchmark that lets them pass measures
+for 0/1 Adam and 1-bit LAMB. 16-bit masters (``bf16 masters``), and moments too (``bf16 states``), are compared with
+bf16 and fp32 masters; goal 0.01. Signs without error feedback are a control: a benchmark that lets them pass measures
 nothing.
 """
 
@@ -27,8 +28,17 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "contest"), str(HERE.parent / "examples" / "quickstart")]
 
-GOALS = {"int8": 0.01, "qwz": 0.01, "int4": 0.02, "onebit-adam": 0.02, "zero-one-adam": 0.03, "onebit-lamb": 0.03}
-REFERENCES = {"onebit-lamb": "lamb"}  # of all others it is Adam
+GOALS = {
+    "bf16 masters": 0.01,
+    "bf16 states": 0.01,
+    "int8": 0.01,
+    "qwz": 0.01,
+    "int4": 0.02,
+    "onebit-adam": 0.02,
+    "zero-one-adam": 0.03,
+    "onebit-lamb": 0.03,
+}
+REFERENCES = {"onebit-lamb": "lamb", "bf16 masters": "bf16", "bf16 states": "bf16"}  # of all others it is Adam
 CONTROLS = {"sign without feedback": 0.05}  # must be further away than that
 WARM = 0.15  # of the steps, before anything travels in one bit
 RISE = 0.1  # of the steps, in which the learning rate rises, for all ways: before the former, as the publications ask
@@ -39,7 +49,7 @@ def settings(way: str, steps: int) -> dict[str, Any]:
     warm = max(round(WARM * steps), 1)
     # A variance that is frozen must be a mean over many steps: the published decay of 0.999.
     adam: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}}
-    stage, section, zero = 1, {}, {}
+    stage, section, zero, bf16 = 1, {}, {}, {}
     if way in ("int8", "int4"):
         section = {"gradients": way}
     elif way == "sign":
@@ -48,6 +58,9 @@ def settings(way: str, steps: int) -> dict[str, Any]:
         section = {"gradients": "sign", "start_step": warm, "error_feedback": False}
     elif way == "qwz":
         stage, zero = 3, {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    elif way in ("bf16", "bf16 masters", "bf16 states"):
+        narrow = {"bf16_master_weights_and_grads": way != "bf16", "bf16_optimizer_states": way == "bf16 states"}
+        bf16 = {"enabled": True, **narrow}
     elif way == "lamb":
         adam, stage = {"type": "Lamb", "params": {"lr": 4e-3}}, 0
     elif way == "onebit-lamb":
@@ -69,13 +82,14 @@ def settings(way: str, steps: int) -> dict[str, Any]:
         "optimizer": adam,
         "zero_optimization": {"stage": stage, **zero},
         "communication_compression": section,
+        "bf16": bf16,
     }
 
 
 # Those without which others have nothing to be compared with come first.
 WAYS = (
     *("adam", "onebit-adam", "int8", "int4", "qwz", "lamb", "onebit-lamb", "zero-one-adam"),
-    *("sign without feedback", "sign"),
+    *("sign without feedback", "sign", "bf16", "bf16 masters", "bf16 states"),
 )
 
 
@@ -213,7 +227,7 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
         mean = [sum(curve[step] for curve in losses[way].values()) / len(losses[way]) for step in steps]
         curves.plot(steps, mean, color=f"C{number}", linewidth=1, label=way)
         pairs = [(curve, reference[seed]) for seed, curve in losses[way].items() if seed in reference]
-        if pairs and way not in ("adam", "lamb"):
+        if pairs and way not in ("adam", "lamb", "bf16"):
             shared = [step for step in steps if all(step in other for _, other in pairs)]
             apart = [sum(mine[step] - other[step] for mine, other in pairs) / len(pairs) for step in shared]
             gaps.plot(shared, apart, color=f"C{number}", linewidth=1)

@@ -168,7 +168,7 @@ class OptimizerFiller:
             if master.home is Home.DEVICE:
                 flat.init_flat_state(group, run.param.data, state)
             else:
-                master.keep_state(run, state, first_state(flat, group))
+                master.keep_state(run, state, first_state(flat, group, master.flat.dtype))
         for key in sorted(saved):
             if flat is not None and key not in state:
                 continue  # of no use here, as check() said

@@ -129,10 +129,15 @@ def _precision(root: Root, findings: ConfigMessages) -> None:
         findings.problem(
             bf16, "fp16.enabled and bf16.enabled are both true; a model has one precision, choose one", fp16
         )
-    if root.zero_optimization.stage == 0:
-        for path in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
-            if getattr(getattr(root, path[0]), path[1]):
-                findings.problem(path, "needs zero_optimization.stage >= 1, found stage 0", STAGE)
+    islands = root.communication_compression.islands
+    for section, name in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+        if getattr(root, section).enabled and getattr(getattr(root, section), name) and islands is not None:
+            findings.problem(
+                (section, name),
+                "cannot be combined with communication_compression.islands, which exchange what fp32 masters have "
+                "moved; set it to false or leave the islands out",
+                ("communication_compression", "islands"),
+            )
     if root.bf16.bf16_optimizer_states and not root.bf16.bf16_master_weights_and_grads:
         findings.problem(
             ("bf16", "bf16_optimizer_states"),

@@ -18,6 +18,7 @@ from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
+from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
@@ -160,10 +161,34 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
             f"{why_not_flat(optimizer)}. Use one of this package, or torch's Adam, AdamW, Adagrad or SGD without that, "
             "or set super_offload to false"
         )
+    if placement.narrow_masters and optimizer is not None:
+        _refuse_narrow_masters(placement, optimizer)
     if optimizer is None and placement.shard_master and not placement.shard_params:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage {placement.stage} shards optimizer states, but there is no optimizer; give "
             "initialize an optimizer or an `optimizer` section, or use stage 0, or stage 3 to shard the parameters"
+        )
+
+
+def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    setting = "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
+    if not supports_flat_update(optimizer) or isinstance(optimizer, ExchangesMomentum):
+        why = why_not_flat(optimizer) or "its ranks exchange momenta in fp32"
+        raise DeepSpeedConfigError(
+            f"{setting} with the optimizer {name}: 16-bit masters need an elementwise update whose results are rounded "
+            f"stochastically, and {name} has none ({why}). Use one of this package (AdamW, Lion, Adagrad), or torch's "
+            "Adam, AdamW, Adagrad or SGD, or fp32 masters"
+        )
+    if placement.speculates:
+        raise DeepSpeedConfigError(
+            f"{setting} with zero_optimization.offload_optimizer.super_offload: a second set of masters is kept for "
+            "fp32 only. Set one of them to false"
+        )
+    if Home.FILE in (placement.master_home, placement.param_home):
+        raise DeepSpeedConfigError(
+            f'{setting} with offload to "nvme": expected masters on the device or in host memory, since pieces in '
+            'files are laid out for fp32. Use device "cpu", or fp32 masters'
         )
 
 

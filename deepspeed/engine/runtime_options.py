@@ -15,7 +15,7 @@ from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.homes import OffloadHomes, placement_of
-from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
+from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name, has_narrow_masters
 from deepspeed.precision.support import check_device
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
@@ -46,7 +46,12 @@ def placement_for(setup: EngineSetup) -> Placement:
     Raises:
         DeepSpeedConfigError: The model was compiled into one graph, and parameters are gathered between its parts.
     """
-    placement = placement_of(setup.root.zero_optimization, setup.ranks.zero_size)
+    root = setup.root
+    placement = replace(
+        placement_of(root.zero_optimization, setup.ranks.zero_size),
+        narrow_masters=has_narrow_masters(root),
+        narrow_states=has_narrow_masters(root) and root.bf16.enabled and root.bf16.bf16_optimizer_states,
+    )
     if gathers_between_pieces(placement, setup.ranks.zero_size):
         refuse_whole_graphs(setup.model)
     return placement
@@ -118,6 +123,7 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         to_owner=placement.shard_master,
         reduce_dtype=precision.reduce_dtype,
         accumulate_dtype=precision.accumulate_dtype,
+        narrows=placement.narrow_masters,
         sums_travel_as_gradients=precision.communication_dtype is not None,
         is_mean=root.gradient_allreduce_op != "sum",
         divides_first=root.prescale_gradients,

@@ -156,15 +156,6 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("ZenFlow", "Use offload_optimizer with device cpu.", keys=(section("zero_optimization.zenflow"),)),
     Feature(
-        "16-bit masters and optimizer state",
-        "Masters and optimizer state are fp32; offload_optimizer keeps them off the device.",
-        keys=(
-            switch("fp16.fp16_master_weights_and_grads"),
-            switch("bf16.bf16_master_weights_and_grads"),
-            switch("bf16.bf16_optimizer_states"),
-        ),
-    ),
-    Feature(
         "mixed precision by Apex or MS-AMP",
         "Use bf16, fp16 or torch_autocast.",
         keys=(switch("amp.enabled"), switch("msamp.enabled")),

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import run_in_chunks
 from deepspeed.ops.flat import RuleUpdate, current_step, init_state
+from deepspeed.ops.rounding import ElementRounding
 from deepspeed.ops.rules import UpdateRule
 from deepspeed.uncompiled import torchs
 
@@ -91,6 +92,7 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         grad_scale: float | Tensor | None = None,
         out: Tensor | None = None,
         advance_step: bool = True,
+        rounding: ElementRounding | None = None,
     ) -> None:
         """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
 
@@ -102,9 +104,17 @@ class ElementwiseOptimizer(KeepsStateDtypes):
             grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
             out: 1-D, receives the new master in its own dtype; None: no copy.
             advance_step: Count this call as a step. False for every slice of a run but the first.
+            rounding: Rounds a master and states of 16 bit; None: to nearest.
         """
         RuleUpdate(self.rule).flat_update(
-            param_group, master, grad, state, grad_scale=grad_scale, out=out, advance_step=advance_step
+            param_group,
+            master,
+            grad,
+            state,
+            grad_scale=grad_scale,
+            out=out,
+            advance_step=advance_step,
+            rounding=rounding,
         )
 
     @torch.no_grad()

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+
+if TYPE_CHECKING:
+    from deepspeed.ops.rounding import ElementRounding
 
 #: ``kernel(params, grads, states)``: updates lists of equally long tensors in place; ``states`` holds one list per
 #: state name. The gradients are read only.
@@ -89,6 +93,7 @@ def run_in_chunks(
     grad_scale: float | Tensor | None = None,
     out: Tensor | None = None,
     chunk_numel: int | None = None,
+    rounding: ElementRounding | None = None,
 ) -> None:
     """Updates ``master`` and ``states`` in place and writes ``out``.
 
@@ -101,6 +106,7 @@ def run_in_chunks(
             synchronisation. None: no multiplication.
         out: Receives the new ``master``, cast to its dtype.
         chunk_numel: Piece length in elements, a multiple of 64; None chooses by device.
+        rounding: Rounds what is not fp32; None: to nearest.
 
     Raises:
         ValueError: The tensors do not fit together.
@@ -117,15 +123,20 @@ def run_in_chunks(
     state_pieces = zip(*(state.split(chunk) for state in states), strict=True) if states else [()] * len(outs)
 
     pieces = zip(master.split(chunk), grad.split(chunk), state_pieces, outs, strict=True)
-    for master_piece, grad_piece, piece_states, out_piece in pieces:
+    for number, (master_piece, grad_piece, piece_states, out_piece) in enumerate(pieces):
         wide_master = _widened("master", master_piece, dtype)
         wide_states = [_widened(role, s, dtype) for role, s in zip(widened_states, piece_states, strict=True)]
         kernel([wide_master], [_scaled(grad_piece, scale, dtype)], [[state] for state in wide_states])
-        for narrow, wide in zip((master_piece, *piece_states), (wide_master, *wide_states), strict=True):
-            if wide is not narrow:
+        roles = ("master", *widened_states)
+        for role, narrow, wide in zip(roles, (master_piece, *piece_states), (wide_master, *wide_states), strict=True):
+            if wide is narrow:
+                continue
+            if rounding is None:
                 narrow.copy_(wide)
+            else:
+                rounding.store(wide, narrow, role=role, start=number * chunk)
         if out_piece is not None:
-            out_piece.copy_(wide_master)
+            out_piece.copy_(wide_master if rounding is None else master_piece)
 
 
 def _widened(role: str, piece: Tensor, dtype: torch.dtype) -> Tensor:

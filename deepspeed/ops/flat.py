@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.chunks import run_in_chunks
+from deepspeed.ops.rounding import ElementRounding
 from deepspeed.ops.rules import AdagradRule, AdamRule, SGDRule, UpdateRule
 
 
@@ -35,6 +36,7 @@ class FlatUpdate(Protocol):
         grad_scale: float | Tensor | None = None,
         out: Tensor | None = None,
         advance_step: bool = True,
+        rounding: ElementRounding | None = None,
     ) -> None:
         """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
 
@@ -47,6 +49,7 @@ class FlatUpdate(Protocol):
             grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
             out: 1-D, receives the new master in its own dtype.
             advance_step: Count this call as a step. False for every slice of a run but the first.
+            rounding: Rounds a master and states of 16 bit; None: to nearest.
         """
         ...
 
@@ -72,6 +75,7 @@ class RuleUpdate:
         grad_scale: float | Tensor | None = None,
         out: Tensor | None = None,
         advance_step: bool = True,
+        rounding: ElementRounding | None = None,
         chunk_numel: int | None = None,
     ) -> None:
         """Runs one step on a run in chunks that fit into the cache.
@@ -84,6 +88,7 @@ class RuleUpdate:
             grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
             out: 1-D, receives the new master in its own dtype; None: no copy.
             advance_step: Count this call as a step. False for every slice of a run but the first.
+            rounding: Rounds a master and states of 16 bit; None: to nearest.
             chunk_numel: Elements of a chunk, a multiple of 64, for measurements; None: chosen by device.
         """
         self.init_flat_state(param_group, master, state)
@@ -96,7 +101,34 @@ class RuleUpdate:
             grad_scale=grad_scale,
             out=out,
             chunk_numel=chunk_numel,
+            rounding=rounding,
         )
+
+
+class NarrowStates:
+    """A :class:`FlatUpdate` whose per-element states have the dtype of the master, where that has 16 bit.
+
+    Args:
+        inner: The update.
+    """
+
+    def __init__(self, inner: FlatUpdate) -> None:
+        self._inner = inner
+
+    def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
+        """Adds to ``state`` what it lacks: tensors of shape and dtype of ``master`` (1-D), and the step counter."""
+        present = {key for key, value in state.items() if value is not None}
+        self._inner.init_flat_state(param_group, master, state)
+        for key, value in state.items():
+            if key not in present and isinstance(value, Tensor) and value.dim() and master.dtype.itemsize == 2:
+                state[key] = value.to(master.dtype)
+
+    def flat_update(
+        self, param_group: dict[str, Any], master: Tensor, grad: Tensor, state: dict[str, Any], **options: Any
+    ) -> None:
+        """Runs one step on a run, as :meth:`FlatUpdate.flat_update` of the inner update does."""
+        self.init_flat_state(param_group, master, state)
+        self._inner.flat_update(param_group, master, grad, state, **options)
 
 
 def init_state(

@@ -74,7 +74,11 @@ class PrecisionPolicy:
         return cls(
             compute_dtype=compute,
             buffer_dtype=dtype_of_name(types.buffer_dtype) if types.buffer_dtype else compute,
-            accumulate_dtype=dtype_of_name(types.grad_accum_dtype) if types.grad_accum_dtype else torch.float32,
+            accumulate_dtype=dtype_of_name(types.grad_accum_dtype)
+            if types.grad_accum_dtype
+            else compute
+            if has_narrow_masters(root) and compute is not None
+            else torch.float32,
             communication_dtype=(dtype_of_name(root.communication_data_type) if root.communication_data_type else None),
             autocast_dtype=autocast,
             cast_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
@@ -126,6 +130,13 @@ class PrecisionPolicy:
             return value
         dtype = self.compute_dtype
         return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def has_narrow_masters(root: Root) -> bool:
+    """Returns whether master weights and gradients are to have 16 bit."""
+    return (root.bf16.enabled and root.bf16.bf16_master_weights_and_grads) or (
+        root.fp16.enabled and root.fp16.fp16_master_weights_and_grads
+    )
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -173,6 +173,7 @@ class ModelStates:
             ledger=self.ledger,
             whole_tensors=self._options.whole_tensors,
             memory=self._options.master_memories[self.placed[bucket.index].master_home],
+            is_narrow=self._options.placement.narrow_masters,
         )
         self.masters.append(master)
         self._trained[bucket.index] = len(self.masters) - 1

@@ -89,6 +89,8 @@ class Placement:
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
         speculates: Masters in host memory are updated before the norm is known, in a second set of them and of their
             optimizer state.
+        narrow_masters: Masters of 16-bit parameters have their dtype, and so have their reduced gradients.
+        narrow_states: Optimizer states of such masters have it too.
     """
 
     stage: int
@@ -103,6 +105,8 @@ class Placement:
     spread_master: bool = False
     speculates: bool = False
     base_home: Home = Home.DEVICE
+    narrow_masters: bool = False
+    narrow_states: bool = False
 
     @classmethod
     def of_stage(

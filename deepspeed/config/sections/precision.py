@@ -45,7 +45,11 @@ class Fp16(Section):
         1, "Floor of a dynamic scale. An overflow at the floor with hysteresis used up raises.", above=0
     )
     fp16_master_weights_and_grads: Bool = key(
-        False, "Keep master weights and gradients in fp16 too. Needs ZeRO stage 1 and optimizer offload.", min_stage=0
+        False,
+        "No fp32 master weights: the optimizer updates fp16 weights, rounded stochastically, and gradients are kept in "
+        "fp16. Optimizer states stay fp32. With elementwise optimizers, at every stage, on the device or in host "
+        "memory.",
+        min_stage=0,
     )
 
 
@@ -69,10 +73,15 @@ class Bf16(Section):
         since="0.17.1",
     )
     bf16_master_weights_and_grads: Bool = key(
-        False, "No fp32 master weights: the optimizer updates bf16 weights. Needs ZeRO stage 1.", since="0.18.3"
+        False,
+        "No fp32 master weights: the optimizer updates bf16 weights, rounded stochastically, and gradients are kept in "
+        "bf16. With elementwise optimizers, at every stage, on the device or in host memory.",
+        since="0.18.3",
     )
     bf16_optimizer_states: Bool = key(
-        False, "Optimizer moments in bf16. Needs bf16_master_weights_and_grads.", since="0.18.3"
+        False,
+        "Optimizer states in bf16, rounded stochastically. Needs bf16_master_weights_and_grads.",
+        since="0.18.3",
     )
     loss_scale: Float = key(0.0, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
     initial_scale_power: Int = key(16, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)

@@ -156,6 +156,11 @@ def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Ten
     return flat.view(address.shape)
 
 
+def _at_least_fp32(master: torch.Tensor) -> torch.Tensor:
+    """Returns master weights, of any shape, as callers expect them also where masters have 16 bit."""
+    return master.to(torch.promote_types(master.dtype, torch.float32))
+
+
 def _check_full(found: _TrainedParam, value: torch.Tensor, call: str) -> None:
     if tuple(value.shape) != found.full_shape:
         raise DeepSpeedConfigError(
@@ -185,7 +190,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
             return None
         _carry_writes(found)
         _agree(found, "safe_get_full_fp32_param")
-        return _whole(found, found.mine(found.master.flat), "the master weight")
+        return _whole(found, _at_least_fp32(found.mine(found.master.flat)), "the master weight")
 
 
 @torch.no_grad()
@@ -217,7 +222,7 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         if found is None:
             return None
         _carry_writes(found)
-        return found.mine(found.master.flat).clone()
+        return _at_least_fp32(found.mine(found.master.flat)).clone()
 
 
 @torch.no_grad()

@@ -108,7 +108,8 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
     if master is None:
         return None
     if kind == "fp32":
-        return Source(master.flat, master.layout, master.transport, label, bucket.device)
+        wide = master.flat.to(torch.promote_types(master.flat.dtype, torch.float32))
+        return Source(wide, master.layout, master.transport, label, bucket.device)
     if kind == "grad":
         gradients = runtime.gradients_of(bucket)
         result = None if gradients is None else gradients.result

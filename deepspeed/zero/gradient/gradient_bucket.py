@@ -37,6 +37,7 @@ class ReductionPolicy:
         reduce_dtype: Dtype on the wire, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
+        narrows: What the update reads has ``accumulate_dtype``, whatever it is a sum of.
         is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
         divides_first: Divide a gradient before it travels (``prescale_gradients``).
         predivide: What a gradient is divided by before it travels; the rest of the division follows
@@ -55,6 +56,7 @@ class ReductionPolicy:
     reduce_dtype: Callable[[torch.dtype], torch.dtype]
     accumulate_dtype: torch.dtype
     sums_travel_as_gradients: bool
+    narrows: bool = False
     is_mean: bool = True
     divides_first: bool = False
     predivide: float = 1.0
@@ -485,7 +487,7 @@ class GradientBucket:
     @property
     def _narrows(self) -> bool:
         """Returns whether sums over ranks are rounded to the dtype of sums over micro-batches."""
-        return self.sum.dtype != self._sum_dtype and self._policy.every_micro_batch
+        return self.sum.dtype != self._sum_dtype and (self._policy.every_micro_batch or self._policy.narrows)
 
     # -- for updates that exchange something else than gradients -----------------------------------------------------
 

@@ -98,18 +98,32 @@ class MemoryFormula:
 
     def has_master(self, bucket: BucketLayout, placed: BucketPlacement) -> bool:
         """Returns whether a trained bucket has a master besides its compute parameters."""
-        if itemsize(bucket.dtype) < 4 or Home.FILE in (placed.param_home, placed.master_home):
+        if self.master_itemsize(bucket) != itemsize(bucket.dtype) or Home.FILE in (
+            placed.param_home,
+            placed.master_home,
+        ):
             return True
         return placed.param_home is not placed.master_home and not self._host_is_device
 
+    def master_itemsize(self, bucket: BucketLayout) -> int:
+        """Returns the bytes per element of a master."""
+        size = itemsize(bucket.dtype)
+        return size if self.placement.narrow_masters else max(size, 4)
+
+    def _state_itemsize(self, bucket: BucketLayout, in_fp32: int) -> int:
+        """Returns the bytes per element of a state that has so many beside an fp32 master."""
+        size = itemsize(bucket.dtype)
+        return in_fp32 * (size if self.placement.narrow_states else max(size, 4)) // 4
+
     def master(self, home: Home = Home.DEVICE) -> tuple[int, str]:
-        """fp32 masters, where the compute parameters are not their own."""
+        """Masters, where the compute parameters are not their own."""
         total = sum(
-            max(itemsize(bucket.dtype), 4) * self.owned_numel(bucket)
+            self.master_itemsize(bucket) * self.owned_numel(bucket)
             for bucket, placed in self._trained()
             if placed.master_home is home and self.has_master(bucket, placed)
         )
-        return total, f"4 x Psi / {self.owners}" if self.placement.shard_master else "4 x Psi"
+        size = 2 if self.placement.narrow_masters else 4
+        return total, f"{size} x Psi / {self.owners}" if self.placement.shard_master else f"{size} x Psi"
 
     def master_tensors(self, state_itemsizes: Sequence[int], home: Home) -> list[tuple[int, int]]:
         """``(elements, bytes per element)`` of masters and states of a home.
@@ -121,15 +135,16 @@ class MemoryFormula:
         found = []
         for bucket, placed in self._trained():
             if placed.master_home is home:
-                wide = max(itemsize(bucket.dtype), 4)
-                sizes = ([4] if self.has_master(bucket, placed) else []) + list(state_itemsizes)
-                found += [(self.owned_numel(bucket), size * wide // 4) for size in sizes]
+                sizes = [self.master_itemsize(bucket)] if self.has_master(bucket, placed) else []
+                sizes += [self._state_itemsize(bucket, size) for size in state_itemsizes]
+                found += [(self.owned_numel(bucket), size) for size in sizes]
         return found
 
     def optimizer(self, states: int, home: Home = Home.DEVICE) -> tuple[int, str]:
-        """Optimizer state: ``states`` fp32 numbers per element (two for Adam)."""
+        """Optimizer state: ``states`` numbers per element (two for Adam), fp32 unless they are narrow."""
         total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
-        return total, f"{4 * states} x Psi" + (f" / {self.owners}" if self.placement.shard_master else "")
+        size = 2 if self.placement.narrow_states else 4
+        return total, f"{size * states} x Psi" + (f" / {self.owners}" if self.placement.shard_master else "")
 
     def shadow(self, states: int) -> tuple[int, str]:
         """Second masters and optimizer states of host memory, and the compute parameters that are made with them."""
@@ -173,7 +188,7 @@ class MemoryFormula:
                 total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel
                 continue
             over_micro_batches = unreduced or bucket.num_slices == 1 or self.placement.shard_gradients
-            wide = accumulate_itemsize if over_micro_batches else 4
+            wide = accumulate_itemsize if over_micro_batches or self.placement.narrow_masters else 4
             whole = unreduced or not self.placement.shard_master
             total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self.owned_numel(bucket))
             text = f"{wide} x Psi" if whole else f"{wide} x Psi / {self.owners}"

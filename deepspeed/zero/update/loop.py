@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.ops.rounding import ElementRounding
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.placement import Home
 from deepspeed.zero.update.masters import MasterBucket
@@ -161,12 +162,20 @@ class PieceUpdater:
         flat: The optimizer's update of a 1-D run.
         optimizer: Holds groups and states by run.
         strategies: By home.
+        rounds: Masters or states have 16 bit: they are rounded stochastically.
     """
 
     def __init__(
-        self, flat: FlatUpdate, optimizer: torch.optim.Optimizer, strategies: Mapping[Home, UpdateStrategy]
+        self,
+        flat: FlatUpdate,
+        optimizer: torch.optim.Optimizer,
+        strategies: Mapping[Home, UpdateStrategy],
+        *,
+        rounds: bool = False,
     ) -> None:
         self._flat = flat
+        self._rounds = rounds
+        self._number = 0
         self._optimizer = optimizer
         self._strategies = strategies
 
@@ -176,6 +185,7 @@ class PieceUpdater:
         factor: float | None,
         publish: Callable[[MasterBucket], None],
         store: Mapping[MasterBucket, Callable[[], None]],
+        number: int,
     ) -> None:
         """Updates masters.
 
@@ -184,7 +194,9 @@ class PieceUpdater:
             factor: Multiplier of the gradient; None is exactly 1.
             publish: Called when a master is complete and its compute tensor written.
             store: For masters whose update has been computed already: takes it over.
+            number: Of the update, equal on all ranks; decides how 16 bits are rounded.
         """
+        self._number = number
         self._keep_states(work)
         by_master = [
             (master, [] if master in store else self._cut(master, gradients, used)) for master, gradients, used in work
@@ -220,21 +232,23 @@ class PieceUpdater:
 
     def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
         """Per-element states live in the home of their master, also after somebody replaced them."""
-        initial: dict[int, dict[str, Any]] = {}
+        initial: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
         for master, _, used in work:
             if master.home is Home.DEVICE:
                 continue
             for run in master.runs:
                 if not used[master.tile_spans(run.span)[0][0]]:
                     continue
-                number = run.span.param_group
-                if number not in initial:
-                    initial[number] = first_state(self._flat, self._optimizer.param_groups[number])
-                master.keep_state(run, self._optimizer.state[run.param], initial[number])
+                key = (run.span.param_group, master.flat.dtype)
+                if key not in initial:
+                    group = self._optimizer.param_groups[run.span.param_group]
+                    initial[key] = first_state(self._flat, group, master.flat.dtype)
+                master.keep_state(run, self._optimizer.state[run.param], initial[key])
 
     def _update(self, piece: UpdateSlice, operands: Operands, factor: float | None) -> list[slice]:
         optimizer = self._optimizer
-        return update_piece(self._flat, optimizer.param_groups, optimizer.state, piece, operands, factor)
+        number = self._number if self._rounds else None
+        return update_piece(self._flat, optimizer.param_groups, optimizer.state, piece, operands, factor, number)
 
 
 def update_piece(
@@ -244,6 +258,7 @@ def update_piece(
     piece: UpdateSlice,
     operands: Operands,
     factor: float | None,
+    number: int | None = None,
 ) -> list[slice]:
     """Updates the runs of a piece that got gradients.
 
@@ -254,6 +269,7 @@ def update_piece(
         piece: What is updated.
         operands: Of it.
         factor: Multiplier of the gradient; None is exactly 1.
+        number: Of the update, where results of 16 bit are rounded stochastically; None: to nearest.
 
     Returns:
         The stretches of the piece that the runs fill.
@@ -271,6 +287,8 @@ def update_piece(
         local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
         if operands.states is not None:
             local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
+        # Only where it is needed: an optimizer of a program's own need not know the argument.
+        rounding = {} if number is None else {"rounding": ElementRounding(number, master.stretches(run, start, stop))}
         flat.flat_update(
             groups[span.param_group],
             operands.master[part],
@@ -279,6 +297,7 @@ def update_piece(
             grad_scale=factor,
             out=None if operands.out is None else operands.out[part],
             advance_step=start == span.start,
+            **rounding,
         )
         if local is not state and "step" in local:
             state["step"] = local["step"]  # a plain number is replaced, not changed in place
@@ -288,10 +307,16 @@ def update_piece(
     return updated
 
 
-def first_state(flat: FlatUpdate, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state that a run of ``group`` starts with, per-element states in the length of one block."""
+def first_state(flat: FlatUpdate, group: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Returns the state that a run of ``group`` starts with, per-element states in the length of one block.
+
+    Args:
+        flat: The update of the optimizer.
+        group: Of the run.
+        dtype: Of the master.
+    """
     probe: dict[str, Any] = {}
-    flat.init_flat_state(group, torch.zeros(64), probe)
+    flat.init_flat_state(group, torch.zeros(64, dtype=dtype), probe)
     return probe
 
 

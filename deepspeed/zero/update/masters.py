@@ -1,9 +1,9 @@
 """Master weights and the runs that the optimizer updates.
 
 For each trainable bucket the owner keeps one flat master: an fp32 copy of its slice, or, where the compute dtype is
-already fp32, the compute shard itself. The optimizer sees the master as 1-D runs, one per stretch of equal param group.
-A run is cut on demand where only some of its parameters got gradients: torch skips a parameter without gradient (no
-weight decay, no momentum, no step count), so a flat update must skip it too.
+already fp32 or masters of 16 bit are asked for, the compute shard itself. The optimizer sees the master as 1-D runs,
+one per stretch of equal param group. A run is cut on demand where only some of its parameters got gradients: torch
+skips a parameter without gradient (no weight decay, no momentum, no step count), so a flat update must skip it too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transports.transport import Transport
+from deepspeed.ops.rounding import ParameterInterval
 from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.placement import Home
@@ -54,6 +55,7 @@ class MasterBucket:
     Args:
         original: 1-D, the values from before the cast to the compute dtype: of the whole bucket, or of this rank's
             slice of it.
+        is_narrow: ``flat`` has the compute dtype, also where that has 16 bit; otherwise it is at least fp32.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class MasterBucket:
         ledger: Ledger,
         whole_tensors: bool,
         memory: Memory,
+        is_narrow: bool = False,
     ) -> None:
         self.bucket = bucket
         self.whole_tensors = whole_tensors
@@ -75,11 +78,11 @@ class MasterBucket:
         self.layout: BucketLayout = replace(bucket.layout, num_slices=self.transport.size if is_sharded else 1)
         self.rank = self.transport.rank if is_sharded else 0
         compute = self._compute()
-        if bucket.dtype in (torch.float32, torch.float64) and self._can_share():
+        dtype = bucket.dtype if is_narrow else torch.promote_types(bucket.dtype, torch.float32)
+        if bucket.dtype == dtype and self._can_share():
             self.flat, self.out = compute, None
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
-            dtype = torch.promote_types(bucket.dtype, torch.float32)
             ledger.add(StorageKind.MASTER, self.home, (upper - lower) * dtype.itemsize)
             self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
             ledger.claim(self.flat)
@@ -185,6 +188,17 @@ class MasterBucket:
             first, last = max(start - lower, run.start), min(end - lower, run.stop)
             if first < last and self.layout.tiles[index].numel:
                 found.append((index, first, last))
+        return found
+
+    def stretches(self, run: MasterRun, start: int, stop: int) -> list[ParameterInterval]:
+        """Returns which parameters lie where in elements ``[start, stop)`` of the master, all of them in ``run``."""
+        lower, _ = self.layout.slice_bounds(self.rank)
+        found = []
+        for tile, first, last in self.tile_spans(run.span):
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                place = begin + lower - self.layout.starts[tile]
+                found.append(ParameterInterval(self.layout.tiles[tile].logical, place, begin - start, end - begin))
         return found
 
     def split(self, run: MasterRun, labels: Sequence[Any]) -> list[MasterRun]:

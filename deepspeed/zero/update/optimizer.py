@@ -19,7 +19,7 @@ from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate
-from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.ops.flat import FlatUpdate, NarrowStates, flat_updater
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradients import GradientReducer
@@ -116,7 +116,13 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._first_skip = ""
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
         self._flat: FlatUpdate | None = flat_updater(optimizer)
-        self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
+        if placement.narrow_states and self._flat is not None:
+            self._flat = NarrowStates(self._flat)
+        self._updater = (
+            None
+            if self._flat is None
+            else PieceUpdater(self._flat, optimizer, strategies, rounds=placement.narrow_masters)
+        )
         self.driver.open(
             UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),
         )
@@ -425,7 +431,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             work = [entry for entry in zip(self._masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
             with step_hooks(self.optimizer):
                 store = self._kept_updates(factor, used)
-                self._updater.run(work, factor, lambda master: self._start_publish(master, publishing), store)
+                self._updater.run(
+                    work, factor, lambda master: self._start_publish(master, publishing), store, self._steps
+                )
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
             self._update_by_step(factor, used)

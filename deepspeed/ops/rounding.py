@@ -1,0 +1,138 @@
+"""Stochastic rounding of fp32 results to 16 bits, which does not depend on how a parameter is cut.
+
+A value becomes one of its two neighbours in the narrow dtype, the upper one with the probability of its distance from
+the lower one. So nothing is lost on average, where rounding to the nearest neighbour loses every update that is less
+than half the distance between two.
+
+The random bits of an element follow from the number of the update, the name of its parameter, its place in the
+flattened parameter, and from what is rounded (the master or one of its states). Every stage, number of ranks, home and
+device gives the same bits. They come from a table of one update, which every block of a parameter reads from another
+position on.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.chunks import scratch
+
+#: Entries of the table, and elements of a block.
+_BLOCK = 1 << 16
+
+_MASK = 0xFFFFFFFF
+
+#: Below this fp16 has a constant distance between neighbours, 2 to the power of -24.
+_FP16_LEAST_NORMAL = 2.0**-14
+
+_tables: dict[torch.device, tuple[int, Tensor]] = {}
+
+
+@dataclass(frozen=True)
+class ParameterInterval:
+    """Elements of one parameter that lie side by side in a run.
+
+    Attributes:
+        name: Of the parameter.
+        first: Place of the first one in the flattened parameter.
+        start: Place of the first one in the run.
+        numel: How many.
+    """
+
+    name: str
+    first: int
+    start: int
+    numel: int
+
+
+class ElementRounding:
+    """Rounds the results of one update of a run.
+
+    Args:
+        update: Number of the update; equal on all ranks.
+        stretches: What the run holds, in the order in which it lies there.
+    """
+
+    def __init__(self, update: int, stretches: Sequence[ParameterInterval]) -> None:
+        self._update = update
+        self._stretches = [(zlib.crc32(stretch.name.encode()), stretch) for stretch in stretches]
+
+    def store(self, wide: Tensor, narrow: Tensor, *, role: str, start: int) -> None:
+        """Writes results into their tensor.
+
+        Args:
+            wide: 1-D, fp32; not changed. What is not finite stays so.
+            narrow: 1-D, of the same length, bf16 or fp16 (otherwise results are rounded to nearest).
+            role: What is rounded.
+            start: Place of the first element in the run.
+        """
+        if narrow.dtype not in (torch.bfloat16, torch.float16) or wide.dtype is not torch.float32:
+            narrow.copy_(wide)
+            return
+        is_bf16 = narrow.dtype is torch.bfloat16
+        base = wide.view(torch.int32) if is_bf16 else None
+        noise = self._noise(role, start, wide, base)
+        # bf16 is the upper half of fp32: noise is added to the lower half, which is cut off.
+        rounded = noise.bitwise_and_(-(1 << 16)).view(torch.float32) if is_bf16 else _to_fp16(wide, noise)
+        # Noise could carry the largest mantissa of a NaN over into the sign. To look for one first is cheaper on the
+        # host; on a device the host would wait.
+        if wide.device.type != "cpu" or not math.isfinite(float(wide.sum())):
+            rounded = torch.where(wide.isnan(), wide, rounded)
+        narrow.copy_(rounded)
+
+    def _noise(self, role: str, start: int, like: Tensor, base: Tensor | None) -> Tensor:
+        """Returns 16 random bits for each element from ``start`` on, 1-D int32 as long as ``like``, plus ``base``."""
+        numel, table = like.numel(), _table(self._update, like.device)
+        noise = scratch("rounding", numel, torch.int32, like.device)
+        seed, filled = zlib.crc32(role.encode()) ^ _mixed(self._update), 0
+        for name, stretch in self._stretches:
+            lower, upper = max(stretch.start, start), min(stretch.start + stretch.numel, start + numel)
+            while lower < upper:
+                block, within = divmod(stretch.first + lower - stretch.start, _BLOCK)
+                count = min(upper - lower, _BLOCK - within)
+                begin = within + _mixed(seed ^ _mixed(name + block)) % _BLOCK
+                part, bits = slice(lower - start, lower - start + count), table[begin : begin + count]
+                if base is None:
+                    noise[part].copy_(bits)
+                else:
+                    torch.add(base[part], bits, out=noise[part])
+                lower, filled = lower + count, filled + count
+        if filled != numel:
+            raise ValueError(f"{numel - filled} of {numel} elements of a run belong to no parameter that is known")
+        return noise
+
+
+def _to_fp16(wide: Tensor, noise: Tensor) -> Tensor:
+    """Cuts 13 bits off; below the least normal number the distance between neighbours stays the same."""
+    small = (wide * 2.0**24 + noise * 2.0**-16).floor_().mul_(2.0**-24)
+    cut = noise.bitwise_right_shift_(3).add_(wide.view(torch.int32)).bitwise_and_(-(1 << 13)).view(torch.float32)
+    return torch.where(wide.abs() < _FP16_LEAST_NORMAL, small, cut)
+
+
+def _table(update: int, device: torch.device) -> Tensor:
+    """Returns the table of an update twice in a row, so that a block can be read from any position on."""
+    kept = _tables.get(device)
+    if kept is not None and kept[0] == update:
+        return kept[1]
+    with torch.inference_mode(False):
+        # In int64, since products of unsigned 32 bits are not defined on every device.
+        bits = torch.arange(_BLOCK, dtype=torch.int64, device=device)
+        bits = bits.mul_(0x9E3779B1).add_(_mixed(update ^ 0x5BD1E995)).bitwise_and_(_MASK)
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+            bits.bitwise_xor_(bits >> shift).mul_(factor).bitwise_and_(_MASK)
+        table = (bits ^ (bits >> 15)).bitwise_right_shift_(16).to(torch.int32).repeat(2)
+    _tables[device] = update, table
+    return table
+
+
+def _mixed(number: int) -> int:
+    """Returns 32 bits in which each depends on all of ``number``."""
+    number &= _MASK
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        number = ((number ^ (number >> shift)) * factor) & _MASK
+    return number ^ (number >> 15)

@@ -1,0 +1,288 @@
+"""16-bit masters and moments: the same bits at every stage and number of ranks, saved and loaded anywhere, counted."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import run_ranks
+
+STEPS = 4
+
+
+class Awkward(nn.Module):
+    """Odd sizes, tied weights, a frozen and an unused parameter."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.embed = nn.Embedding(37, 19)
+        self.block = nn.Sequential(nn.Linear(19, 53), nn.Tanh(), nn.Linear(53, 19))
+        self.frozen = nn.Linear(19, 19).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(19, 37, bias=False)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        return self.head(hidden + self.block(hidden) + self.frozen(hidden))
+
+
+def groups_of(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def config_of(stage, dtype="bf16", states=True, offload=False, accumulation=1, **more):
+    section = {"enabled": True, f"{dtype}_master_weights_and_grads": True}
+    if dtype == "bf16":
+        section["bf16_optimizer_states"] = states
+    else:
+        section["initial_scale_power"] = 4
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+        "gradient_clipping": 0.7,
+        dtype: section,
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def engine_of(config, trains_unused=True):
+    import deepspeed
+
+    model = Awkward()
+    model.unused.requires_grad_(trains_unused)
+    return deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
+
+
+def train(engine, begin, end, accumulation=1):
+    """Every rank gets the same samples, so that the mean over ranks is exact."""
+    for step in range(begin, end):
+        for part in range(accumulation):
+            tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(100 * step + part))
+            loss = nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+            engine.backward(loss)
+            engine.step()
+
+
+def weights_of(engine):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            found[name] = safe_get_full_fp32_param(parameter)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state = safe_get_full_optimizer_state(parameter, key)
+                if state is not None:
+                    found[f"{name}.{key}"] = state
+    return found
+
+
+def on_rank(settings, accumulation):
+    engine = engine_of(config_of(accumulation=accumulation, **settings))
+    train(engine, 0, STEPS, accumulation)
+    found = weights_of(engine)
+    engine.destroy()
+    return found
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return {accumulation: run_ranks(on_rank, 1, {"stage": 0}, accumulation)[0] for accumulation in (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "offload", "accumulation"),
+    [
+        (1, 3, True, 1),
+        (2, 0, False, 1),
+        (2, 1, True, 1),
+        (2, 3, False, 3),
+        (3, 2, False, 1),
+        (3, 3, True, 1),
+        (4, 1, False, 3),
+        (4, 2, True, 1),
+        (4, 3, False, 1),
+    ],
+)
+def test_every_topology_gives_the_same_bits(reference, world_size, stage, offload, accumulation):
+    for found in run_ranks(on_rank, world_size, {"stage": stage, "offload": offload}, accumulation):
+        same(found, reference[accumulation])
+
+
+def test_states_have_the_dtype_that_was_asked_for(reference):
+    assert reference[1]["embed.weight.exp_avg_sq"].dtype == torch.bfloat16
+    found = run_ranks(on_rank, 1, {"stage": 2, "states": False}, 1)[0]
+    assert found["embed.weight.exp_avg_sq"].dtype == torch.float32
+
+
+def rank_in_fp16(stage, offload):
+    engine = engine_of(config_of(stage, "fp16", offload=offload))
+    train(engine, 0, STEPS)
+    return weights_of(engine), engine.optimizer.loss_scale
+
+
+def test_fp16_masters():
+    (alone, scale), *_ = run_ranks(rank_in_fp16, 1, 0, False)
+    assert alone["embed.weight.exp_avg"].dtype == torch.float32 and scale == 16
+    for found, _ in run_ranks(rank_in_fp16, 2, 2, True):
+        same(found, alone)
+
+
+def save_rank(folder, stage):
+    engine = engine_of(config_of(stage))
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    return None
+
+
+def resume_rank(folder, stage, offload):
+    engine = engine_of(config_of(stage, offload=offload))
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    train(engine, 2, STEPS)
+    return weights_of(engine)
+
+
+def resume_in_fp32(folder):
+    config = config_of(1)
+    config["bf16"] = {"enabled": True}
+    engine = engine_of(config)
+    engine.load_checkpoint(folder)
+    before = weights_of(engine)
+    train(engine, 2, STEPS)
+    return before
+
+
+def test_a_checkpoint_goes_on_anywhere_with_the_same_bits(reference, tmp_path):
+    run_ranks(save_rank, 2, str(tmp_path), 3)
+    for found in run_ranks(resume_rank, 3, str(tmp_path), 1, True):
+        same(found, reference[1])
+    same(run_ranks(resume_rank, 1, str(tmp_path), 0, False)[0], reference[1])
+    for found in run_ranks(resume_in_fp32, 2, str(tmp_path)):
+        assert found["embed.weight.exp_avg"].dtype == torch.float32, "states are widened for fp32 masters"
+
+
+def counted(stage, offload, accumulation):
+    from deepspeed.zero.placement import Home
+    from deepspeed.zero.storage import StorageKind
+
+    engine = engine_of(config_of(stage, offload=offload, accumulation=accumulation), trains_unused=False)
+    ledger, buckets = engine._runtime.ledger, engine._runtime.buckets
+    train(engine, 0, 1, accumulation)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    for part in range(accumulation):
+        engine.backward(engine(tokens).float().square().mean())
+        if part + 1 < accumulation:
+            engine.step()
+    gradients = ledger.live_at(Home.HOST if offload else Home.DEVICE)
+    live = {kind: sum(ledger.live(kind, home) for home in Home) for kind in StorageKind}
+    engine.step()
+    psi = sum(bucket.layout.numel for bucket in buckets if bucket.layout.trainable)
+    report = engine.memory_report()
+    assert all(found == formula for _, found, formula, _ in report), report
+    assert all(row["master"] == row["state"] == ["torch.bfloat16"] for row in engine.precision_report())
+    assert gradients
+    states = sum(ledger.live(StorageKind.OPTIMIZER, home) for home in Home)
+    return psi, live[StorageKind.MASTER], live[StorageKind.GRADIENT], states
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "accumulation"), [(0, False, 1), (1, False, 3), (2, True, 1), (2, False, 3), (3, False, 1)]
+)
+def test_bytes_are_counted(stage, offload, accumulation):
+    """Two bytes for each gradient and each moment, none for masters: they are the compute parameters."""
+    for psi, master, gradient, optimizer in run_ranks(counted, 2, stage, offload, accumulation):
+        owned = psi // (2 if stage else 1)
+        assert (master, gradient, optimizer) == (0, 2 * owned, 4 * owned)
+
+
+NARROW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+def test_masters_on_the_host_of_a_device(tmp_path):
+    """There they are no longer the compute parameters, and updates are cut into pieces."""
+    from tests.device.support import engine_at, step
+    from tests.harness.device import simulated_device
+
+    def trained(stage, home):
+        with simulated_device(ranks=1):
+            engine = engine_at(stage, home, tmp_path, precision="fp32", bf16=NARROW)
+            for number in range(3):
+                step(engine, number)
+            on_host = [row for row in engine.memory_report() if row[0].endswith("(host)")]
+            assert all(found == formula for _, found, formula, _ in on_host), on_host
+            found = {name: value.cpu() for name, value in engine.iter_full("fp32")}
+            engine.destroy()
+        return found
+
+    expected = trained(0, "device")
+    for stage, home in ((2, "optimizer on the host"), (3, "both on the host")):
+        same(trained(stage, home), expected)
+
+
+def test_a_plan_counts_them_too():
+    import deepspeed
+    from deepspeed.zero.storage import StorageKind
+    from tests.plan.test_requests import CONFIG, SHAPE
+
+    plans = [
+        deepspeed.plan(SHAPE, {**CONFIG, "bf16": bf16}, devices_per_node=2, sequence_length=32)
+        for bf16 in ({"enabled": True}, NARROW)
+    ]
+    held = [{kind: n for (kind, _), n in made.rehearsed.kind_peaks.items()} for made in plans]
+    assert held[0][StorageKind.MASTER] and not held[1].get(StorageKind.MASTER)
+    assert held[0][StorageKind.OPTIMIZER] == 2 * held[1][StorageKind.OPTIMIZER]
+
+
+def test_files_are_refused(tmp_path):
+    config = config_of(1)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    assert 'offload to "nvme"' in run_ranks(refusal, 1, config)[0]
+
+
+def refusal(config):
+    import deepspeed
+    from deepspeed.errors import DeepSpeedConfigError
+
+    model = Awkward()
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"optimizer": {"type": "Lamb"}}, "FusedLamb"),
+        ({"optimizer": {"type": "RMSprop"}}, "RMSprop"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, words):
+    found = run_ranks(refusal, 1, {**config_of(0), **change})[0]
+    assert words in found and "16-bit masters" in found
+
+
+def test_states_need_masters():
+    config = config_of(1)
+    config["bf16"]["bf16_master_weights_and_grads"] = False
+    assert "bf16_master_weights_and_grads: true" in run_ranks(refusal, 1, config)[0]
