@@ -113,11 +113,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "a tiled linear layer",
-        "Use torch.nn.Linear; ZeRO stage 3 gathers one layer at a time.",
-        {"deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias"},
-    ),
-    Feature(
         "a file writer of its own for checkpoints",
         "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
         {"deepspeed.io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter"},
@@ -148,6 +143,22 @@ FEATURES: tuple[Feature, ...] = (
         "the building of a mixture-of-experts operator",
         "Nothing is compiled here: deepspeed.moe works as it is.",
         {"deepspeed.ops.op_builder": "MoEBuilder"},
+    ),
+    Feature(
+        "the fused attention of Evoformer",
+        "Use torch.nn.functional.scaled_dot_product_attention with the sum of the biases as attn_mask.",
+        {"deepspeed.ops.deepspeed4science": "DS4Sci_EvoformerAttention"},
+    ),
+    Feature(
+        "the quantizer of floats",
+        "Use deepspeed.linear, which has weights of few bits, or torchao for fp8.",
+        {"deepspeed.ops.fp_quantizer": "FP_Quantize Quantizer"},
+    ),
+    Feature(
+        "the second inference engine",
+        "Use vLLM or SGLang to serve a model, and engine.export_weights() to hand it over; deepspeed.init_inference "
+        "generates without them.",
+        {"deepspeed.inference": "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"},
     ),
     Feature(
         "binding processes to cores",

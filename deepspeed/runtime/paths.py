@@ -159,12 +159,12 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.profiling.memory": "see_memory_usage",
     },
     "zero": {
-        "deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
         "deepspeed.zero": (
             "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
             "unwrap_model_for_generation"
         ),
         "deepspeed.zero.access.parameter_offload": "DeepSpeedZeRoOffload",
+        "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
     },
     "zero.config": {
         "deepspeed.config.enums": "OffloadDeviceEnum ZeroStageEnum",
@@ -205,7 +205,9 @@ PATHS: dict[str, dict[str, str]] = {
         ),
         "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer",
     },
-    "zero.tiling": {},
+    "zero.tiling": {
+        "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
+    },
     "zero.utils": {
         "deepspeed.zero.holder": "is_zero_param",
     },
