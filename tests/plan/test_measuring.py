@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 import deepspeed
 from deepspeed.cli.plan import main
 from deepspeed.plan import DecoderShape
-from deepspeed.plan.devices import device_of_product
+from deepspeed.plan.devices import Device, DeviceEfficiency, device_of_product
 from deepspeed.plan.machine_files import read_machine_file, write_machine_file
 from deepspeed.plan.measuring import block_probe
-from deepspeed.plan.measuring.block_probe import ProbeSizes, _TimedBlock, probe_block
+from deepspeed.plan.measuring.block_probe import ProbeSizes, _TimedBlock, predict_block, probe_block
 from deepspeed.plan.measuring.machine import measure_device
 from deepspeed.plan.timeline.operation_cost import OperationKind
 from tests.harness import run_ranks
@@ -47,6 +48,15 @@ def test_times_that_contradict_each_other_give_one_factor(monkeypatch):
     found = probe_block(SIZES, torch.device("cpu"), 0.0, lambda: None)
     assert found.launch == 0.0
     assert found.factor == pytest.approx(4 / 5)  # 2 + 2 measured, 1 + 4 by the rates
+
+
+def test_a_block_takes_what_its_operations_take():
+    device = Device("cpu", 0, 50e9, 8e9, 0.0, 0.0, "", efficiency=DeviceEfficiency(half_size=0.0, launch=0.0))
+    slower = replace(device, flops=25e9, memory_bandwidth=4e9)
+    once, twice = (predict_block(SIZES, 2, torch.device("cpu"), each) for each in (device, slower))
+    assert twice == pytest.approx(2 * once)
+    late = replace(device, efficiency=replace(device.efficiency, launch=1e-3))
+    assert predict_block(SIZES, 2, torch.device("cpu"), late) > once + 50e-3  # a block has more than 50 operations
 
 
 def _measure(target: str) -> None:

@@ -121,6 +121,40 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
     return BlockSpeed(rates, launch, factor)
 
 
+def block_runner(sizes: ProbeSizes, samples: int, device: torch.device) -> Callable[[], None]:
+    """Returns what runs a block forward and backward and waits for the device.
+
+    Args:
+        sizes: What is run.
+        samples: Of the micro-batch.
+        device: Where.
+    """
+    block: nn.Module = layers_of(sizes.shape)[1].build().to(device, sizes.dtype)
+    x = torch.randn(samples, sizes.tokens, sizes.shape.hidden, device=device, dtype=sizes.dtype, requires_grad=True)
+    seed = torch.ones_like(x)
+
+    def run() -> None:
+        block(x).backward(seed)
+        get_accelerator().synchronize()
+
+    return run
+
+
+def predict_block(sizes: ProbeSizes, samples: int, where: torch.device, device: Device) -> float:
+    """Returns the seconds that the figures of a device give for the block of :func:`block_runner`.
+
+    Args:
+        sizes: What is run.
+        samples: Of the micro-batch.
+        where: The block runs there once, to list its operations.
+        device: Its figures.
+    """
+    run = block_runner(sizes, samples, where)
+    with _TimedOperations(DeviceModel(device), where) as timed:
+        run()
+    return sum(seconds for _, seconds in timed.work) + len(timed.work) * device.efficiency.launch
+
+
 def _unit_device(half_size: float) -> Device:
     """A device on which the seconds of an operation are its operations or its bytes."""
     reached = DeviceEfficiency(matmul=1.0, attention=1.0, bandwidth=1.0, half_size=half_size)
@@ -130,16 +164,13 @@ def _unit_device(half_size: float) -> Device:
 def _time_block(
     sizes: ProbeSizes, samples: int, device: torch.device, unit: DeviceModel, barrier: Callable[[], None]
 ) -> _TimedBlock:
-    block: nn.Module = layers_of(sizes.shape)[1].build().to(device, sizes.dtype)
-    x = torch.randn(samples, sizes.tokens, sizes.shape.hidden, device=device, dtype=sizes.dtype, requires_grad=True)
-    seed = torch.ones_like(x)
+    block = block_runner(sizes, samples, device)
 
     def run() -> float:
         barrier()
         get_accelerator().synchronize()
         start = time.perf_counter()
-        block(x).backward(seed)
-        get_accelerator().synchronize()
+        block()
         return time.perf_counter() - start
 
     wholes = [run() for _ in range(_WARMUPS + sizes.trials)][_WARMUPS:]

@@ -19,8 +19,9 @@ from deepspeed.plan.timeline.operation_cost import OperationKind
 
 GATHER, SCATTER = "all_gather of the engine", "reduce_scatter of the engine"
 """The collectives that are timed: those that ZeRO uses."""
-_CPU_SIZES = ProbeSizes(DecoderShape(1, 512, 8, 64), 256, (1, 4), torch.float32, 15)
-_DEVICE_SIZES = ProbeSizes(DecoderShape(1, 4096, 32, 64), 4096, (1, 2), torch.bfloat16, 7)
+CPU_SIZES = ProbeSizes(DecoderShape(1, 512, 8, 64), 256, (1, 4), torch.float32, 15)
+DEVICE_SIZES = ProbeSizes(DecoderShape(1, 4096, 32, 64), 4096, (1, 2), torch.bfloat16, 7)
+"""What the block probe runs on processors and on other devices."""
 _BUFFERS = (256 * 1024, 16 * 2**20)
 _TRIALS = 15
 _ALONE = 1.0  # contention of processors: a collective computes on the same cores
@@ -55,7 +56,7 @@ def measure_device(sizes: ProbeSizes | None = None) -> Device:
     is_cpu = where.type == "cpu"
     known = None if is_cpu else device_of_product(torch.cuda.get_device_name(where))
     half_size = 0.0 if is_cpu else DeviceEfficiency().half_size
-    sizes = sizes or (_CPU_SIZES if is_cpu else _DEVICE_SIZES)
+    sizes = sizes or (CPU_SIZES if is_cpu else DEVICE_SIZES)
     rates = _slowest(probe_block(sizes, where, half_size, comm.barrier), where)
     collectives = _probe_collectives(sizes.dtype) if ranks > 1 else None
     return _device(rates, collectives, known, where, ranks)
