@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from deepspeed.run_report.failures import find_failures
 from deepspeed.run_report.recorder import OUTSIDE
-from deepspeed.run_report.run_data import RankRun, RunData
+from deepspeed.run_report.run_data import Line, RankRun, RunData
 
 PHASES = ("forward", "backward", "step", "save", "load", OUTSIDE)
 SLOW = 1.1
@@ -65,6 +66,7 @@ class RunSummary:
         slow: Ranks that are slower than :data:`SLOW`, slowest first.
         advice: What to change first, a sentence each, most valuable first.
         unfinished: Ranks that wrote no end: they run, or were killed.
+        failures: What ended the latest start of the program, first cause first: ``rank``, ``time``, ``text``, ``step``.
     """
 
     steps: int
@@ -75,6 +77,7 @@ class RunSummary:
     slow: tuple[SlowRank, ...]
     advice: tuple[str, ...]
     unfinished: tuple[int, ...]
+    failures: tuple[Line, ...]
 
 
 def analyse(run: RunData) -> RunSummary:
@@ -99,7 +102,14 @@ def analyse(run: RunData) -> RunSummary:
         slow=slow,
         advice=tuple(advise(shares, slow)),
         unfinished=tuple(rank for rank, r in run.ranks.items() if not r.has_ended),
+        failures=tuple(_latest_failures(run)),
     )
+
+
+def _latest_failures(run: RunData) -> list[Line]:
+    """Returns the failures after the latest start of the program."""
+    started = min((r.starts[-1] for r in run.ranks.values() if r.starts), default=0.0)
+    return [failure for failure in find_failures(run) if failure["time"] >= started and not failure.get("restarted")]
 
 
 def _copies_out(run: RunData, tokens: float) -> float:

@@ -14,6 +14,7 @@ from deepspeed.logging import log_dist
 from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing
 from deepspeed.run_report.beside import bytes_beside_plan, memory_beside_plan, time_beside_plan
 from deepspeed.run_report.charts import heat_map, line_chart, stacked_chart
+from deepspeed.run_report.failures import FAILURE, find_failures
 from deepspeed.run_report.rank_file import PATTERN, has_end
 from deepspeed.run_report.run_data import RunData, read_run
 
@@ -57,6 +58,7 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
     title = f"Run of {len(run.ranks)} rank{'s' * (len(run.ranks) != 1)}, {analysis.steps} steps"
     body = [
         f"<h1>{escape(title)}</h1>",
+        _failed(run, analysis),
         _tiles(run, analysis),
         _unfinished(run, analysis),
         "<h2>What to change first</h2>",
@@ -99,7 +101,7 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
             ("time", "rank", "step", "what"),
             [(f"{e['time'] - run.began:,.1f} s", e["rank"], e.get("step", ""), e["text"]) for e in all_events(run)],
         )
-        or "<p>None: no save, no skipped step, no restart.</p>",
+        or "<p>None: no save, no skipped step, no restart, no failure.</p>",
         "<h2>Versions and configuration</h2>",
         _table(("", ""), [(name, value) for name, value in facts.get("versions", {}).items()]),
         _configuration(facts.get("config", {}), facts.get("defaults", {})),
@@ -124,8 +126,9 @@ def all_events(run: RunData) -> list[dict[str, Any]]:
         {**event, "rank": number, "text": _event_text(event)}
         for number, rank in run.ranks.items()
         for event in rank.events
-        if event["name"] != "memory"
+        if event["name"] not in ("memory", FAILURE)
     ]
+    found += find_failures(run)
     first = run.first
     found += [
         {"time": t, "rank": first.rank, "name": "restart", "text": "the program was started again"}
@@ -188,10 +191,21 @@ def _tiles(run: RunData, analysis: RunSummary) -> str:
     return f"<div class=tiles>{cells}</div>"
 
 
-def _unfinished(run: RunData, analysis: RunSummary) -> str:
-    if not analysis.unfinished:
+def _failed(run: RunData, analysis: RunSummary) -> str:
+    """Returns the sentence about the first failure."""
+    if not analysis.failures:
         return ""
-    last = {rank: max(run.ranks[rank].steps, default=0) for rank in analysis.unfinished}
+    first, *others = analysis.failures
+    text = f"Rank {first['rank']} {first['text']} ({first['time'] - run.began:,.1f} s after the start)"
+    more = f" {len(others)} more: see Events." if others else ""
+    return f"<p class=warning>{escape(text)}.{more}</p>"
+
+
+def _unfinished(run: RunData, analysis: RunSummary) -> str:
+    failed = {failure["rank"] for failure in analysis.failures}
+    last = {rank: max(run.ranks[rank].steps, default=0) for rank in analysis.unfinished if rank not in failed}
+    if not last:
+        return ""
     text = ", ".join(f"rank {rank} after step {step}" for rank, step in list(last.items())[:8])
     more = f" and {len(last) - 8} more" if len(last) > 8 else ""
     return f"<p class=warning>Not ended: {escape(text)}{more}. The run goes on, or these ranks were killed.</p>"

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
+from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
 from deepspeed.run_report.rank_file import RankFile
 
 _MANY = 4096
@@ -69,6 +70,7 @@ class _StepWriter:
         self._clock = clock
         self._on_close = on_close
         self._unread: _OpenStep | None = None
+        self._earlier_exception = uncaught_exception()
 
     def take(self, step: _OpenStep | None) -> None:
         """Writes the step before ``step``."""
@@ -77,12 +79,19 @@ class _StepWriter:
             self._write(before)
 
     def close(self) -> None:
-        """Writes what is left, and closes the file."""
-        self.take(None)
-        self.file.write("end")
-        self.file.close()
-        if self._on_close is not None:
-            self._on_close()
+        """Writes what is left and the exception that ends the program, if there is one, and closes the file."""
+        if failure := describe_exception(self._earlier_exception):
+            # First: after some failures the device cannot be read any more.
+            step = {} if self._unread is None else {"step": self._unread.values["step"]}
+            self.file.write("event", name=FAILURE, **step, **failure)
+            self.file.flush()
+        try:
+            self.take(None)
+        finally:
+            self.file.write("end")
+            self.file.close()
+            if self._on_close is not None:
+                self._on_close()
 
     def _write(self, step: _OpenStep) -> None:
         step.settle(self._clock)

@@ -27,6 +27,8 @@ class RankRun:
         steps: By number; of a step that ran again after a restart, the latest.
         events: In order of time.
         has_ended: Whether the program closed the file after the latest start.
+        last_line: ``time`` and, if known, ``step`` of the last line after the latest start.
+        breaks: The same of earlier starts whose program did not close the file.
     """
 
     rank: int
@@ -35,11 +37,17 @@ class RankRun:
     steps: dict[int, Line] = field(default_factory=dict)
     events: list[Line] = field(default_factory=list)
     has_ended: bool = False
+    last_line: Line = field(default_factory=dict)
+    breaks: list[Line] = field(default_factory=list)
 
     def take(self, line: Line) -> None:
         """Takes one line of the file; lines of unknown kinds are left out."""
         kind = line.get("kind")
         if kind == "start":
+            # A second engine of the same program starts beside the first one.
+            if self.starts and not self.has_ended and line.get("pid") != self.facts.get("pid"):
+                self.breaks.append(self.last_line)
+            self.last_line = {}
             self.facts, self.has_ended = line, False
             self.starts.append(line["time"])
         elif kind == "step":
@@ -48,6 +56,10 @@ class RankRun:
             self.events.append(line)
         elif kind == "end":
             self.has_ended = True
+        if "time" in line:
+            self.last_line = {**self.last_line, "time": line["time"]}
+            if "step" in line:
+                self.last_line["step"] = line["step"]
 
 
 @dataclass

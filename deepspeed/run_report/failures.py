@@ -1,0 +1,81 @@
+"""Failures of ranks: exceptions that ended a program, and ranks that were killed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+import psutil
+
+from deepspeed.run_report.run_data import Line, RankRun, RunData
+
+FAILURE = "failure"
+"""Name of the events."""
+
+_KILLED = "the rank was killed, or its machine was lost"
+_LONGEST = 2000  # characters of a message that are kept
+
+
+def uncaught_exception() -> BaseException | None:
+    """Returns the exception that Python reported last and nobody caught; None if there is none."""
+    return getattr(sys, "last_value", None)
+
+
+def describe_exception(ignored: BaseException | None) -> dict[str, Any]:
+    """Returns ``error`` (the type) and ``message`` of the exception that ends the program; empty without one.
+
+    Args:
+        ignored: What :func:`uncaught_exception` returned at the start. A notebook keeps the errors of earlier cells.
+    """
+    error = sys.exc_info()[1]  # closed by a finally, an except or a with
+    if error is None and (error := uncaught_exception()) is ignored:
+        return {}
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return {}
+    return {"error": type(error).__name__, "message": str(error)[:_LONGEST]}
+
+
+def find_failures(run: RunData) -> list[Line]:
+    """Returns the failures of all starts, by time: each has ``time``, ``rank``, ``text`` and, if known, ``step``.
+
+    A failure of an earlier start that only the next start shows has ``restarted``.
+    """
+    found = [
+        _failure(number, event, f"{event['error']}: {event['message']}".rstrip(": "))
+        for number, rank in run.ranks.items()
+        for event in rank.events
+        if event["name"] == FAILURE
+    ]
+    for number, rank in run.ranks.items():
+        found += [{**_failure(number, line, _KILLED), "restarted": True} for line in rank.breaks]
+        if not rank.has_ended and rank.starts and _is_gone(run, rank):
+            found.append(_failure(number, rank.last_line, _KILLED))
+    return sorted(found, key=lambda failure: failure["time"])
+
+
+def _failure(rank: int, line: Line, what: str) -> Line:
+    step = line.get("step")
+    where = f"after step {step}" if step is not None else "before its first step was written"
+    found = {"kind": "event", "name": FAILURE, "time": line["time"], "rank": rank, "text": f"failed {where}: {what}"}
+    return found if step is None else {**found, "step": step}
+
+
+def _has_failed(rank: RankRun) -> bool:
+    return any(event["name"] == FAILURE for event in rank.events)
+
+
+def _is_gone(run: RunData, rank: RankRun) -> bool:
+    """Returns whether a rank without an end runs no more, as far as this machine and the other files show."""
+    pid, host = rank.facts.get("pid"), rank.facts.get("host")
+    if pid is not None and host == platform.node():
+        try:
+            process = psutil.Process(pid)
+            return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > rank.starts[-1]
+        except psutil.NoSuchProcess:
+            return True
+    return any(
+        other.has_ended and (_has_failed(other) or max(other.steps, default=0) > max(rank.steps, default=0))
+        for other in run.ranks.values()
+        if other is not rank
+    )

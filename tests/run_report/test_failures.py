@@ -1,0 +1,108 @@
+"""Failures on the page of a run: exceptions, and ranks that were killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed.run_report.page import write_report
+from deepspeed.run_report.rank_file import RankFile
+from deepspeed.run_report.recorder import StepRecorder
+from tests.run_report.runs import step_line, write_rank
+
+_PROGRAM = """
+import os, signal, sys
+import torch
+import deepspeed
+
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+config["run_report"] = {"path": sys.argv[1]}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+for step in range(5):
+    if step == 3 and sys.argv[2] == "raise":
+        raise ValueError("<b>batch 3</b> is broken")
+    engine.backward(engine(torch.randn(2, 4)).square().mean())
+    engine.step()
+if sys.argv[2] == "kill":
+    engine.save_checkpoint(sys.argv[1] + "/saved")  # brings the lines to the file
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _run(folder, how):
+    places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(folder), how], env={**os.environ, **places}, capture_output=True, text=True
+    )
+
+
+def test_an_exception_is_the_first_sentence_an_event_and_a_mark(tmp_path):
+    done = _run(tmp_path, "raise")
+    assert done.returncode == 1 and "ValueError" in done.stderr
+    page = (tmp_path / "report.html").read_text()  # written by the program itself
+    said = "Rank 0 failed after step 3: ValueError: &lt;b&gt;batch 3&lt;/b&gt; is broken"
+    assert page.index(said) < page.index("<div class=tiles>")
+    assert '<line class="mark failure"' in page and "<b>batch" not in page
+    numbers = json.loads((tmp_path / "report.json").read_text())
+    (failure,) = numbers["failures"]
+    assert (failure["rank"], failure["step"]) == (0, 3)
+    assert [event for event in numbers["events"] if event["name"] == "failure"] == [failure]
+
+
+def test_a_killed_rank_is_a_failure(tmp_path):
+    assert _run(tmp_path, "kill").returncode == -signal.SIGKILL
+    write_report(tmp_path)
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert failure["text"] == "failed after step 5: the rank was killed, or its machine was lost"
+    last = [json.loads(line)["time"] for line in (tmp_path / "rank-00000.jsonl").read_text().splitlines()][-1]
+    assert failure["time"] == last
+
+
+def _failures(folder):
+    write_report(folder)
+    return [(f["rank"], f.get("step")) for f in json.loads((folder / "report.json").read_text())["failures"]]
+
+
+def test_a_rank_of_another_machine_is_lost_if_the_others_failed_or_went_on(tmp_path):
+    write_rank(tmp_path, 0, [step_line(1), step_line(2)])
+    write_rank(tmp_path, 1, [step_line(1), step_line(2)], has_ended=False, pid=1)
+    assert _failures(tmp_path) == [], "it may be about to write its end"
+    file = RankFile(tmp_path, 0)
+    file.write("event", name="failure", step=2, error="CommError", message="rank 1 is gone")
+    file.write("end")
+    file.close()
+    assert _failures(tmp_path) == [(1, 2), (0, 2)], "the cause first"
+
+
+def test_a_failure_before_a_restart_is_an_event_only(tmp_path):
+    write_rank(tmp_path, 0, [step_line(1)], has_ended=False, pid=1)
+    write_rank(tmp_path, 0, [step_line(2)], pid=2)
+    assert _failures(tmp_path) == []
+    events = json.loads((tmp_path / "report.json").read_text())["events"]
+    assert [(e["name"], e.get("step")) for e in events] == [("failure", 1), ("restart", None)]
+
+
+def test_a_rank_that_runs_has_not_failed(tmp_path):
+    recorder = StepRecorder(tmp_path, 0, {"host": os.uname().nodename, "pid": os.getpid()})
+    assert _failures(tmp_path) == []
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyError("k"), ["KeyError"]), (SystemExit(0), []), (SystemExit(3), ["SystemExit"])]
+)
+def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, error, said):
+    recorder = StepRecorder(tmp_path, 0, {})
+    with pytest.raises(type(error)):  # noqa: PT012
+        try:
+            raise error
+        finally:
+            recorder.close()
+    lines = [json.loads(line) for line in recorder._writer.file.path.read_text().splitlines()]
+    assert [line["error"] for line in lines if line["kind"] == "event"] == said
+    assert lines[-1]["kind"] == "end"
