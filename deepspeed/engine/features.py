@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -121,6 +122,15 @@ class FeatureSet:
             self.ask_objects(setup.model)  # the layers that features made may ask for further ones
         for feature in self._features.values():
             feature.refuse(setup)
+
+    def refuse_optimizer(self, setup: EngineSetup, optimizer: torch.optim.Optimizer | None) -> None:
+        """Lets the features that an optimizer asks for refuse it, where a callable of the program has made it.
+
+        Raises:
+            DeepSpeedConfigError: What they cannot do.
+        """
+        for name in sorted(marks_of(optimizer).difference(self._features)):
+            feature_of(name).refuse(replace(setup, optimizer=optimizer))
 
     def reshape(self, setup: EngineSetup) -> tuple[list[Mapping[int, nn.Parameter]], dict[str, bool]]:
         """Lets each feature change the model. Every rank must call it.

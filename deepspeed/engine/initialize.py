@@ -105,6 +105,7 @@ def build_parts(
     exchanged, own_groups = features.reshape(setup)
     client = client.with_parameters(exchanged)
     optimizer = choose_optimizer(parsed.root, client.model, client.optimizer, client.model_parameters, placement)
+    features.refuse_optimizer(setup, optimizer)
     check_model_alike(client.model, precision, optimizer, setup.ranks.zero_group)
     check_optimizer(placement, optimizer)
     driver = driver_of(optimizer) if islands is None else islands.driver_around(driver_of(optimizer))

@@ -266,8 +266,9 @@ def initialize_with_convolution():
     from deepspeed.errors import DeepSpeedConfigError
 
     model = torch.nn.Sequential(torch.nn.Conv1d(3, 6, 2))
-    with pytest.raises(DeepSpeedConfigError, match=r"0\.weight.*kernel of a convolution"):
-        deepspeed.initialize(model=model, optimizer=Muon(model.parameters()), config={"train_batch_size": 1})
+    for given in (Muon(model.parameters()), lambda params: Muon(params)):
+        with pytest.raises(DeepSpeedConfigError, match=r"0\.weight.*kernel of a convolution"):
+            deepspeed.initialize(model=model, optimizer=given, config={"train_batch_size": 1})
 
 
 def test_an_engine_refuses_a_convolution_in_a_group_of_stacks():
