@@ -14,20 +14,25 @@ from deepspeed.run_report.run_data import Line, RankRun, RunData
 
 PHASES = ("forward", "backward", "step", "save", "load", OUTSIDE)
 SLOW = 1.1
-"""A rank is slow if it computes that many times as long as the median rank."""
+"""A rank is slow if it computes that many times as long as the median of the other ranks."""
+
+OUTLYING = 3.0
+"""A step is a moment of its own if it takes that many times as long as the median step, saves and loads aside."""
+
+_NOW_AND_THEN = ("save", "load")  # phases of few steps: their median is 0, their mean is what they cost
 
 _WARM_UP = 2  # steps that are left out of times: the first ones make buffers, groups and compiled code
 
 
 @dataclass(frozen=True)
 class TimeRow:
-    """Seconds per step that went into one thing, the mean over ranks and steps.
+    """Seconds per step that went into one thing: the mean over ranks, the median over steps (saves, loads: the mean).
 
     Attributes:
         phase: A name of :data:`PHASES`.
         axis: Ranks that were waited for; empty: computing, not waiting.
         seconds: Per step.
-        share: Of the step.
+        share: Of the sum of all rows.
     """
 
     phase: str
@@ -44,13 +49,34 @@ class SlowRank:
         rank: Its number.
         host: Its host.
         phase: A name of :data:`PHASES`.
-        factor: Times as long as the median rank, the median over steps.
+        factor: Relative score: times as long as the median of the other ranks, the median over steps.
+        share: What the rank takes longer, as a share of the step.
     """
 
     rank: int
     host: str
     phase: str
     factor: float
+    share: float
+
+
+@dataclass(frozen=True)
+class SlowMoment:
+    """A step that took far longer than the median step.
+
+    Attributes:
+        step: Its number.
+        seconds: On the rank where it took longest, without saves and loads.
+        factor: Times as long as the median step.
+        rank: The rank that computed longest.
+        phase: Where that rank spent most of the additional time; a name of :data:`PHASES`.
+    """
+
+    step: int
+    seconds: float
+    factor: float
+    rank: int
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +90,8 @@ class RunSummary:
         tokens_per_second: Over all ranks; 0 where the inputs hold no token ids.
         shares: Where the time of a step went, largest first.
         slow: Ranks that are slower than :data:`SLOW`, slowest first.
+        moments: Steps that took :data:`OUTLYING` times as long as the median step, longest first.
+        moments_share: Of the time of all steps, what these took beyond the median step.
         advice: What to change first, a sentence each, most valuable first.
         unfinished: Ranks that wrote no end: they run, or were killed.
         failures: What ended the latest start of the program, first cause first: ``rank``, ``time``, ``text``, ``step``.
@@ -75,6 +103,8 @@ class RunSummary:
     tokens_per_second: float
     shares: tuple[TimeRow, ...]
     slow: tuple[SlowRank, ...]
+    moments: tuple[SlowMoment, ...]
+    moments_share: float
     advice: tuple[str, ...]
     unfinished: tuple[int, ...]
     failures: tuple[Line, ...]
@@ -92,6 +122,7 @@ def analyse(run: RunData) -> RunSummary:
         median(found) for r in run.ranks.values() if (found := [r.steps[n]["tokens"] for n in counted if n in r.steps])
     )
     shares = tuple(time_shares(lines))
+    moments, moments_share = slow_moments(run, counted)
     slow = tuple(slow_ranks(run, counted))
     return RunSummary(
         steps=len(numbers),
@@ -100,6 +131,8 @@ def analyse(run: RunData) -> RunSummary:
         tokens_per_second=_copies_out(run, tokens) / seconds if seconds else 0.0,
         shares=shares,
         slow=slow,
+        moments=tuple(moments),
+        moments_share=moments_share,
         advice=tuple(advise(shares, slow)),
         unfinished=tuple(rank for rank, r in run.ranks.items() if not r.has_ended),
         failures=tuple(_latest_failures(run)),
@@ -124,18 +157,63 @@ def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
     Args:
         lines: Steps of any ranks.
     """
-    total: dict[tuple[str, str], float] = defaultdict(float)
-    count, whole = 0, 0.0
+    by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
-        count += 1
-        whole += line["seconds"]
-        for phase, seconds in line["phases"].items():
-            waits = line["waits"].get(phase, {})
-            total[phase, ""] += max(seconds - sum(waits.values()), 0.0)
-            for axis, waited in waits.items():
-                total[phase, axis] += waited
-    found = [TimeRow(p, a, seconds / count, seconds / whole) for (p, a), seconds in total.items() if seconds > 0]
+        by_step[line["step"]].append(line)
+    series: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for step_lines in by_step.values():
+        parts: dict[tuple[str, str], float] = defaultdict(float)
+        for line in step_lines:
+            for phase in line["phases"]:
+                parts[phase, ""] += computing(line, phase)
+                for axis, waited in line["waits"].get(phase, {}).items():
+                    parts[phase, axis] += waited
+        for key, seconds in parts.items():
+            series[key].append(seconds / len(step_lines))
+    typical = {key: _typical(key[0], values, len(by_step)) for key, values in series.items()}
+    whole = sum(typical.values())
+    found = [TimeRow(p, a, seconds, seconds / whole) for (p, a), seconds in typical.items() if seconds > 0]
     return sorted(found, key=lambda share: -share.seconds)
+
+
+def _typical(phase: str, values: list[float], steps: int) -> float:
+    """Returns seconds per step; ``values`` are of the steps that had the phase."""
+    if phase in _NOW_AND_THEN:
+        return sum(values) / steps
+    return median([*values, *[0.0] * (steps - len(values))])
+
+
+def slow_moments(run: RunData, numbers: Iterable[int]) -> tuple[list[SlowMoment], float]:
+    """Returns the outlying steps, longest first, and what they took beyond the median step, as a share of all time.
+
+    Args:
+        run: The run.
+        numbers: Steps that count.
+    """
+    lines = {n: [(r.rank, r.steps[n]) for r in run.ranks.values() if n in r.steps] for n in numbers}
+    lengths = {n: max(_regular_seconds(line) for _, line in found) for n, found in lines.items() if found}
+    usual = median(lengths.values()) if lengths else 0.0
+    if usual <= 0:
+        return [], 0.0
+    flat = [line for found in lines.values() for _, line in found]
+    typical = {phase: median([computing(line, phase) for line in flat]) for phase in PHASES}
+    moments = []
+    for number, seconds in lengths.items():
+        if seconds > OUTLYING * usual:
+            _, rank, phase = max(
+                (computing(line, phase) - typical[phase], rank, phase)
+                for rank, line in lines[number]
+                for phase in PHASES
+                if phase not in _NOW_AND_THEN
+            )
+            moments.append(SlowMoment(number, seconds, seconds / usual, rank, phase))
+    beyond = sum(moment.seconds - usual for moment in moments)
+    return sorted(moments, key=lambda moment: -moment.seconds), beyond / sum(lengths.values())
+
+
+def _regular_seconds(line: Mapping[str, Any]) -> float:
+    """Returns the seconds of a step without its saves and loads."""
+    return float(line["seconds"] - sum(line["phases"].get(phase, 0.0) for phase in _NOW_AND_THEN))
 
 
 def computing(line: Mapping[str, Any], phase: str) -> float:
@@ -144,9 +222,10 @@ def computing(line: Mapping[str, Any], phase: str) -> float:
 
 
 def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
-    """Returns the ranks that compute longer than the median rank, slowest first.
+    """Returns the ranks that compute longer than the others, slowest first.
 
-    Ranks that do other work (stages of a pipeline) are compared with their like.
+    The score of a rank is its time over the median of the other ranks' times, so that it works with two ranks. Ranks
+    that do other work (stages of a pipeline) are compared with their like.
 
     Args:
         run: The run.
@@ -159,30 +238,34 @@ def slow_ranks(run: RunData, numbers: Iterable[int]) -> list[SlowRank]:
     found = []
     for group in alike.values():
         for phase in PHASES:
-            factors = _factors(group, phase, numbers)
+            scores = _scores(group, phase, numbers)
             found += [
-                SlowRank(r.rank, r.facts.get("host", "?"), phase, factors[r.rank])
+                SlowRank(r.rank, r.facts.get("host", "?"), phase, *scores[r.rank])
                 for r in group
-                if factors.get(r.rank, 1.0) > SLOW
+                if r.rank in scores and scores[r.rank][0] > SLOW
             ]
     return sorted(found, key=lambda slow: -slow.factor)
 
 
-def _factors(group: list[RankRun], phase: str, numbers: list[int]) -> dict[int, float]:
-    """Returns for each rank its time over the median rank's (median of steps); empty for a phase without time."""
-    found: dict[int, list[float]] = defaultdict(list)
-    if len(group) < 2:
-        return {}
+def _scores(group: list[RankRun], phase: str, numbers: list[int]) -> dict[int, tuple[float, float]]:
+    """Returns for each rank its relative score and its share of :class:`SlowRank`; empty for a phase without time."""
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for number in numbers:
-        times = {r.rank: computing(r.steps[number], phase) for r in group if number in r.steps}
-        usual = median(times.values()) if times else 0.0
+        times = sorted((computing(r.steps[number], phase), r.rank) for r in group if number in r.steps)
         whole = max((r.steps[number]["seconds"] for r in group if number in r.steps), default=0.0)
-        if usual < 0.01 * whole:  # too short to matter
-            usual = 0.01 * whole
-        for rank, seconds in times.items():
-            if usual > 0:
-                found[rank].append(seconds / usual)
-    return {rank: median(factors) for rank, factors in found.items()}
+        if len(times) < 2 or whole <= 0:
+            continue
+        for place, (seconds, rank) in enumerate(times):
+            usual = max(_median_without(times, place), 0.01 * whole)  # below that it is too short to matter
+            found[rank].append((seconds / usual, (seconds - usual) / whole))
+    return {rank: (median(f for f, _ in pairs), median(s for _, s in pairs)) for rank, pairs in found.items()}
+
+
+def _median_without(times: list[tuple[float, int]], left_out: int) -> float:
+    """Returns the median of sorted times but one, without a copy: there may be thousands of ranks."""
+    count = len(times) - 1
+    low, high = (at + (at >= left_out) for at in ((count - 1) // 2, count // 2))
+    return (times[low][0] + times[high][0]) / 2
 
 
 def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
@@ -198,15 +281,15 @@ def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
         if part > 0.1:
             advice = _AXIS_ADVICE.get(axis, "look at the links between these ranks")
             found.append((part, f"{part:.0%} of the time is spent waiting along the axis {axis}: {advice}"))
-    worst = next(iter(slow), None)
+    worst = max(slow, key=lambda rank: rank.share, default=None)
     if worst is not None:
         where = "outside the engine" if worst.phase == OUTSIDE else f"in {worst.phase}"
         what = "its data loading and its own code" if worst.phase == OUTSIDE else "that device"
         text = (
-            f"rank {worst.rank} ({worst.host}) takes {worst.factor:.2f} times as long as the median rank {where}, and "
-            f"the others wait for it: look at {what}"
+            f"rank {worst.rank} ({worst.host}) takes {worst.factor:.2f} times as long as the others' median {where}, "
+            f"and the others wait for it: look at {what}"
         )
-        found.append((1 - 1 / worst.factor, text))
+        found.append((worst.share, text))
     return [text for _, text in sorted(found, reverse=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
@@ -20,6 +21,7 @@ from deepspeed.run_report.run_data import RunData, read_run
 
 _NAMES = {"step": "update", "outside": "outside the engine"}
 
+_MOST_MOMENTS = 5
 _PATIENCE = 2.0  # seconds
 _SMALL = 64 << 20  # bytes that are read in a second or two
 
@@ -63,6 +65,7 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
         _unfinished(run, analysis),
         "<h2>What to change first</h2>",
         _list(analysis.advice) or "<p>Nothing stands out: most of the time is computation.</p>",
+        _moments(analysis),
         "<h2>Loss</h2>",
         line_chart(_series(run, "loss"), "loss", _marks(run)),
         "<h2>Where the time of a step went</h2>",
@@ -83,10 +86,10 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
         *_heat_maps(run),
         "<h2>Slow ranks</h2>",
         _table(
-            ("rank", "host", "phase", "times the median rank"),
-            [(s.rank, s.host, _name(s.phase), f"{s.factor:.2f}") for s in analysis.slow],
+            ("rank", "host", "phase", "times the other ranks' median", "of the step"),
+            [(s.rank, s.host, _name(s.phase), f"{s.factor:.2f}", f"{s.share:.0%}") for s in analysis.slow],
         )
-        or "<p>No rank computes 10 % longer than the median rank.</p>",
+        or "<p>No rank computes 10 % longer than the median of the others.</p>",
         "<h2>Plan beside run</h2>",
         _table(("", "planned", "run", "run / plan"), time_beside_plan(run, analysis.step_seconds)),
         _table(("memory of rank 0", "planned, bytes", "run, bytes", "formula"), memory_beside_plan(run)),
@@ -126,8 +129,9 @@ def all_events(run: RunData) -> list[dict[str, Any]]:
         {**event, "rank": number, "text": _event_text(event)}
         for number, rank in run.ranks.items()
         for event in rank.events
-        if event["name"] not in ("memory", FAILURE)
+        if event["name"] not in ("memory", FAILURE, *_OF_ALL_RANKS)
     ]
+    found += _events_of_all_ranks(run)
     found += find_failures(run)
     first = run.first
     found += [
@@ -142,6 +146,33 @@ def all_events(run: RunData) -> list[dict[str, Any]]:
             found.append({"time": line["time"], "rank": first.rank, "name": "skipped", "step": number, "text": text})
         before = skipped
     return sorted(found, key=lambda event: event["time"])
+
+
+_OF_ALL_RANKS = ("save", "load")
+"""Events that every rank writes about the same thing."""
+
+
+def _events_of_all_ranks(run: RunData) -> list[dict[str, Any]]:
+    """Returns each save and load once, with the rank that took longest."""
+    slowest: dict[Any, dict[str, Any]] = {}
+    for rank in run.ranks.values():
+        times_before: dict[Any, int] = defaultdict(int)  # after a restart, a step may be saved again
+        for event in rank.events:
+            if event["name"] in _OF_ALL_RANKS:
+                what = json.dumps([event["name"], event.get("step"), event.get("tag")])
+                key = (what, times_before[what])
+                times_before[what] += 1
+                if key not in slowest or event.get("seconds", 0) > slowest[key].get("seconds", 0):
+                    slowest[key] = {**event, "rank": rank.rank}
+    alone = len(run.ranks) == 1
+    return [
+        {
+            **event,
+            "text": _event_text({k: v for k, v in event.items() if k != "rank"})
+            + ("" if alone else ", the slowest rank"),
+        }
+        for event in slowest.values()
+    ]
 
 
 def _event_text(event: dict[str, Any]) -> str:
@@ -189,6 +220,23 @@ def _tiles(run: RunData, analysis: RunSummary) -> str:
         tiles.insert(0, ("loss", f"{losses[0][1]:.4g} to {losses[-1][1]:.4g}"))
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
     return f"<div class=tiles>{cells}</div>"
+
+
+def _moments(analysis: RunSummary) -> str:
+    """Returns sentences about outlying steps, which no change of the configuration mends."""
+    if not analysis.moments:
+        return ""
+    texts = [
+        f"step {m.step} took {m.seconds:,.3g} s, {m.factor:,.0f} times the median: rank {m.rank}, {_name(m.phase)}"
+        for m in analysis.moments[:_MOST_MOMENTS]
+    ]
+    more = len(analysis.moments) - len(texts)
+    if more:
+        texts.append(f"and {more:,} more")
+    return (
+        f"<h2>Moments</h2><p>Steps that took far longer than the median; {analysis.moments_share:.0%} of the time of "
+        f"all steps lies in them. They do not count above.</p>{_list(texts)}"
+    )
 
 
 def _failed(run: RunData, analysis: RunSummary) -> str:

@@ -29,7 +29,40 @@ def test_the_rank_for_which_the_others_wait_is_named(tmp_path):
     found = analyse(read_run(tmp_path))
     assert [(slow.rank, slow.host, slow.phase) for slow in found.slow] == [(1, "node1", "forward")]
     assert found.slow[0].factor == pytest.approx(0.9 / 0.5)
-    assert any("rank 1 (node1) takes 1.80 times as long" in text for text in found.advice)
+    assert any(
+        "rank 1 (node1) takes 1.80 times as long as the others' median in forward" in text for text in found.advice
+    )
+
+
+def test_of_two_ranks_the_slow_one_has_its_whole_score(tmp_path):
+    for rank in range(2):
+        write_rank(tmp_path, rank, [step_line(n, forward=0.2 + 0.4 * rank, wait=0.0) for n in range(1, 6)])
+    slow = [found for found in analyse(read_run(tmp_path)).slow if found.phase == "forward"]
+    assert [found.rank for found in slow] == [1]
+    assert slow[0].factor == pytest.approx(3.0) and slow[0].share == pytest.approx(0.4)
+
+
+def test_one_long_step_is_a_moment_and_changes_no_share(tmp_path):
+    for rank in range(2):
+        lines = [step_line(n, seconds=0.05, forward=0.048, wait=0.02) for n in range(1, 13)]
+        if rank == 1:
+            lines[6] = step_line(7, seconds=1.5, forward=0.048, wait=0.02)  # its loader stood still
+        write_rank(tmp_path, rank, lines)
+    found = analyse(read_run(tmp_path))
+    assert {(s.phase, s.axis): round(s.share, 2) for s in found.shares}["outside", ""] == 0.04
+    assert not any("lies between calls" in text for text in found.advice)
+    (moment,) = found.moments
+    assert (moment.step, moment.seconds, moment.rank, moment.phase) == (7, 1.5, 1, "outside")
+    assert moment.factor == pytest.approx(30.0) and found.moments_share == pytest.approx(1.45 / (1.5 + 9 * 0.05))
+
+
+def test_saves_count_by_their_mean_and_are_no_moments(tmp_path):
+    lines = [step_line(n) for n in range(1, 13)]
+    lines[5]["phases"]["save"], lines[5]["seconds"] = 10.0, 11.0
+    write_rank(tmp_path, 0, lines)
+    found = analyse(read_run(tmp_path))
+    assert found.moments == () and any("goes into saving" in text for text in found.advice)
+    assert {s.phase: s.seconds for s in found.shares}["save"] == pytest.approx(1.0)
 
 
 def test_stages_of_a_pipeline_are_compared_with_their_like(tmp_path):

@@ -72,6 +72,25 @@ def test_the_page_says_what_is_to_be_seen(folder):
     assert numbers["steps"] == 8 and numbers["unfinished"] == [1]
 
 
+def test_a_save_is_one_event_with_the_slowest_ranks_time(tmp_path):
+    for rank in range(3):
+        write_rank(tmp_path, rank, [step_line(n) for n in range(1, 5)], has_ended=False)
+        with (tmp_path / f"rank-{rank:05d}.jsonl").open("a") as file:
+            for step in (2, 4, 4):  # the last again, after a restart
+                line = {"kind": "event", "time": 1.0, "name": "save", "step": step, "tag": "t", "seconds": 0.5 + rank}
+                file.write(json.dumps(line) + "\n")
+    write_report(tmp_path)
+    events = [e for e in json.loads((tmp_path / "report.json").read_text())["events"] if e["name"] == "save"]
+    assert [(e["step"], e["seconds"], e["rank"]) for e in events] == [(2, 2.5, 2), (4, 2.5, 2), (4, 2.5, 2)]
+    assert events[0]["text"] == "save: tag t, seconds 2.5, the slowest rank"
+
+
+def test_a_long_step_is_a_moment_on_the_page(tmp_path):
+    write_rank(tmp_path, 0, [step_line(n, seconds=0.5 if n != 5 else 9.0) for n in range(1, 9)])
+    text = write_report(tmp_path).read_text()
+    assert "step 5 took 9 s, 18 times the median: rank 0, outside the engine" in text
+
+
 def test_the_command_prints_where_the_page_is(folder, capsys):
     report_run.main([str(folder)])
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
