@@ -96,25 +96,41 @@ def test_the_command_prints_where_the_page_is(folder, capsys):
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
 
 
-def _seen_by_a_browser(folder, *options):
-    page = write_report(folder)
-    base = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=960,2600", *options]
-    subprocess.run(
-        [*base, f"--screenshot={folder / 'seen.png'}", page.as_uri()], check=True, capture_output=True, timeout=120
-    )
-    return (folder / "seen.png").read_bytes()
+def _show_in_a_browser(page, *options):
+    """Returns what chromium shows: the picture's file, the page's elements as text, and what its console said."""
+    picture = page.parent / "seen.png"
+    base = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=960,2600"]
+    base += [f"--user-data-dir={page.parent / 'profile'}", "--enable-logging=stderr"]
+    done = subprocess.run(
+        [*base, *options, f"--screenshot={picture}", "--dump-dom", page.as_uri()],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return picture, done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
-@pytest.mark.slow
 @needs_program("chromium")
 def test_a_browser_shows_it_light_and_dark(folder):
     from matplotlib import image
 
+    page = write_report(folder)
     corners = []
     for options in ((), ("--blink-settings=preferredColorScheme=0",)):
-        (folder / "one.png").write_bytes(_seen_by_a_browser(folder, *options))
-        pixels = image.imread(folder / "one.png")
+        picture, elements, console = _show_in_a_browser(page, *options)
+        assert console == []
+        text = re.sub(r"<[^>]+>", "|", elements)
+        for said in ("Run of 2 ranks, 8 steps", "What to change first", "Not ended: rank 1 after step 8", "Events"):
+            assert said in text
+        assert elements.count("<svg") == text.count("ranks by steps") + 5, "four curves, the areas, and the maps"
+        pixels = image.imread(picture)
         corners.append(float(pixels[5, 5, :3].mean()))
         colours = {tuple(pixel) for pixel in (pixels[::4, ::4, :3] * 8).astype(int).reshape(-1, 3).tolist()}
         assert len(colours) > 10, "text, curves, areas and maps"
     assert corners[0] > 0.9 and corners[1] < 0.2
+
+
+@needs_program("chromium")
+def test_what_a_browser_complains_about_is_seen(tmp_path):
+    page = tmp_path / "broken.html"
+    page.write_text("<!doctype html><meta charset=utf-8><script>nothing()</script>")
+    _, _, console = _show_in_a_browser(page)
+    assert len(console) == 1 and "nothing is not defined" in console[0]
