@@ -150,6 +150,11 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.ops.deepspeed4science": "DS4Sci_EvoformerAttention"},
     ),
     Feature(
+        "Domino",
+        "Use tensor_parallel.autotp_size, which sums the gradient of an input while that of the weight is computed.",
+        {"deepspeed.runtime.domino.transformer": "DominoTransformer DominoTransformerLayer DominoUtil"},
+    ),
+    Feature(
         "the quantizer of floats",
         "Use deepspeed.linear, which has weights of few bits, or torchao for fp8.",
         {"deepspeed.ops.fp_quantizer": "FP_Quantize Quantizer"},

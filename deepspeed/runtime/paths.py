@@ -65,6 +65,8 @@ PATHS: dict[str, dict[str, str]] = {
     "dataloader": {
         "deepspeed.data": "DeepSpeedDataLoader RepeatingLoader",
     },
+    "domino": {},
+    "domino.transformer": {},
     "eigenvalue": {
         "deepspeed.compression.eigenvalue": "Eigenvalue",
     },
