@@ -24,6 +24,7 @@ from deepspeed.run_report.page import report_if_small
 from deepspeed.run_report.rank_file import open_folder
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import PLAN
+from deepspeed.run_report.stragglers import StragglerWatch
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
 
@@ -57,7 +58,12 @@ class RunReportFeature(EngineFeature):
         rank, folder = comm.get_rank(), Path(setup.root.run_report.path)
         # By the first rank, so that the page is there when the program has ended, also by an exception.
         on_close = partial(report_if_small, folder) if rank == 0 else None
-        return TrackingHooks(StepRecorder(folder, rank, _facts(setup, runtime), on_close=on_close))
+        world_size = comm.get_world_size()
+        watch = StragglerWatch(folder, world_size) if rank == 0 and world_size > 1 else None
+        after_step = None if watch is None else watch.after_step
+        return TrackingHooks(
+            StepRecorder(folder, rank, _facts(setup, runtime), on_close=on_close, after_step=after_step)
+        )
 
 
 FEATURE = RunReportFeature()

@@ -29,7 +29,7 @@ class RankFile:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.path = open_folder(folder, rank) / f"rank-{rank:05d}.jsonl"
+        self.path = rank_path(open_folder(folder, rank), rank)
         _end_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
         self._flushed = time.monotonic()
@@ -66,6 +66,11 @@ def open_folder(folder: Path, rank: int) -> Path:
             f"run_report.path={str(folder)!r}: expected a folder that rank {rank} can write to, found: "
             f"{error.strerror}. Change the path or its permissions"
         ) from error
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Returns the path of the file of a rank."""
+    return folder / f"rank-{rank:05d}.jsonl"
 
 
 def rank_of(path: Path) -> int:

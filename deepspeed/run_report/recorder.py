@@ -112,6 +112,7 @@ class StepRecorder(StepTracker):
         facts: What is known at the start; written to the file.
         clock: Sets the marks; None: the one that fits the accelerator.
         on_close: Called when the last line is written.
+        after_step: Called with this recorder and the step's number when a step is done.
     """
 
     wants_loss = wants_events = True
@@ -123,7 +124,9 @@ class StepRecorder(StepTracker):
         facts: Mapping[str, Any],
         clock: PhaseClock | None = None,
         on_close: Callable[[], Any] | None = None,
+        after_step: Callable[[StepRecorder, int], Any] | None = None,
     ) -> None:
+        self._after_step = after_step
         self._clock = clock if clock is not None else phase_clock()
         file = RankFile(folder, rank)
         file.write("start", rank=rank, **facts)
@@ -191,6 +194,8 @@ class StepRecorder(StepTracker):
         self._tokens, self._sent = 0, sent
         self._step = _OpenStep(step.ended)
         self._writer.take(step)
+        if self._after_step is not None:
+            self._after_step(self, info.step)
 
     @override
     def take_memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
@@ -201,6 +206,10 @@ class StepRecorder(StepTracker):
     @override
     def event(self, name: str, **values: Any) -> None:
         self._writer.file.write("event", name=name, **values)
+        self.flush()
+
+    def flush(self) -> None:
+        """Brings what is written to where a reader sees it."""
         self._writer.file.flush()
 
     @override

@@ -1,0 +1,102 @@
+"""The line about a rank that stays slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed.run_report import stragglers
+from deepspeed.run_report.page import all_events
+from deepspeed.run_report.rank_file import RankFile
+from deepspeed.run_report.recorder import StepRecorder
+from deepspeed.run_report.run_data import read_run
+from deepspeed.run_report.stragglers import WINDOW, StragglerWatch
+from tests.run_report.runs import step_line
+
+
+class Run:
+    """Two ranks whose steps a test writes, and rank 0's watch with a clock that a test sets."""
+
+    def __init__(self, folder):
+        self.now = 0.0
+        self.step = 0
+        self.folder = folder
+        self.files = [RankFile(folder, rank) for rank in range(2)]
+        for rank, file in enumerate(self.files):
+            file.write("start", rank=rank, host=f"node{rank}")
+        self.watch = StragglerWatch(folder, 2, lambda: self.now)
+        self.recorder = StepRecorder(folder / "own", 0, {})
+
+    def go(self, steps, *, slow):
+        for _ in range(steps):
+            self.step += 1
+            self.now += 1.0
+            for rank, file in enumerate(self.files):
+                file.write("step", **step_line(self.step, forward=0.6, wait=0.0 if rank == slow else 0.4))
+                file.flush()
+            self.watch.after_step(self.recorder, self.step)
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = Run(tmp_path)
+    yield found
+    found.recorder.close()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(stragglers, "log_dist", lines.append)
+    return lines
+
+
+def test_a_rank_that_stays_slow_is_named_once_per_stretch(run, said):
+    run.go(40, slow=None)
+    assert said == []
+    run.go(60, slow=1)
+    (line,) = said
+    assert line.startswith("straggler: rank 1 (node1) takes 2.00 times as long") and "in forward" in line
+    run.go(60, slow=None)
+    run.go(60, slow=1)
+    assert len(said) == 2, "named again after a stretch in which it was as fast as the others"
+    run.recorder.close()
+    events = [event for event in all_events(read_run(run.folder / "own")) if event["name"] == "straggler"]
+    assert [event["slow_rank"] for event in events] == [1, 1] and all("step" in event for event in events)
+
+
+def test_a_moment_is_no_stretch(run, said):
+    for _ in range(6):
+        run.go(WINDOW - 4, slow=None)
+        run.go(4, slow=0)
+    assert said == []
+
+
+def test_steps_of_an_earlier_start_do_not_count(run, said):
+    run.watch = StragglerWatch(run.folder, 2, lambda: -1.0)  # never looks
+    run.go(WINDOW, slow=1)
+    for file in run.files:
+        file.write("start", rank=0)
+    run.watch = StragglerWatch(run.folder, 2, lambda: run.now)
+    run.go(WINDOW - 1, slow=1)
+    assert said == []
+    run.go(12, slow=1)
+    assert len(said) == 1
+
+
+def test_a_file_that_is_not_there_is_left_out(run, said):
+    run.watch = StragglerWatch(run.folder, 3, lambda: run.now)
+    run.go(3 * WINDOW, slow=1)
+    assert len(said) == 1
+
+
+def test_a_look_that_costs_much_is_rare(run, monkeypatch):
+    looks = []
+
+    def expensive():
+        looks.append(run.now)
+        run.now += 0.1
+        return []
+
+    monkeypatch.setattr(run.watch, "_slow", expensive)
+    run.go(200, slow=None)
+    assert looks[1] - looks[0] >= 50.0
