@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from deepspeed.logging import log_dist
@@ -21,13 +21,16 @@ STAYS_SLOW = 1.3
 
 MATTERS = 0.05
 
-_TAIL = 64 << 10  # bytes at the end of a file that are read
+_AT_ONCE = 32  # ranks that one look compares at most, since rank 0 stands still for it
+_TAIL = 32 << 10  # bytes at the end of a file that are read
 _PAUSE = 10.0  # seconds between two looks, at least
 _COST = 0.002  # of the time, at most, so that the pause grows with the number of ranks
 
 
 class StragglerWatch:
     """Logs a line on rank 0 when a rank stays slow, once per stretch of time in which it is.
+
+    A look compares at most 32 ranks, spread over the job; the next look takes others.
 
     Only files that this machine sees are compared: one machine's, or all in a shared folder.
 
@@ -43,6 +46,7 @@ class StragglerWatch:
         self._seconds = seconds
         self._next = seconds() + _PAUSE
         self._named: set[int] = set()
+        self._looks = 0
 
     def after_step(self, recorder: StepRecorder, step: int) -> None:
         """Compares the ranks if it is time to: logs those that have become slow, and writes them as events.
@@ -55,7 +59,10 @@ class StragglerWatch:
         if started < self._next:
             return
         recorder.flush()
-        slow = self._slow()
+        parts = -(-len(self._paths) // _AT_ONCE)
+        ranks = range(self._looks % parts, len(self._paths), parts)
+        self._looks += 1
+        slow = self._slow(ranks)
         lasting = {s.rank for s in slow}
         worst: dict[int, SlowRank] = {}
         for found in sorted(slow, key=lambda s: s.share):
@@ -70,12 +77,12 @@ class StragglerWatch:
             recorder.event(
                 "straggler", step=step, slow_rank=found.rank, phase=found.phase, factor=round(found.factor, 2)
             )
-        self._named = (self._named & lasting) | set(worst)
+        self._named = (self._named - (set(ranks) - lasting)) | set(worst)
         now = self._seconds()
         self._next = now + max(_PAUSE, (now - started) / _COST)
 
-    def _slow(self) -> list[SlowRank]:
-        runs = {rank: run for rank, path in enumerate(self._paths) if (run := self._read(rank, path)) is not None}
+    def _slow(self, ranks: Iterable[int]) -> list[SlowRank]:
+        runs = {rank: run for rank in ranks if (run := self._read(rank, self._paths[rank])) is not None}
         common = set.intersection(*(set(run.steps) for run in runs.values())) if len(runs) > 1 else set()
         window = sorted(common)[-WINDOW:]
         return slow_ranks(RunData(runs), window) if len(window) == WINDOW else []

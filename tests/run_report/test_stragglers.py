@@ -92,7 +92,7 @@ def test_a_file_that_is_not_there_is_left_out(run, said):
 def test_a_look_that_costs_much_is_rare(run, monkeypatch):
     looks = []
 
-    def expensive():
+    def expensive(ranks):
         looks.append(run.now)
         run.now += 0.1
         return []
@@ -100,3 +100,14 @@ def test_a_look_that_costs_much_is_rare(run, monkeypatch):
     monkeypatch.setattr(run.watch, "_slow", expensive)
     run.go(200, slow=None)
     assert looks[1] - looks[0] >= 50.0
+
+
+def test_many_ranks_are_compared_in_turns(run, said, monkeypatch):
+    monkeypatch.setattr(stragglers, "_AT_ONCE", 2)
+    for rank in range(2, 5):
+        file = RankFile(run.folder, rank)
+        file.write("start", rank=rank, host=f"node{rank}")
+        run.files.append(file)
+    run.watch = StragglerWatch(run.folder, 5, lambda: run.now)
+    run.go(100, slow=3)
+    assert len(said) == 1 and "rank 3 (node3)" in said[0], "named once, although other ranks have their turns between"
