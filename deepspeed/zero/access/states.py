@@ -156,9 +156,9 @@ def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Ten
     return flat.view(address.shape)
 
 
-def _at_least_fp32(master: torch.Tensor) -> torch.Tensor:
-    """Returns master weights, of any shape, as callers expect them also where masters have 16 bit."""
-    return master.to(torch.promote_types(master.dtype, torch.float32))
+def _at_least_fp32(narrow: torch.Tensor) -> torch.Tensor:
+    """Returns master weights or gradients, of any shape, as callers expect them also where they have 16 bit."""
+    return narrow.to(torch.promote_types(narrow.dtype, torch.float32))
 
 
 def _check_full(found: _TrainedParam, value: torch.Tensor, call: str) -> None:
@@ -364,6 +364,8 @@ def _some_rank_has_gradient(found: _TrainedParam, mine: torch.Tensor | None, cal
 
 
 def _unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
+    """Returns a gradient, of any shape, without the loss scale, in fp32: in fp16 it could be too small for a number."""
+    gradient = _at_least_fp32(gradient)
     return gradient if loss_scale == 1.0 else gradient.div_(loss_scale)
 
 
@@ -374,9 +376,8 @@ def _write_gradient(found: _TrainedParam, value: torch.Tensor, call: str) -> Non
             f"{call}: {found.address.name!r} has no gradient now; gradients exist between the backward of the last "
             "micro-batch and the update"
         )
-    mine.copy_(value)
-    if found.loss_scale != 1.0:
-        mine.mul_(found.loss_scale)
+    # Scaled before it is rounded: without the loss scale it could be too small for fp16.
+    mine.copy_(value if found.loss_scale == 1.0 else _at_least_fp32(value) * found.loss_scale)
     gradients = found.runtime.gradients_of(found.bucket)
     assert gradients is not None
     gradients.note_write(found.address.tile, by_all=found.is_whole)

@@ -216,6 +216,8 @@ def _walk(
                 found = source.read(window, borrow=borrow)
             for tile in window:
                 value = found.pop(tile)
+                if kind == "grad":  # without the loss scale it could be too small for fp16
+                    value = value.to(torch.promote_types(value.dtype, torch.float32))
                 if tile in tiles:
                     yield bucket.layout.tiles[tile], value if scale == 1.0 else value.div_(scale)
 

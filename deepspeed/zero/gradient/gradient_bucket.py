@@ -37,7 +37,7 @@ class ReductionPolicy:
         reduce_dtype: Dtype on the wire, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
-        narrows: What the update reads has ``accumulate_dtype``, whatever it is a sum of.
+        narrows: What the update reads has ``accumulate_dtype``, whatever it is a sum of; wider parameters keep theirs.
         is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
         divides_first: Divide a gradient before it travels (``prescale_gradients``).
         predivide: What a gradient is divided by before it travels; the rest of the division follows
@@ -160,11 +160,14 @@ class GradientBucket:
         # Sums over ranks are fp32, and fp64 where the gradient is.
         is_double = bucket.dtype == torch.float64
         self._sum_dtype = torch.float64 if is_double else torch.float32
+        accumulate_dtype = policy.accumulate_dtype
+        if policy.narrows:  # modules that stay fp32 have fp32 masters, and gradients as exact as those
+            accumulate_dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
         self.sum = GradientSum(
             self._flat,
             layout.starts,
             shapes,
-            dtype=torch.float64 if is_double else policy.accumulate_dtype,
+            dtype=torch.float64 if is_double else accumulate_dtype,
             device=bucket.device,
             destination=destination,
             ledger=ledger,

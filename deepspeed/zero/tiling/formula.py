@@ -188,7 +188,9 @@ class MemoryFormula:
                 total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel
                 continue
             over_micro_batches = unreduced or bucket.num_slices == 1 or self.placement.shard_gradients
-            wide = accumulate_itemsize if over_micro_batches or self.placement.narrow_masters else 4
+            wide = accumulate_itemsize if over_micro_batches else 4
+            if self.placement.narrow_masters:
+                wide = max(accumulate_itemsize, itemsize(bucket.dtype))
             whole = unreduced or not self.placement.shard_master
             total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self.owned_numel(bucket))
             text = f"{wide} x Psi" if whole else f"{wide} x Psi / {self.owners}"

@@ -286,3 +286,63 @@ def test_states_need_masters():
     config = config_of(1)
     config["bf16"]["bf16_master_weights_and_grads"] = False
     assert "bf16_master_weights_and_grads: true" in run_ranks(refusal, 1, config)[0]
+
+
+def gradients_through_accessors(stage, offload):
+    """Gradients that are numbers of fp16 only while they are multiplied by the loss scale."""
+    from deepspeed.utils import (
+        safe_get_full_grad,
+        safe_get_local_grad,
+        safe_set_full_grad,
+        safe_set_local_grad,
+        safe_update_full_grad_vectorized,
+    )
+
+    config = config_of(stage, "fp16", offload=offload)
+    config["fp16"]["initial_scale_power"] = 16
+    engine = engine_of(config)
+    tokens = torch.arange(10).view(2, 5)
+    engine.backward(engine(tokens).float().square().mean() * 1e-6)
+    parameter = engine.module.block[0].weight
+    expected = safe_get_full_grad(parameter)
+    assert expected.dtype == torch.float32 and 0 < expected.abs().max() < 2.0**-25
+    safe_set_full_grad(parameter, expected)
+    torch.testing.assert_close(safe_get_full_grad(parameter), expected, rtol=0, atol=0)
+    safe_set_local_grad(parameter, safe_get_local_grad(parameter))
+    safe_update_full_grad_vectorized([parameter], lambda gradient, _: gradient * 2)
+    torch.testing.assert_close(safe_get_full_grad(parameter), expected * 2, rtol=0, atol=0)
+    torch.testing.assert_close(dict(engine.iter_full("grad"))["block.0.weight"], expected * 2, rtol=0, atol=0)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
+def test_gradients_too_small_for_fp16_pass_through_accessors(stage, offload):
+    run_ranks(gradients_through_accessors, 2, stage, offload)
+
+
+def with_fp32_block(stage, offload, accumulation):
+    config = config_of(stage, offload=offload, accumulation=accumulation)
+    config["data_types"] = {"keep_in_fp32_modules": ["block"]}
+    engine = engine_of(config, trains_unused=False)
+    block = engine.module.block
+    block.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    block.register_forward_hook(lambda _, given, found: found.bfloat16())
+    for part in range(accumulation):
+        tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(part))
+        engine.backward(nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
+        if part + 1 < accumulation:
+            engine.step()
+    gradients = dict(engine.iter_full("grad"))
+    engine.step()
+    report = engine.memory_report()
+    assert all(found == formula for _, found, formula, _ in report), report
+    engine.destroy()
+    return gradients["block.0.weight"], gradients["embed.weight"]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
+def test_modules_that_stay_fp32_keep_their_gradients(stage, offload):
+    for accumulation in (1, 3):
+        for wide, narrow in run_ranks(with_fp32_block, 2, stage, offload, accumulation):
+            assert torch.equal(narrow, narrow.bfloat16().float())
+            assert not torch.equal(wide, wide.bfloat16().float()), "a gradient of fp32 was rounded to 16 bits"
