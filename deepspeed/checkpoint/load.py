@@ -400,6 +400,14 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
         position = state.model_states.get("data_position")
         if position is not None and run_state.data_position() is not None:
             run_state.dataloader.load_position(position)
+        elif run_state.sampler_state() is None and hasattr(run_state.dataloader, "load_state_dict"):
+            log_dist(
+                "load_checkpoint: the ranks are others than those that saved, so the position in the data is not "
+                "restored: the order of this loader (a sampler of the program, a stream, or a loader of another "
+                "library) belongs to one number of ranks. The data begin anew; skip what was used, or resume on as "
+                "many ranks",
+                level=WARNING,
+            )
         return
     restore = getattr(run_state.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:

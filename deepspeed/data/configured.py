@@ -10,7 +10,7 @@ from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.data_efficiency import DataSampling
 from deepspeed.config.sections.root import Root
 from deepspeed.data.curriculum.sampler import DeepSpeedDataSampler
-from deepspeed.data.loader import DeepSpeedDataLoader, is_map_style_dataset
+from deepspeed.data.loader import DeepSpeedDataLoader, is_iterable_style_dataset, is_map_style_dataset
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
@@ -45,8 +45,14 @@ def make_loader(
         on_device: The model computes on a device.
 
     Raises:
-        DeepSpeedConfigError: The configured sampler needs numbered samples.
+        DeepSpeedConfigError: The configured sampler needs numbered samples, or ``dataset`` is no data set.
     """
+    if not is_iterable_style_dataset(dataset) and not hasattr(dataset, "__getitem__"):
+        raise DeepSpeedConfigError(
+            "training_data (or deepspeed_io(dataset)): expected a data set with __getitem__ and __len__, or an "
+            f"IterableDataset; found {type(dataset).__name__}. Of a loader give its dataset, or leave training_data "
+            "out and set engine.training_dataloader to the loader"
+        )
     sampling = _sampling_of(root) if route in ("train", "pipeline") else None
     if sampling is not None and not sampling.dynamic_batching.enabled:
         data_sampler = _configured_sampler(root, ranks, dataset, batch_size, steps)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from logging.handlers import BufferingHandler
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import deepspeed
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
 
 
@@ -107,6 +110,71 @@ def resume(folder: str):
 def test_training_goes_on_with_the_same_data(tmp_path):
     for straight, resumed in run_ranks(resume, 2, str(tmp_path)):
         assert straight == resumed
+
+
+class Counting:
+    """A loader of another library: it says where it stands."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self):
+        while self.given < 12:
+            self.given += 1
+            yield torch.full((2, 2), float(self.given))
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+def _engine_with(loader):
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=nn.Linear(2, 1), config=config)[0]
+    engine.training_dataloader = loader
+    return engine
+
+
+def save_with_a_loader_of_others(folder):
+    first = Counting()
+    engine, batches = _engine_with(first), RepeatingLoader(first)
+    for _ in range(15):
+        next(batches)
+    engine.save_checkpoint(folder)
+    second = Counting()
+    _engine_with(second).load_checkpoint(folder)
+    return second.given, [float(next(iter(second))[0, 0]), float(next(batches)[0, 0])]
+
+
+def load_on_other_ranks(folder):
+    loader = Counting()
+    lines = BufferingHandler(10_000)
+    deepspeed.logger.addHandler(lines)
+    try:
+        _engine_with(loader).load_checkpoint(folder)
+    finally:
+        deepspeed.logger.removeHandler(lines)
+    return loader.given, [record for record in lines.buffer if "the position in the data is not" in record.getMessage()]
+
+
+def test_a_loader_of_others_goes_on_where_it_stood_or_a_line_says_that_it_does_not(tmp_path):
+    assert run_ranks(save_with_a_loader_of_others, 2, str(tmp_path)) == [(3, [4.0, 4.0])] * 2
+    ((given, lines),) = run_ranks(load_on_other_ranks, 1, str(tmp_path))
+    assert given == 0
+    assert len(lines) == 1
+
+
+def loader_as_training_data():
+    with pytest.raises(DeepSpeedConfigError, match=r"training_data.*found DataLoader.*engine\.training_dataloader"):
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        deepspeed.initialize(model=nn.Linear(2, 1), training_data=DataLoader(Noisy()), config=config)
+
+
+def test_a_loader_is_no_training_data():
+    run_ranks(loader_as_training_data, 1)
 
 
 def _samples(loaders, batches):
