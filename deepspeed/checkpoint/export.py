@@ -98,14 +98,16 @@ def iter_weights(
         exclude_frozen: Leave frozen parameters out.
 
     Yields:
-        On rank 0 ``(name, values)``, valid until the next; tied parameters once. Nothing on other ranks.
+        On rank 0 ``(name, values)``, a copy; tied parameters once. Nothing on other ranks.
     """
     buffers = run_state.buffers().keys()
     for names, values in _walk(run_state, roster(run_state, exchange), exclude_frozen=exclude_frozen):
         if exchange.rank != 0:
             continue
         is_cast = values.is_floating_point() and names[0] not in buffers
-        yield names[0], values.detach().to(dtype) if is_cast and dtype is not None else values.detach()
+        wanted = dtype if is_cast and dtype is not None else values.dtype
+        # What the walk gives is the model's own memory, or memory that the next bucket overwrites.
+        yield names[0], values.detach().to(wanted, copy=True)
 
 
 def _walk(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> Iterator[tuple[list[str], torch.Tensor]]:

@@ -201,7 +201,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient."""
         self._runtime.leave_backward("engine.zero_grad")
-        self._train_step.counts.clear()
         if self._runtime.reducer is not None:
             self._runtime.reducer.zero_grad()
 

@@ -268,8 +268,8 @@ class EngineCheckpoints:
             exclude_frozen_parameters: Leave parameters without gradient out (the base under an adapter).
 
         Yields:
-            ``(name, tensor)`` on rank 0, where a tensor is valid until the next one; a tied parameter comes once, and
-            saved buffers come last. Nothing on the other ranks.
+            ``(name, tensor)`` on rank 0, where the tensor is a copy that belongs to the caller; a tied parameter comes
+            once, and saved buffers come last. Nothing on the other ranks.
         """
         self._runtime.leave_backward("export_weights")
         self._runtime.refuse_offloaded("export_weights", "lp_params")

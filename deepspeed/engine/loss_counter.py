@@ -9,12 +9,13 @@ gradients stay in range; dividing by it changes no digit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 
 class LossCounter:
@@ -26,12 +27,14 @@ class LossCounter:
 
     def __init__(self, updater: DeepSpeedZeroOptimizer | None) -> None:
         self._updater = updater
+        if updater is not None:
+            updater.attach_losses(self.update, self.clear)
         self._mine = 0.0
         self._scale = 0.0  # the power of two; 0 before it is known
         self._is_counted: bool | None = None  # of the losses since the last update
 
     def begin(self, count: float | None, micro_batches: int) -> float:
-        """Counts the loss of one backward. Every rank must call it alike.
+        """Called before the backward of a loss. Every rank must call it alike.
 
         Args:
             count: Tokens in this rank's loss, as :func:`number_of` returns them; None: the loss is a mean.
@@ -51,19 +54,35 @@ class LossCounter:
         self._is_counted = count is not None
         if count is None:
             return 1.0
-        self._mine += count
         if not self._scale:
             assert self._updater is not None
             counts = self._updater.gather_over_job(count, "the tokens of the first loss")
             self._scale = _near(float(counts.mean()) * micro_batches)
         return self._scale
 
-    @property
-    def row(self) -> tuple[float, ...]:
-        """The numbers that this rank gives to all others at the update: its count; none for means."""
-        return (self._mine,) if self._is_counted else ()
+    def add(self, count: float) -> None:
+        """Adds the tokens of a loss whose backward has ended; one that an exception ended leaves no gradient."""
+        self._mine += count
 
-    def divisor(self, counts: torch.Tensor) -> float:
+    def update(self, extra: Sequence[float] = ()) -> StepReport:
+        """Makes the update, which divides by the tokens of all ranks. Every rank must call it.
+
+        Args:
+            extra: See :meth:`DeepSpeedZeroOptimizer.update`.
+
+        Returns:
+            The report of the update; where losses have a count, the last of its ``extra`` numbers is the count.
+        """
+        assert self._updater is not None
+        if not self._is_counted:
+            report = self._updater.update(extra)
+            self.clear()
+            return report
+        report = self._updater.update((*extra, self._mine), lambda rows: self._divisor(rows[:, -1]))
+        self._end_update(report.extra[:, -1])
+        return report
+
+    def _divisor(self, counts: torch.Tensor) -> float:
         """Returns what the mean gradient of the divided sums is to be divided by.
 
         Args:
@@ -75,13 +94,14 @@ class LossCounter:
             return 1.0  # every gradient is zero
         return total / (self._scale * self._updater.mean_over)
 
-    def end_update(self, counts: torch.Tensor | None) -> None:
+    def _end_update(self, counts: torch.Tensor) -> None:
         """Begins anew after an update, with the power of two that fits it.
 
         Args:
-            counts: As for :meth:`divisor`; None: no loss had a count.
+            counts: As for :meth:`_divisor`.
         """
-        if counts is not None and self._updater is not None and (mean := float(counts.mean())):
+        assert self._updater is not None
+        if mean := float(counts.mean()):
             fitting = _near(mean)
             if fitting != self._scale:
                 self._updater.scale_feedback(self._scale / fitting)
@@ -89,7 +109,7 @@ class LossCounter:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the losses since the last update."""
+        """Forgets the losses since the last update. Called whenever their gradients are thrown away."""
         self._mine, self._is_counted = 0.0, None
 
 

@@ -82,6 +82,7 @@ class TrainStep:
         self._row_check = RowCheck()
         self._in_forward = False  # a whole training step may be part of a forward
         self._runs_backward = False
+        self._program_runs_backward = False
         runtime.attach(updater, self.open_backward)
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class TrainStep:
                 scale /= steps
             self.features.before_backward(root, scale, self.global_steps)
         self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
+        self.counts.add(tokens or 0.0)
         return loss
 
     def backward(self, roots: Any, gradients: Any, micro_batch: MicroBatch | None = None, **options: Any) -> None:
@@ -233,6 +235,7 @@ class TrainStep:
         """
         self._refuse_backward()
         tensors, given = paired_roots(roots, gradients)
+        self.counts.begin(None, 1)
         self._begin_backward(micro_batch)
         self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
 
@@ -308,6 +311,7 @@ class TrainStep:
             return
         self._progress.before("backward")
         self._scaling.program_runs_backward()
+        self._program_runs_backward = True
         call_after_backward(self._close_backward)
 
     @contextmanager
@@ -329,6 +333,9 @@ class TrainStep:
         if self._runtime.in_backward:
             self._runtime.end_backward()
             self._progress.after("backward")
+            by_program, self._program_runs_backward = self._program_runs_backward, False
+            if by_program and self._runtime.reducer is not None and self._runtime.reducer.has_arrivals:
+                self.counts.begin(None, 1)  # not for torch.autograd.grad, which leaves no gradient in a parameter
 
     # -- update ------------------------------------------------------------------------------------------------------
 
@@ -375,7 +382,7 @@ class TrainStep:
                     level=logging.WARNING,
                 )
             self._progress.before("step")
-            report = self._update(self._updater, lr_arguments or {}, extra)
+            report = self._update(lr_arguments or {}, extra)
             batches.has_run_backward = False
             self._progress.after("step")
         else:
@@ -384,14 +391,10 @@ class TrainStep:
         batches.end_step(1 if micro_batches is None else micro_batches)
         return report
 
-    def _update(
-        self, updater: DeepSpeedZeroOptimizer, lr_arguments: Mapping[str, Any], extra: Sequence[float]
-    ) -> StepReport:
+    def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
         self.features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
-        row, share = self.counts.row, self._batches.share
-        given = (*extra, *(() if share is None else share.numbers()), *row)
-        report = updater.update(given, (lambda rows: self.counts.divisor(rows[:, -1])) if row else None)
-        self.counts.end_update(report.extra[:, -1] if row else None)
+        share = self._batches.share
+        report = self.counts.update((*extra, *(() if share is None else share.numbers())))
         if share is not None:
             share.take(report.extra)
         self.global_steps += 1

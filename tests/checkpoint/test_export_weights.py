@@ -6,13 +6,13 @@ import copy
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import deepspeed
 from tests.ecosystem.support import needs_transformers
+from tests.engine.support import engine_of
 from tests.harness import run_ranks
 from tests.harness.toy_models import causal_model
-
-pytestmark = needs_transformers
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -60,5 +60,26 @@ def _export():
         engine.destroy()
 
 
+def _kept():
+    """All tensors are kept, and then written into."""
+    for stage in (0, 3):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        known = {name: value.clone() for name, value in model.state_dict().items()}
+        engine = engine_of(model, stage, zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40})
+        kept = dict(engine.export_weights())
+        for name, value in kept.items():
+            assert torch.equal(value, known[name]), name
+            value.zero_()
+        for name, value in engine.export_weights():
+            assert torch.equal(value, known[name]), name
+        assert len(kept) == (0 if dist.get_rank() else len(known))
+        engine.destroy()
+
+
+def test_exported_tensors_are_copies():
+    run_ranks(_kept, 2)
+
+
+@needs_transformers
 def test_full_weights_come_out_of_every_cut():
     run_ranks(_export, 2)

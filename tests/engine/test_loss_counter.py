@@ -104,6 +104,82 @@ def test_misuse_is_named():
     run_ranks(_misuse, 1)
 
 
+def _mixed():
+    """A loss without a count next to one with a count, by whichever call."""
+    x, labels = _batch(0)
+    for stage in (0, 3):
+        engine = engine_of(_model(), stage, accumulation=2)
+        without = {
+            "the program's own backward": lambda engine=engine: (_sum(engine, x, labels)[0] / 5).backward(),
+            "gradients": lambda engine=engine: engine.backward(engine(x), gradients=torch.ones(SAMPLES, LENGTH, 5)),
+        }
+        for backward in without.values():
+            engine.backward(_sum(engine, x, labels)[0], count=5)
+            with pytest.raises(CallOrderError, match="some losses since the last update have a count"):
+                backward()
+            engine.zero_grad()
+            backward()
+            with pytest.raises(CallOrderError, match="some losses since the last update have a count"):
+                engine.backward(_sum(engine, x, labels)[0], count=5)
+            engine.zero_grad()
+        engine.backward(_sum(engine, x, labels)[0], count=5)
+        inputs = x.clone().requires_grad_()
+        torch.autograd.grad(engine(inputs).sum(), inputs)  # leaves no gradient in a parameter
+        engine.backward(_sum(engine, x, labels)[0], count=5)
+
+
+def test_losses_with_and_without_a_count_are_not_mixed():
+    run_ranks(_mixed, 1)
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("fails")
+
+
+def _my_part(step):
+    return [part.tensor_split(dist.get_world_size())[rank()] for part in _batch(step)]
+
+
+def _abandon(engine, way, folder):
+    """One backward whose gradients are thrown away."""
+    total, count = _sum(engine, *_my_part(2))
+    if way == "an exception":
+        with pytest.raises(KeyError, match="fails"):
+            engine.backward(_Failing.apply(total), count=count)
+        return
+    engine.backward(total, count=count)
+    if way == "optimizer.zero_grad":
+        engine.optimizer.zero_grad()
+    elif way == "load_checkpoint":
+        engine.load_checkpoint(folder)
+
+
+def _thrown_away(folder):
+    plain = _plain(0.0)
+    for stage in (1, 3):
+        for way in ("an exception", "optimizer.zero_grad", "load_checkpoint", "optimizer.step"):
+            engine = engine_of(_model(), stage, optimizer=_sgd)
+            if way == "load_checkpoint":
+                engine.save_checkpoint(folder)
+            if way != "optimizer.step":
+                _abandon(engine, way, folder)
+            for step in range(STEPS):
+                total, count = _sum(engine, *_my_part(step))
+                engine.backward(total, count=count)
+                (engine.optimizer if way == "optimizer.step" else engine).step()
+            assert_states_equal(full_masters(engine), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_go_where_their_gradients_go(tmp_path):
+    run_ranks(_thrown_away, 2, str(tmp_path))
+
+
 AXES = [
     {"sequence_parallel_size": 2},
     {"sequence_parallel_size": 2, "sequence_parallel": {"loss": "own_share"}},

@@ -28,6 +28,7 @@ class FakeRuntime:
         self.in_backward = self.backward_is_running = False
         self.reducer: Any = SimpleNamespace(
             has_sums=False,
+            has_arrivals=True,
             end_micro_step=lambda: self.calls.append("end of micro-step"),
             clear=lambda: self.calls.append("clear"),
         )
@@ -101,6 +102,9 @@ class FakeUpdater:
     def __init__(self) -> None:
         self.overflows: list[bool] = []
         self.extras: list[list[float]] = []
+
+    def attach_losses(self, update: Any, clear: Any) -> None:
+        pass
 
     def update(self, extra: Any = (), divisor_of: Any = None) -> StepReport:
         self.extras.append(list(extra))

@@ -65,6 +65,10 @@ class _Backward:
     is_patient: bool = True
 
 
+def _nothing() -> None:
+    """Stands for a callback that nobody has set."""
+
+
 class GradientReader(Protocol):
     """Reads reduced gradients before the update."""
 
@@ -84,6 +88,7 @@ class GradientReducer:
     Attributes:
         keeps_own: Gradients of the next update are not reduced: each rank keeps its own sum of them until the update,
             which exchanges something else.
+        on_clear: Called when all gradients are thrown away or were used.
 
     Args:
         buckets: Trainable buckets in model order.
@@ -114,6 +119,7 @@ class GradientReducer:
         self.is_coded = policy.begins_coded
         self._trial = Trial() if policy.is_trial else None
         self.keeps_own = False
+        self.on_clear: Callable[[], None] = _nothing
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
         self._has_partial_sums = False  # equal on all ranks
@@ -413,6 +419,11 @@ class GradientReducer:
         return any(not gradients.sum.is_empty for gradients in self.buckets)
 
     @property
+    def has_arrivals(self) -> bool:
+        """Returns whether autograd delivered any gradient in the latest backward."""
+        return any(gradients.has_arrivals for gradients in self.buckets)
+
+    @property
     def is_mixed(self) -> bool:
         """Returns whether a part of the open backward has been added to sums of earlier micro-batches."""
         backward = self._opened
@@ -565,6 +576,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Frees all gradients."""
+        self.on_clear()
         self.stop_reading()
         self._local_sums.clear()
         self._has_partial_sums = False

@@ -111,6 +111,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._leave_backward = leave_backward
         self._before_update = before_update
         self._backward = backward
+        self._update_by_losses: Callable[[], Any] = self.update
         self._steps = 0
         self._skipped_in_a_row = 0
         self._first_skip = ""
@@ -197,6 +198,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._reducer.zero_grad()
 
     # -- losses that are sums (deepspeed.engine.loss_counter) ----------------------------------------------------------
+
+    def attach_losses(self, update: Callable[[], Any], clear: Callable[[], None]) -> None:
+        """Connects the counter of losses.
+
+        Args:
+            update: Calls :meth:`update` with what the gradients are divided by; :meth:`step` calls it.
+            clear: Called when all gradients are thrown away or were used.
+        """
+        self._update_by_losses = update
+        self._reducer.on_clear = clear
 
     @property
     def mean_over(self) -> int:
@@ -337,7 +348,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
         """
         loss = evaluate(closure)
-        self.update()
+        self._update_by_losses()
         return loss
 
     @torch.no_grad()
