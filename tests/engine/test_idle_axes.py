@@ -107,9 +107,12 @@ def test_neighbours_beside_experts_are_named() -> None:
 
 
 def _degrees_beside_a_mesh() -> None:
-    root = Root(expert_parallel=ExpertParallel(enabled=True, autoep_size=2))
-    with pytest.raises(DeepSpeedConfigError, match=r"expert_parallel.autoep_size 2: expected a divisor of the 1 data"):
-        JobMesh(None, (1, 2), None, default_timeout()).mesh(root)
+    mesh = JobMesh(None, (1, 2), None, default_timeout())
+    over_sequence = Root(expert_parallel=ExpertParallel(enabled=True, autoep_size=2))
+    assert mesh.mesh(over_sequence).size("sequence") == 2
+    root = Root(expert_parallel=ExpertParallel(enabled=True, autoep_size=3))
+    with pytest.raises(DeepSpeedConfigError, match=r"expert_parallel.autoep_size 3: expected a divisor of the 1 data"):
+        mesh.mesh(root)
 
 
 def test_sizes_that_do_not_divide_name_their_setting() -> None:

@@ -45,7 +45,7 @@ def _by_parts(model, mask):
         hidden = made[0] if isinstance(made, tuple) else made
     for name in (*found.norms, *found.after_norm):
         hidden = getattr(found.decoder, name)(hidden)
-    return Shell(found).finish(hidden, router_outputs, found.head.weight, getattr(found.head, "bias", None))
+    return Shell(found).finish(hidden, router_outputs, found.head)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -196,10 +196,13 @@ def test_nobody_else_waits_inside_torch():
 
 
 NO_TRANSPORT = {
+    "autotuning.feature": "the end of a profile, which trains no further",
+    "autotuning.probes": "measures torch's collectives",
     "cli.bench": "measures torch's collectives",
     "comm.speed": "measures torch's collectives",
     "data.analysis.analyzer": "a program of its own, before the training",
     "data.analysis.distributed": "a program of its own, before the training",
+    "plan.measuring.machine": "measures a machine, in a program of its own",
     "zero.construction.model_files": "reads a model's files, before the training",
 }
 """Modules that may call ``deepspeed.comm``'s form of torch's collectives, and why."""
