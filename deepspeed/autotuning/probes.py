@@ -40,32 +40,45 @@ def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Dev
         on_host = get_accelerator().pin_memory(torch.empty(size, dtype=torch.uint8))
         host_link = size / _seconds_of(lambda: target.copy_(on_host, non_blocking=True))
     launch = _launch_seconds(one)
+    link, start = _link_speed(device)
+    reached = DeviceEfficiency(
+        matmul=1.0, bandwidth=1.0, link=1.0, network=1.0, half_size=16.0, launch=launch, start=start
+    )
     return Device(
         name=get_accelerator().device_name(device.index) or device.type,
         memory=memory,
         flops=flops,
         memory_bandwidth=bandwidth,
-        link=_link_rate(device),
+        link=link,
         host_link=host_link,
         source="measured by the tuner",
-        efficiency=DeviceEfficiency(matmul=1.0, bandwidth=1.0, link=1.0, network=1.0, half_size=16.0, launch=launch),
+        efficiency=reached,
     )
 
 
-def _link_rate(device: torch.device) -> float:
+def _link_speed(device: torch.device) -> tuple[float, float]:
+    """Returns the rate of an all-gather in bytes per second, and the seconds to start one; zeros for one rank."""
     ranks = comm.get_world_size()
     if ranks == 1:
-        return 0.0
-    part = torch.zeros((2 if device.type == "cpu" else 64) * _MIB // ranks, dtype=torch.uint8, device=device)
-    whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
-    gather: Callable[[], Any] = lambda: comm.all_gather_into_tensor(whole, part)  # noqa: E731
-    gather()  # every rank as often: a number of repeats that each chose by itself would not match
-    get_accelerator().synchronize()
-    start = time.perf_counter()
-    for _ in range(5):
-        gather()
-    get_accelerator().synchronize()
-    return 5 * part.numel() * (ranks - 1) / (time.perf_counter() - start)
+        return 0.0, 0.0
+    start = _gather_seconds(1, device)
+    numel = (2 if device.type == "cpu" else 64) * _MIB // ranks
+    seconds = _gather_seconds(numel, device)
+    return numel * (ranks - 1) / max(seconds - start, seconds / 2), start
+
+
+def _gather_seconds(numel: int, device: torch.device) -> float:
+    """Returns the seconds of an all-gather of ``numel`` bytes per rank, the least of several."""
+    part = torch.zeros(numel, dtype=torch.uint8, device=device)
+    whole = torch.empty(numel * comm.get_world_size(), dtype=torch.uint8, device=device)
+    rounds = []
+    for _ in range(6):  # every rank as often: a number of repeats that each chose by itself would not match
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        comm.all_gather_into_tensor(whole, part)
+        get_accelerator().synchronize()
+        rounds.append(time.perf_counter() - start)
+    return min(rounds)
 
 
 def _launch_seconds(one: torch.Tensor) -> float:
