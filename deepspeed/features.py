@@ -1,4 +1,4 @@
-"""The known path of the list of missing features (:mod:`deepspeed.missing_features`)."""
+"""Re-exports :mod:`deepspeed.missing_features` at the path ``deepspeed.features``, which programs import."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class TuningHooks(EngineHooks):
         sys.exit(0)
 
     def _end_early(self) -> None:
-        """Writes what was measured where the script has ended by itself."""
+        """At exit: writes the metrics so far, or why there are none, if the script ended before its last update."""
         if self._is_over:
             return
         self._is_over = True

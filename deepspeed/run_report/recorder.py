@@ -63,7 +63,7 @@ class _OpenStep:
 
 
 class _StepWriter:
-    """Writes steps to a rank's file, each when the next one is done."""
+    """Writes one line per step to a rank's file, one step late, so that no step waits for the device."""
 
     def __init__(self, file: RankFile, clock: PhaseClock, on_close: Callable[[], Any] | None) -> None:
         self.file = file

@@ -205,7 +205,7 @@ class _Builder:
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
 
     def _bare_parameter(self, name: str, rule: CutRule) -> LayerCut:
-        """Returns a parameter that its module uses by itself: weights of experts, one number per head."""
+        """Returns how to cut a parameter of no linear layer, such as stacked expert weights or one number per head."""
         shape = full_shape(self.model.get_parameter(name))
         if rule.way not in (*_COLUMNS, *_ROWS):
             return LayerCut(name, rule.way, rule.source)

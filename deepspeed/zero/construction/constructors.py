@@ -74,7 +74,7 @@ def _cast(made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def constructor_patches(
     dtype: torch.dtype | None, device: torch.device | None, overrides: frozenset[DeepSpeedTensorOverride]
 ) -> list[Patch]:
-    """Returns the replacements of one context, looked up now.
+    """Returns the patches that one ``zero.Init`` context applies to torch's constructors, as these are now.
 
     Args:
         dtype: Of floating tensors.

@@ -165,7 +165,7 @@ class ShadowMaster:
 
 @dataclass(eq=False)
 class SpeculativeUpdate:
-    """The update of one master that was begun before the norm was known.
+    """A speculative update of one master: it starts before the gradient norm is known, and is kept or thrown away.
 
     Attributes:
         shadow: Receives it.
@@ -243,7 +243,7 @@ class SpeculativeUpdate:
     def is_right(
         self, factor: float | None, used: list[bool], optimizer: torch.optim.Optimizer, *, why: list[str]
     ) -> bool:
-        """Returns whether the update would be made of the same inputs now.
+        """Returns whether no input has changed since the speculative update read it.
 
         Args:
             factor: The multiplier of the gradient.
