@@ -23,6 +23,13 @@ def check_loss(loss: Any, gradient: Any) -> None:
             "is the loss, or outputs together with gradients="
         )
     if not loss.requires_grad:
+        if not torch.is_grad_enabled():
+            # An interrupt that arrives while torch enters such a block leaves gradients off in a notebook.
+            raise CallOrderError(
+                "engine.backward: gradients are off (torch.is_grad_enabled() is False), as inside torch.no_grad() or "
+                "after an interrupt that arrived as one began. Call engine.backward outside of such a block, or "
+                "torch.set_grad_enabled(True) once"
+            )
         raise CallOrderError(
             "engine.backward: the loss does not require a gradient, so it depends on no trained parameter. Compute it "
             "from what engine(...) returned, without detach() or torch.no_grad(), and see that some parameter has "

@@ -232,6 +232,8 @@ def test_calls_that_are_refused():
     made = Made()
     with pytest.raises(CallOrderError, match="does not require a gradient"):
         made.step.backward_of_loss(torch.ones(()))
+    with torch.no_grad(), pytest.raises(CallOrderError, match=r"gradients are off .* torch\.set_grad_enabled\(True\)"):
+        made.step.backward_of_loss(made.loss())
     with made.batches.unreduced():
         made.step.backward_of_loss(made.loss())
         assert made.runtime.synced == [False]
