@@ -68,7 +68,7 @@ def address_towards(host: str) -> str | None:
         return None
 
 
-def holder_of(port: int) -> str:
+def describe_listener(port: int) -> str:
     """Who holds a port of this machine, in words; what cannot be found out is left out.
 
     Examples:

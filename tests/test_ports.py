@@ -29,9 +29,9 @@ def test_who_holds_a_port_is_named(family, address):
         if sys.platform.startswith("linux"):
             command = Path("/proc/self/cmdline").read_text().split("\0")[:-1]
             what = f"process {os.getpid()} on host {socket.gethostname()} (`{ports.shortened(command)}`)"
-            assert ports.holder_of(port) == what
+            assert ports.describe_listener(port) == what
     assert ports.is_free(port)
-    assert ports.holder_of(port) == f"another program on host {socket.gethostname()}"
+    assert ports.describe_listener(port) == f"another program on host {socket.gethostname()}"
 
 
 def test_long_commands_are_cut():

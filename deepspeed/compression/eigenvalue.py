@@ -129,14 +129,14 @@ def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn
         DeepSpeedConfigError: The model has no such module, or fewer blocks.
     """
     try:
-        holder = model.get_submodule(layer_name)
+        parent = model.get_submodule(layer_name)
     except AttributeError:
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise DeepSpeedConfigError(
             f"eigenvalue.layer_name: {type(model).__name__} has no module {layer_name!r}; name the one that holds the "
             f"blocks, as model.named_modules() does (lists of modules in it: {', '.join(lists) or 'none'})"
         ) from None
-    found = {f"{layer_name}.{name}" if layer_name else name: block for name, block in holder.named_children()}
+    found = {f"{layer_name}.{name}" if layer_name else name: block for name, block in parent.named_children()}
     if len(found) < max(layer_num, 1):
         raise DeepSpeedConfigError(
             f"eigenvalue.layer_num: {layer_num or 'all'} blocks of {layer_name!r} are wanted, and it has {len(found)}; "

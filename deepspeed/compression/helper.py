@@ -26,8 +26,8 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
     Raises:
         AttributeError: What should hold it does not exist.
     """
-    holder, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, holder) if holder else model, name, module)
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:

@@ -63,14 +63,14 @@ class LayerPruner:
 
     def _adapt(self, names: set[str], heads: dict[int, int], widths: dict[int, int]) -> None:
         """Numbers of heads that the modules around the layers remember."""
-        for holder in sorted({name.rpartition(".")[0] for name in names}):
-            module = self._model.get_submodule(holder)
+        for parent in sorted({name.rpartition(".")[0] for name in names}):
+            module = self._model.get_submodule(parent)
             for attributes, values in ((_HEADS, heads), (_WIDTHS, widths)):
                 for attribute in attributes:
                     old = module.__dict__.get(attribute)
                     if isinstance(old, int) and old in values and values[old] != old:
                         setattr(module, attribute, values[old])
-                        log_dist(f"compression: {holder}.{attribute} is {values[old]} now, not {old}")
+                        log_dist(f"compression: {parent}.{attribute} is {values[old]} now, not {old}")
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 

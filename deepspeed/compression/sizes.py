@@ -96,11 +96,11 @@ class LayerWeights:
         ]
         where = selection.key("related_modules")
         for name, other in pairs:
-            holder = name.rpartition(".")[0]
-            around: Any = self.modules[holder]
+            parent = name.rpartition(".")[0]
+            around: Any = self.modules[parent]
             if selection.technique == "head_pruning" and getattr(around, "num_key_value_groups", 1) != 1:
                 raise DeepSpeedConfigError(
-                    f"{where}: in {holder} {around.num_key_value_groups} heads share keys and values, so "
+                    f"{where}: in {parent} {around.num_key_value_groups} heads share keys and values, so "
                     "single heads cannot be removed; leave related_modules out, and they become zero and stay"
                 )
             first, second = self.modules[name], self.modules[other]

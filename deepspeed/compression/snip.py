@@ -19,7 +19,7 @@ from torch import nn
 from deepspeed.compression import masks
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.access.states import safe_get_full_sensitivity
-from deepspeed.zero.holder import address_of
+from deepspeed.zero.address import address_of
 
 MOMENTUM = 0.9
 LEAST_KEPT = 0.02

@@ -138,17 +138,17 @@ OLD_KEYS: tuple[OldKey, ...] = (
 
 def _lookup(data: dict[str, Any], path: Path) -> dict[str, Any] | None:
     """The object that holds the last part of ``path``, if it is there."""
-    holder: Any = data
+    parent: Any = data
     for part in path[:-1]:
-        holder = holder.get(part) if isinstance(holder, dict) else None
-    return holder if isinstance(holder, dict) and path[-1] in holder else None
+        parent = parent.get(part) if isinstance(parent, dict) else None
+    return parent if isinstance(parent, dict) and path[-1] in parent else None
 
 
 def _place(data: dict[str, Any], path: Path, value: Any) -> None:
-    holder: Any = data
+    parent: Any = data
     for part in path[:-1]:
-        holder = holder.setdefault(part, {})
-    holder[path[-1]] = value
+        parent = parent.setdefault(part, {})
+    parent[path[-1]] = value
 
 
 def _stage_as_bool(data: dict[str, Any], findings: ConfigMessages) -> None:
@@ -205,10 +205,10 @@ def translate_old_keys(data: dict[str, Any], findings: ConfigMessages) -> None:
     _stage_as_bool(data, findings)
     _clipping_as_bool(data, findings)
     for entry in OLD_KEYS:
-        holder = _lookup(data, entry.old)
-        if holder is None:
+        parent = _lookup(data, entry.old)
+        if parent is None:
             continue
-        value = holder.pop(str(entry.old[-1]))
+        value = parent.pop(str(entry.old[-1]))
         if isinstance(value, str) and value.strip().lower() == "auto":
             continue
         if value is None and entry.same_section:
@@ -256,9 +256,9 @@ def with_present_names(data: dict[str, Any], place: Path) -> dict[str, Any]:
         raise ValueError("; ".join(findings.problems()))
     for notice in findings.notices:
         warn_once(notice, notice)
-    holder = _lookup(whole, place)
-    assert holder is not None
-    section: dict[str, Any] = holder[str(place[-1])]
+    parent = _lookup(whole, place)
+    assert parent is not None
+    section: dict[str, Any] = parent[str(place[-1])]
     return section
 
 
@@ -270,13 +270,13 @@ def _is_default(entry: OldKey, value: Any) -> bool:
 def _report_both(
     data: dict[str, Any], entry: OldKey, present: Path, value: Any, converted: Any, findings: ConfigMessages
 ) -> None:
-    holder = _lookup(data, present)
-    assert holder is not None
-    if converted == holder[str(present[-1])]:
+    parent = _lookup(data, present)
+    assert parent is not None
+    if converted == parent[str(present[-1])]:
         findings.notice(f"{findings.label(entry.old)} repeats {dotted(present)} under its old name; leave it out")
         return
     findings.problem(
         entry.old,
         f"{shown(value)} is given together with {dotted(present)}, its present name, which is "
-        f"{shown(holder[str(present[-1])])}; keep only {dotted(present)}",
+        f"{shown(parent[str(present[-1])])}; keep only {dotted(present)}",
     )

@@ -177,7 +177,7 @@ def _existing(data: Any, location: tuple[int | str, ...]) -> Path:
 
 def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Path, findings: ConfigMessages) -> None:
     """Reports the value at ``where`` and takes the whole key out of the data."""
-    holder: Any = cleaned
+    parent: Any = cleaned
     section: type[Section] | None = model
     key_at: Path = ()
     field = None
@@ -189,13 +189,13 @@ def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Pa
         nested = nested_fields(section).get(name)
         if nested is None or not parts:
             break
-        holder, section = holder[name], nested.model
+        parent, section = parent[name], nested.model
         if nested.kind != "section":
             step = parts.pop(0)
             key_at = (*key_at, step)
-            holder = holder[step]
+            parent = parent[step]
     assert field is not None
-    if key_at[-1] not in holder:
+    if key_at[-1] not in parent:
         return  # Another entry of the same list or object took it out already.
-    findings.fail((*path, *key_at), f"expected {expectation(field)}, found {shown(holder[key_at[-1]])}")
-    del holder[key_at[-1]]
+    findings.fail((*path, *key_at), f"expected {expectation(field)}, found {shown(parent[key_at[-1]])}")
+    del parent[key_at[-1]]

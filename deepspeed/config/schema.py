@@ -111,19 +111,19 @@ class _SchemaWriter:
 
 def _add_old_keys(writer: _SchemaWriter, root: dict[str, Any]) -> None:
     for entry in OLD_KEYS:
-        holder = root
+        parent = root
         for part in entry.old[:-1]:
-            following = holder["properties"].get(part)
+            following = parent["properties"].get(part)
             reference = following and next(
                 (each["$ref"] for each in following.get("anyOf", ()) if "$ref" in each), None
             )
             if not reference:
-                holder = {}
+                parent = {}
                 break
-            holder = writer.definitions[reference.rsplit("/", 1)[-1]]
-        if holder:
+            parent = writer.definitions[reference.rsplit("/", 1)[-1]]
+        if parent:
             names = " and ".join(dotted(path) for path in entry.new)
-            holder["properties"][str(entry.old[-1])] = {
+            parent["properties"][str(entry.old[-1])] = {
                 "description": f"Old name of {names}. {entry.about}",
                 "deprecated": True,
             }

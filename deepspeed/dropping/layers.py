@@ -16,7 +16,7 @@ from torch import nn
 
 from deepspeed.errors import CallOrderError
 from deepspeed.give_base import give_base
-from deepspeed.zero.holder import address_of
+from deepspeed.zero.address import address_of
 
 
 class LayerDrop:
@@ -147,7 +147,7 @@ def progressive_layer_drop(
 
 def _is_trained(parameter: torch.Tensor) -> bool:
     address = address_of(parameter)
-    return address is not None and address.holder.is_trained and address.holder.owner.reducer is not None
+    return address is not None and address.bucket.is_trained and address.bucket.owner.reducer is not None
 
 
 def rows_of(model: nn.Module) -> list[tuple[LayerDrop, list[nn.Module]]]:

@@ -30,14 +30,14 @@ class CopyOnRank:
     """A copy that some rank of the new job holds.
 
     Attributes:
-        holder: The rank.
+        kept_by: The rank.
         owner: Number of the member whose states they are.
         pieces: Where each stretch lies in its bytes, by kind.
         small: Pickled small states.
-        is_own: The holder is the owner.
+        is_own: The rank is the owner.
     """
 
-    holder: int
+    kept_by: int
     owner: int
     pieces: dict[str, tuple[SavedRun, ...]]
     small: bytes
@@ -100,21 +100,21 @@ class MemorySource(CheckpointReader):
         self, layout: CopyLayout, listed: Sequence[CopyOnRank], mine: Mapping[int, StateCopy], rank: int
     ) -> None:
         self._rank = rank
-        self._holders: dict[str, tuple[int, int]] = {}  # rank and owner, by the name of the file
+        self._ranks: dict[str, tuple[int, int]] = {}  # rank and owner, by the name of the file
         files: list[SavedFile] = []
         readers: list[MemoryFile] = []
         taken: set[tuple[str, int, int]] = set()
         # What this rank holds goes first, then what its owner holds: buddies serve the dead only.
-        for copy in sorted(listed, key=lambda each: (each.holder != rank, not each.is_own, each.holder)):
+        for copy in sorted(listed, key=lambda each: (each.kept_by != rank, not each.is_own, each.kept_by)):
             for kind, pieces in copy.pieces.items():
                 new = tuple(piece for piece in pieces if (kind, piece.bucket, piece.start) not in taken)
                 taken.update((kind, piece.bucket, piece.start) for piece in new)
-                name = f"rank{copy.holder:05d}-{copy.owner}-{kind}"
+                name = f"rank{copy.kept_by:05d}-{copy.owner}-{kind}"
                 size = max((piece.offset + piece.nbytes for piece in new), default=0)
                 record = SavedFile(name, kind, size, (), new)
                 files.append(record)
-                self._holders[name] = copy.holder, copy.owner
-                readers.append(MemoryFile(record, mine[copy.owner].data if copy.holder == rank else None))
+                self._ranks[name] = copy.kept_by, copy.owner
+                readers.append(MemoryFile(record, mine[copy.owner].data if copy.kept_by == rank else None))
         manifest = Manifest(layout.buckets, tuple(files), {}, layout.aliases, layout.left_out, layout.frozen)
         super().__init__(_WHERE, verify=False, manifest=manifest, files=readers)
 
@@ -129,27 +129,27 @@ class MemorySource(CheckpointReader):
         Returns:
             Bytes that came to this rank.
         """
-        asked: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # stretches of bytes, by holder, owner
+        asked: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # stretches of bytes, by rank, owner
         places: list[tuple[MemoryFile, int, int]] = []
         for entry in wanted:
             for window in windows(self.runs_of(entry)):
                 reader, start, stop = window[0].reader, window[0].offset, window[-1].end
                 assert isinstance(reader, MemoryFile)
                 if not reader.is_here:
-                    holder, owner = self._holders[reader.record.name]
-                    asked[holder, owner].append((start, stop))
+                    source, owner = self._ranks[reader.record.name]
+                    asked[source, owner].append((start, stop))
                     places.append((reader, start, stop))
         doing = "fetching copies of model states"
         everybody = gather_objects(transport, dict(asked), label=doing)
         pieces: list[Piece] = []
-        for reader, start, stop in sorted(places, key=lambda place: self._holders[place[0].record.name]):
+        for reader, start, stop in sorted(places, key=lambda place: self._ranks[place[0].record.name]):
             data = torch.empty(stop - start, dtype=torch.uint8)
             reader.keep(start, data)
-            pieces.append(Piece(self._holders[reader.record.name][0], transport.rank, data))
+            pieces.append(Piece(self._ranks[reader.record.name][0], transport.rank, data))
         came = sum(stop - start for _, start, stop in places)
         for target, theirs in enumerate(everybody):
-            for (holder, owner), stretches in sorted(theirs.items()):
-                if holder == transport.rank and target != transport.rank:
+            for (source, owner), stretches in sorted(theirs.items()):
+                if source == transport.rank and target != transport.rank:
                     data = mine[owner].data
                     pieces += [Piece(transport.rank, target, data[start:stop]) for start, stop in stretches]
         transport.move(pieces, label=doing)

@@ -12,8 +12,8 @@ from deepspeed.engine.base import EngineBase
 from deepspeed.engine.initialize import build_parts
 from deepspeed.errors import DeepSpeedError
 from deepspeed.logging import logger
+from deepspeed.zero.address import address_of, forget_address
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.holder import address_of, forget_address
 
 
 def take_apart(engine: EngineBase) -> None:
@@ -27,17 +27,17 @@ def take_apart(engine: EngineBase) -> None:
     except (DeepSpeedError, RuntimeError) as error:  # what was in flight cannot arrive any more; all is freed anyway
         logger.log(logging.DEBUG, "elasticity: the former engine ended with %s", error)
     addresses = [address for parameter in parameters if (address := address_of(parameter)) is not None]
-    for owner in {id(a.holder.owner): a.holder.owner for a in addresses if a.holder.is_trained}.values():
+    for owner in {id(a.bucket.owner): a.bucket.owner for a in addresses if a.bucket.is_trained}.values():
         owner.destroy()  # one that was half built when a further member was lost
     for parameter in parameters:
         address = address_of(parameter)
         parameter.grad = None
         if address is None:
             continue
-        if address.holder.is_sharded:
+        if address.bucket.is_sharded:
             with torch.no_grad(), DisableTorchFunctionSubclass():
                 parameter.__class__ = torch.nn.Parameter
-                parameter.data = torch.zeros(address.shape, dtype=address.holder.dtype, device=address.holder.device)
+                parameter.data = torch.zeros(address.shape, dtype=address.bucket.dtype, device=address.bucket.device)
         forget_address(parameter)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.engine.optimizers import group_indices
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 
 
 def check_model_alike(

@@ -24,7 +24,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.zero.holder import address_of
+from deepspeed.zero.address import address_of
 from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.outer_step import OuterStep, bits_on_wire
 

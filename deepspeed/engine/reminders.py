@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed.logging import log_dist
+from deepspeed.zero.address import address_of
 from deepspeed.zero.gather.outputs import tensors_in
-from deepspeed.zero.holder import address_of
 
 _PATIENCE = 8  # backwards of one update by a program that adds up gradients of its own accord
 
@@ -109,4 +109,4 @@ def _look_at(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
 
 def _is_trained_by_an_engine(parameter: torch.Tensor) -> bool:
     address = address_of(parameter)
-    return address is not None and address.holder.is_trained and address.holder.owner.reducer is not None
+    return address is not None and address.bucket.is_trained and address.bucket.owner.reducer is not None

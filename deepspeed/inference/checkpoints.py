@@ -17,8 +17,8 @@ from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
 from deepspeed.models.anatomy import base_prefix_of
 from deepspeed.models.layers import initialiser_of
 from deepspeed.parallel.pipe.transformers_models import pipeline_names
+from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.construction.reading import SlicesFromFiles
-from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.tiling.parts import tile_of
 
 
@@ -133,15 +133,15 @@ class _Places:
         place = self.of(name)
         if place is None:
             return None
-        holder, _, leaf = place.rpartition(".")
-        tensor: torch.Tensor = getattr(self._model.get_submodule(holder), leaf)
+        parent, _, leaf = place.rpartition(".")
+        tensor: torch.Tensor = getattr(self._model.get_submodule(parent), leaf)
         return tile_of(place, full_shape(tensor), -1, tensor).global_shape
 
     def put(self, name: str, stored: Stored, dtype: torch.dtype) -> None:
         """Gives a tensor of the model the values that a file has for it."""
-        holder_name, _, leaf = name.rpartition(".")
-        holder = self._model.get_submodule(holder_name)
-        old: torch.Tensor = getattr(holder, leaf)
+        parent_name, _, leaf = name.rpartition(".")
+        parent = self._model.get_submodule(parent_name)
+        old: torch.Tensor = getattr(parent, leaf)
         tile = tile_of(name, full_shape(old), -1, old)
         if tile.global_shape != stored.tile.global_shape:
             raise CheckpointError(
@@ -151,7 +151,7 @@ class _Places:
         if self._slices is not None and isinstance(old, nn.Parameter) and (old.is_meta or address_of(old) is not None):
             if old.is_meta:
                 self._replace(old, self._slices.start(name, old))
-            parameter: nn.Parameter = getattr(holder, leaf)
+            parameter: nn.Parameter = getattr(parent, leaf)
             self._slices.take(parameter, stored.offset_in_named(), prod(stored.tile.shape), stored.read_run)
             return
         if stored.is_whole and tile.part is None:
@@ -169,7 +169,7 @@ class _Places:
         elif isinstance(old, nn.Parameter):
             self._replace(old, nn.Parameter(values, requires_grad=old.requires_grad and values.is_floating_point()))
         else:
-            holder._buffers[leaf] = values
+            parent._buffers[leaf] = values
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """In every module that has it, so that tied weights stay tied; marks go along."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.logging import logger
-from deepspeed.ports import DEFAULT_PORT, free_port, holder_of, is_free, is_here
+from deepspeed.ports import DEFAULT_PORT, describe_listener, free_port, is_free, is_here
 
 
 @dataclass
@@ -87,7 +87,8 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
             raise _taken(requested.source, wanted)
         chosen = _claim_any()
         logger.warning(
-            f"{requested.source}: the port is taken by {_holder(wanted)}; this run meets at port {chosen.port} instead"
+            f"{requested.source}: the port is taken by {_occupant(wanted)}; this run meets at port {chosen.port} "
+            "instead"
         )
         return chosen
     return _claim_any()
@@ -115,13 +116,13 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
 
 def _taken(source: str, port: int) -> LauncherError:
     return LauncherError(
-        f"{source}: the port is taken on this machine, where rank 0 would listen, by {_holder(port)}. Choose another "
+        f"{source}: the port is taken on this machine, where rank 0 would listen, by {_occupant(port)}. Choose another "
         f"one, the same on all machines, such as --master_port {free_port()}"
     )
 
 
-def _holder(port: int) -> str:
-    return "a run that is about to start" if is_free(port) else holder_of(port)
+def _occupant(port: int) -> str:
+    return "a run that is about to start" if is_free(port) else describe_listener(port)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.holder import full_numel
+from deepspeed.zero.address import full_numel
 from deepspeed.zero.tiling.describe import OFFLOADED, SHARED, describe, put_in_group
 from deepspeed.zero.tiling.layout import DATA
 

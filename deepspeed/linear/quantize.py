@@ -21,7 +21,7 @@ from deepspeed.ops.packed_linear import packed_format
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
 from deepspeed.parallel.tensor.rules import is_transposed
-from deepspeed.zero.holder import address_of, full_shape
+from deepspeed.zero.address import address_of, full_shape
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def quantize_model(
         if weight is None or not name or not any(part in name for part in only):
             continue
         address = address_of(cast("nn.Parameter", module.weight))
-        if address is not None and address.holder.is_trained:
+        if address is not None and address.bucket.is_trained:
             raise CallOrderError(
                 f"quantize_model: {name!r} belongs to an engine already; quantise before deepspeed.initialize"
             )

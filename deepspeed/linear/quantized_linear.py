@@ -11,7 +11,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.sharded import whole_for_packing
 from deepspeed.ops.packed_linear import PackedFormat, packed_format, packed_linear
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 
 
 class QuantizedLinear(nn.Module):

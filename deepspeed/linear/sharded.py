@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.zero.access.gathered import GatheredBlock
+from deepspeed.zero.address import address_of, forget_address
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
-from deepspeed.zero.holder import address_of, forget_address
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterato
     if address is None or not isinstance(weight, ShardedParameter):
         yield False
         return
-    holder = address.holder
+    bucket = address.bucket
     bias = cast("nn.Parameter | None", module.bias)
     members = [(p, found) for p in (weight, bias) if p is not None and (found := address_of(p)) is not None]
     block = GatheredBlock(members, None)
@@ -54,8 +54,8 @@ def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterato
         shard_parameters(
             list(kept.values()),
             [f"{name}.{key}" for key in kept],
-            group=holder.group,
-            device=holder.device,
+            group=bucket.group,
+            device=bucket.device,
             dtype=None,
-            home=holder.shard.device,
+            home=bucket.shard.device,
         )

@@ -81,7 +81,7 @@ class SharedTensor:
         """Elements."""
         return math.prod(self.shape)
 
-    def holders(self) -> range:
+    def positions(self) -> range:
         """Returns the positions from the first that holds elements of it to the last."""
         if not self.numel:
             return range(0)

@@ -22,7 +22,7 @@ from deepspeed.models.inputs import image_shape_of, spectrum_shape_of
 from deepspeed.parallel.pipe import transformers_models
 from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
 from deepspeed.plan.memory import META, tensors_of
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the model's forward."""

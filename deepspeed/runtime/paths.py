@@ -191,7 +191,7 @@ PATHS: dict[str, dict[str, str]] = {
             "register_external_parameter unregister_external_parameter"
         ),
         "deepspeed.zero.construction.constructors": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
-        "deepspeed.zero.holder": "is_zero_param",
+        "deepspeed.zero.address": "is_zero_param",
     },
     "zero.stage3": {
         "deepspeed.plan.memory_estimates": (
@@ -211,7 +211,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
     },
     "zero.utils": {
-        "deepspeed.zero.holder": "is_zero_param",
+        "deepspeed.zero.address": "is_zero_param",
     },
 }
 

@@ -29,11 +29,11 @@ from deepspeed.comm.codecs.coded import CodedTransport
 from deepspeed.comm.transports.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
+from deepspeed.zero.address import BucketBase, State, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.gather.gather_count import GatherCount
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Ledger, LoanedBuffer, Memory, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment
@@ -42,7 +42,7 @@ T = TypeVar("T")
 _GATHER = 0
 
 
-class Bucket(Holder):
+class Bucket(BucketBase):
     """The parameters of one ``BucketLayout`` on this rank.
 
     Attributes:

@@ -17,6 +17,7 @@ from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
+from deepspeed.zero.address import Address, address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
@@ -24,7 +25,6 @@ from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.gather.units import Unit
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.holder import Address, address_of, full_shape
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import Ledger
 from deepspeed.zero.tiling.assemble import assemble, scatter
@@ -261,13 +261,13 @@ def first_values(
     for tile, parameter in enumerate(params):
         address = address_of(parameter)
         if address is not None and isinstance(parameter, ShardedParameter):
-            if address.holder.transport.ranks == transport.ranks:
+            if address.bucket.transport.ranks == transport.ranks:
                 round_.from_parts(tile, address)
                 continue
-            if address.holder.group.name != group.name:
+            if address.bucket.group.name != group.name:
                 raise DeepSpeedConfigError(
                     f"{layout.tiles[tile].name!r} belongs to the group {group.name!r}, but zero.Init has shared it as "
-                    f"one of {address.holder.group.name!r}, so that all groups have the same values of it; build its "
+                    f"one of {address.bucket.group.name!r}, so that all groups have the same values of it; build its "
                     f"module inside `with deepspeed.zero.tiling.describe.in_group({group.name!r})`"
                 )
             values = _gathered_elsewhere(parameter, address).to(device)
@@ -316,20 +316,20 @@ class _SliceRound(_Round):
 
     def from_parts(self, tile: int, address: Address) -> None:
         """Sharded before, sharded after: intervals that change their owner."""
-        holder, flat = address.holder, self.flat
-        for move in moves(holder.layout.fragments_of(address.tile), self.layout.fragments_of(tile)):
+        bucket, flat = address.bucket, self.flat
+        for move in moves(bucket.layout.fragments_of(address.tile), self.layout.fragments_of(tile)):
             place = source = None
             if move.target == self.rank:
                 place = flat[move.target_start : move.target_start + move.numel]
             if move.source == self.rank:
-                source = holder.shard[move.source_start : move.source_start + move.numel].to(flat.device)
+                source = bucket.shard[move.source_start : move.source_start + move.numel].to(flat.device)
             if move.source == move.target:
                 if place is not None and source is not None:
                     self.copies.append((place, source))
                 continue
             tensor = source
             if place is not None:
-                tensor = self.receive_buffer(place, holder.dtype)
+                tensor = self.receive_buffer(place, bucket.dtype)
                 self.copies.append((place, tensor))
             self.pieces.append(Piece(move.source, move.target, tensor))
 
@@ -351,11 +351,11 @@ class _WholeRound(_Round):
 
     def from_parts(self, tile: int, address: Address) -> None:
         """Sharded before, on every rank after."""
-        holder, place = address.holder, self._place(tile)
-        whole = self.receive_buffer(place, holder.dtype)
-        fragment = holder.fragment(address.tile)
-        mine = None if fragment is None else holder.shard[fragment.in_slice]
-        self.pieces += assemble(holder.layout, address.tile, self.rank, mine, whole)
+        bucket, place = address.bucket, self._place(tile)
+        whole = self.receive_buffer(place, bucket.dtype)
+        fragment = bucket.fragment(address.tile)
+        mine = None if fragment is None else bucket.shard[fragment.in_slice]
+        self.pieces += assemble(bucket.layout, address.tile, self.rank, mine, whole)
         self.copies.append((place, whole))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:

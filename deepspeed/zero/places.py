@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from deepspeed.logging import warn_once
-from deepspeed.zero.holder import address_of, full_shape
+from deepspeed.zero.address import address_of, full_shape
 
 
 class Places:
@@ -37,7 +37,7 @@ class Places:
 
 def _take_back(path: str, module: nn.Module, name: str, parameter: nn.Parameter, present: nn.Parameter) -> None:
     address = address_of(parameter)
-    if address is None or address.holder.is_sharded or present.shape != parameter.shape:
+    if address is None or address.bucket.is_sharded or present.shape != parameter.shape:
         warn_once(
             f"replaced:{path}",
             f"the parameter {path!r} was replaced by another one, of shape {tuple(present.shape)}, after "

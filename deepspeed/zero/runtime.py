@@ -19,6 +19,7 @@ from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, logger
 from deepspeed.torch_private import is_inside_backward
+from deepspeed.zero.address import address_of
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.gather.hooks import ForwardHooks
@@ -30,7 +31,6 @@ from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPol
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.guards import UntrainedGradients, guard_parts, guard_state_dicts
-from deepspeed.zero.holder import address_of
 from deepspeed.zero.model_states import ModelStates
 from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.places import Places
@@ -492,7 +492,7 @@ def build_runtime(
 def _retire_earlier_owners(model: nn.Module) -> None:
     """An engine that had the model before gives its parameters up."""
     addresses = [address for p in model.parameters() if (address := address_of(p)) is not None]
-    for owner in {id(a.holder.owner): a.holder.owner for a in addresses if a.holder.owner is not None}.values():
+    for owner in {id(a.bucket.owner): a.bucket.owner for a in addresses if a.bucket.owner is not None}.values():
         owner.retire()
 
 

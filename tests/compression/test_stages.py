@@ -125,11 +125,11 @@ def plain() -> list[float]:
         name = f"transformer.h.{layer}.mlp.c_fc"
         sizes = values[f"{name}.weight"].detach().abs().sum(0)
         fixed[name] = (sizes >= sizes.sort(descending=True).values[sizes.numel() // 2 - 1]).float()
-    holder = torch.nn.Module()
+    parent = torch.nn.Module()
     for number, value in enumerate(values.values()):
-        holder.register_parameter(str(number), torch.nn.Parameter(value))
-    values = dict(zip(values, holder.parameters(), strict=True))
-    optimizer = adamw(holder)
+        parent.register_parameter(str(number), torch.nn.Parameter(value))
+    values = dict(zip(values, parent.parameters(), strict=True))
+    optimizer = adamw(parent)
     losses = []
     for step in range(STEPS):
         if step == 2:

@@ -8,9 +8,9 @@ from torch import nn
 
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError
+from deepspeed.zero.address import State
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.gather_count import GatherCount
-from deepspeed.zero.holder import State
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Ledger, StorageKind
 from tests.harness.loopback import LoopbackTransport, run_threads

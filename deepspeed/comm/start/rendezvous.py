@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.start.environment import Place
 from deepspeed.errors import CommunicationError
-from deepspeed.ports import free_port, holder_of, is_here
+from deepspeed.ports import describe_listener, free_port, is_here
 
 # Rank 0 of this machine that has opened the port answers in no time; who is silent for so long is another program.
 _ANSWER_SECONDS = 30.0
@@ -100,7 +100,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     limit = min(left, _ANSWER_SECONDS) if is_here(place.address) else left
     store = _within(limit, lambda: _tcp_store(place, False, timedelta(seconds=limit)))
     if store is None:
-        who = holder_of(place.port) if is_here(place.address) else "another program"
+        who = describe_listener(place.port) if is_here(place.address) else "another program"
         raise CommunicationError(
             f"rank {place.rank} of {place.world_size} (from {place.way}): at {place.address}:{place.port}, where the "
             f"ranks were to meet, {who} listens, which does not answer as rank 0 would. {_remedy(place)}"
@@ -136,12 +136,12 @@ def somebody_listens(address: str, port: int) -> bool:
 
 def _taken(place: Place, url: str | None) -> str:
     """Why rank 0 cannot hold the store."""
-    where, holder = url or f"{place.address}:{place.port}", "another program"
+    where, occupant = url or f"{place.address}:{place.port}", "another program"
     if url is None and place.port is not None:
-        holder = holder_of(place.port)
+        occupant = describe_listener(place.port)
     return (
         f"rank {place.rank} of {place.world_size} (from {place.way}) cannot open {where}, where the ranks were to "
-        f"meet: the port is held by {holder}. {_remedy(place)}"
+        f"meet: the port is held by {occupant}. {_remedy(place)}"
     )
 
 

@@ -56,12 +56,12 @@ class MuonRound:
         ]
 
     def received_by(self, position: int) -> list[MatrixSegment]:
-        """Returns what the ranks hold of the matrices that a rank orthogonalises; ``peer`` is the holder."""
+        """Returns the parts of the matrices that a rank orthogonalises; ``peer`` is the rank that has the part."""
         return [
-            MatrixSegment(tensor, *tensor.held_by(holder), holder)
+            MatrixSegment(tensor, *tensor.held_by(peer), peer)
             for tensor in self.owned_by(position)
-            for holder in tensor.holders()
-            if tensor.numel_at(holder)
+            for peer in tensor.positions()
+            if tensor.numel_at(peer)
         ]
 
 
@@ -122,9 +122,10 @@ def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
     fair = sum(tensor.numel for tensor in members) / world_size
     owners = []
     for tensor in members:
-        holders = tensor.holders()
-        candidates = []  # the first holder, the last, the best of those between, whose parts are equal; the best of all
-        for positions in (holders[:1], holders[1:-1], holders[-1:], range(world_size)):
+        having = tensor.positions()
+        # The first rank with a part, the last, the best of those between, whose parts are equal; the best of all.
+        candidates = []
+        for positions in (having[:1], having[1:-1], having[-1:], range(world_size)):
             if positions:
                 load, position = loads.least(positions)
                 candidates.append((load, -tensor.numel_at(position), position))

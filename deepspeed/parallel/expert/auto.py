@@ -28,7 +28,7 @@ from deepspeed.models.stacked_experts import lacks, takes_all
 from deepspeed.parallel.expert.spread import Spread, is_stack, spread, spread_of
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
-from deepspeed.zero.holder import address_of, full_shape
+from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.tiling.parts import has_part, say_part
 from deepspeed.zero.tiling.tiles import TilePart
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.address import address_of
 from deepspeed.zero.construction.modules import shard_built
 from deepspeed.zero.gather.leaf import set_z3_leaf_module
-from deepspeed.zero.holder import address_of
 
 _MARKS = ("tensor_model_parallel", "model_parallel", "partition_dim", "partition_stride")
 """What programs write on parameters that they cut over tensor-parallel ranks."""

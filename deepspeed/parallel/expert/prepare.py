@@ -14,7 +14,7 @@ from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import define_group, rank_in
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import gather_from_stages
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 from deepspeed.zero.tiling.describe import cut_experts
 from deepspeed.zero.tiling.parts import say_part
 from deepspeed.zero.tiling.tiles import TilePart

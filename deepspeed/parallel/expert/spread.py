@@ -21,7 +21,7 @@ from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weight
 from deepspeed.parallel.expert.dispatch import RoutePlan, RoutingMetrics, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import ExpertStack, StackedExperts
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 
 _STATE = "_ds_spread"
 

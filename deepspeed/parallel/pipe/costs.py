@@ -20,8 +20,8 @@ from deepspeed.parallel.pipe.cut import LayerCost
 from deepspeed.parallel.pipe.layers import Entry, class_name, trainable_numel
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec, built_on_meta
 from deepspeed.parallel.pipe.values import map_tensors, tensors_of
+from deepspeed.zero.address import full_shape
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.holder import full_shape
 
 _OPERATIONS_PER_BYTE = 100
 _STATE_BYTES = 16  # per trained element: weight, gradient, master and two moments, about

@@ -11,8 +11,8 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec, built_on_meta, parameter_at
+from deepspeed.zero.address import full_numel
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.holder import full_numel
 
 Entry = nn.Module | LayerSpec | Callable[..., Any]
 

@@ -38,8 +38,8 @@ from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_
 from deepspeed.parallel.tensor.structure import of_structure, summed_inside
 from deepspeed.parallel.tensor.verify import ConsistencyCheck, inputs_of
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
+from deepspeed.zero.address import full_shape
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
-from deepspeed.zero.holder import full_shape
 
 CUT = "ds_autotp_parsed"  # the name that programs ask for
 
@@ -87,7 +87,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     sequences = _sequences_by_stages(model, layout, device) if section.sequence_parallel_norms else None
     comm.check_same_model(_lines(model), group_along(TENSOR))
     channel = connect(mesh, device, comm.default_timeout())
-    holders = _holders(model, layout, mesh, device)
+    replicas = _replicas(model, layout, mesh, device)
     with torch.no_grad():
         _spread(model, channel, device)
     data = (
@@ -99,7 +99,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     made = CutModel(channel, layout)
     with torch.no_grad():
         _cut_parameters(model, layout, made, data)
-    maker = Maker(model, channel, holders)
+    maker = Maker(model, channel, replicas)
     for layer in layout.layers:
         maker.make(layer)
     for name, (attention, heads) in layout.heads.items():
@@ -233,13 +233,13 @@ def _lines(model: nn.Module) -> list[str]:
     return [*lines, *(f"{name}: a buffer of shape {tuple(buffer.shape)}" for name, buffer in model.named_buffers())]
 
 
-def _holders(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
+def _replicas(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
     """Returns the ranks that have the same key/value heads as this one; None where no stage has heads on several ranks.
 
     Every rank of the job must call it: all of them make the groups, also those of a stage without attention.
     """
     mine = {
-        tuple(heads.holders(place) for place in range(heads.size))
+        tuple(heads.replicas(place) for place in range(heads.size))
         for _, heads in layout.heads.values()
         if heads.size > heads.key_value
     }
@@ -279,9 +279,9 @@ def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel, data: Tran
         if id(parameter) in done:
             continue
         done.add(id(parameter))
-        low = cut.split.holders(place)[0]
+        low = cut.split.replicas(place)[0]
         group = None
-        if any(stop - start > 1 for start, stop in map(cut.split.holders, range(layout.size))):
+        if any(stop - start > 1 for start, stop in map(cut.split.replicas, range(layout.size))):
             group = "tensor copies"
             made.counts[group] = place == low
         cut_parameter(parameter, cut, first_names[id(parameter)], made.channel, group, data)

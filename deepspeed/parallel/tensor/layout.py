@@ -16,7 +16,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention_modules import AttentionHeads, attention_of
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle, is_linear, is_transposed
 from deepspeed.parallel.tensor.split import Heads, Split, UnitAssignment, UnitRun
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 
 _COLUMNS = (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED)
 _ROWS = (CutStyle.ROW, CutStyle.ROW_SLICED)

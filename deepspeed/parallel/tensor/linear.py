@@ -49,7 +49,7 @@ class CutLinear:
         name: Of the layer, for messages.
         is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
         is_gathered: A column-parallel layer gives all output features; a row-parallel one takes all input features.
-        holders: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
+        replicas: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
         sequence: Where activations outside the region of the layer are cut along the sequence: gathers and sums them.
     """
 
@@ -59,7 +59,7 @@ class CutLinear:
     name: str
     is_transposed: bool = False
     is_gathered: bool = False
-    holders: Channel | None = None
+    replicas: Channel | None = None
     sequence: Sequence | None = None
 
 
@@ -165,10 +165,10 @@ def column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ``[..., out of this rank]``, or ``[..., out]`` where ``cut.is_gathered``.
     """
     kind = values.device.type
-    if cut.holders is not None:
-        weight = copy_to(weight, cut.holders, f"the gradient of the weight of {cut.name}")
+    if cut.replicas is not None:
+        weight = copy_to(weight, cut.replicas, f"the gradient of the weight of {cut.name}")
         if bias is not None:
-            bias = copy_to(bias, cut.holders, f"the gradient of the bias of {cut.name}")
+            bias = copy_to(bias, cut.replicas, f"the gradient of the bias of {cut.name}")
     dtype = _autocast_dtype(kind)
     if dtype is not None:
         weight, bias = _as(dtype, weight, bias)  # type: ignore[assignment]

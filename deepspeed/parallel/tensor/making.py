@@ -21,10 +21,10 @@ from deepspeed.parallel.tensor.shared_inputs import SharedInputs
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
+from deepspeed.zero.address import address_of, forget_address, full_shape
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.holder import address_of, forget_address, full_shape
 from deepspeed.zero.tiling.describe import CUT, put_in_group
 from deepspeed.zero.tiling.parts import PartOwners, mark_owners, say_part
 from deepspeed.zero.tiling.tiles import TilePart
@@ -53,7 +53,7 @@ def cut_parameter(
         forget_address(parameter)
         mark_full(parameter, part, plain_class(parameter))
         shards = BucketGroup.over(data, name=group or CUT)
-        home = address.holder.shard.device
+        home = address.bucket.shard.device
         shard_parameters([parameter], [cut.name], group=shards, device=part.device, dtype=None, home=home)
     else:
         parameter.data = _part(parameter.detach(), cut.dim, intervals)
@@ -79,13 +79,13 @@ class Maker:
     Args:
         model: The model.
         channel: The ranks that share its layers.
-        holders: The ranks that have the same key/value heads as this one; None: no others.
+        replicas: The ranks that have the same key/value heads as this one; None: no others.
     """
 
-    def __init__(self, model: nn.Module, channel: Channel, holders: Channel | None) -> None:
+    def __init__(self, model: nn.Module, channel: Channel, replicas: Channel | None) -> None:
         self._model = model
         self._channel = channel
-        self._holders = holders
+        self._replicas = replicas
         self._shared_inputs = SharedInputs(channel)
 
     def make(self, layer: LayerCut) -> None:
@@ -133,7 +133,7 @@ class Maker:
     ) -> None:
         assert layer.split is not None
         transposed = is_transposed(module)
-        low, high = layer.split.holders(self._channel.rank)
+        low, high = layer.split.replicas(self._channel.rank)
         cut = CutLinear(
             channel=self._channel,
             shared_inputs=self._shared_inputs,
@@ -141,7 +141,7 @@ class Maker:
             name=name,
             is_transposed=transposed,
             is_gathered=is_gathered,
-            holders=self._holders if high - low > 1 else None,
+            replicas=self._replicas if high - low > 1 else None,
         )
         out, inside = full_shape(module.weight) if not transposed else full_shape(module.weight)[::-1]  # type: ignore
         module.__class__ = kinds[1] if transposed else kinds[0]

@@ -21,7 +21,7 @@ from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import connect
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 from deepspeed.zero.tiling.describe import CUT, describe
 from deepspeed.zero.tiling.parts import PartOwners, has_part, mark_owners, say_part
 from deepspeed.zero.tiling.tiles import TilePart

@@ -75,7 +75,7 @@ class Heads:
         low, high = even(self.shared_by, last - first, place - first)
         return head * self.shared_by + low, head * self.shared_by + high
 
-    def holders(self, place: int) -> Interval:
+    def replicas(self, place: int) -> Interval:
         """The ranks that have the same key/value heads as this one; only itself unless heads are fewer than ranks."""
         return (place, place + 1) if self.size <= self.key_value else self._shared(place)[1]
 
@@ -170,12 +170,12 @@ class Split:
         """Returns how many indices a rank has."""
         return sum(stop - start for start, stop in self.intervals(place))
 
-    def holders(self, place: int) -> Interval:
+    def replicas(self, place: int) -> Interval:
         """Returns the ranks that have exactly what this one has."""
         alone = (place, place + 1)
         if self.heads is None or any(run.assignment is not UnitAssignment.AS_KEYS for run in self.runs):
             return alone
-        return self.heads.holders(place)
+        return self.heads.replicas(place)
 
     def shares_a_part(self) -> bool:
         """Returns whether some run, but not all, is held by several ranks: such a tensor is neither cut nor whole."""

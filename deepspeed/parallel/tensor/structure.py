@@ -22,7 +22,7 @@ from deepspeed.models.attention_modules import attention_of
 from deepspeed.parallel.tensor.layout import block_of
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle, is_linear
 from deepspeed.uncompiled import without_compiling
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 
 _MIXING = ("mm", "scaleddot", "attention", "linear", "convolution", "embedding", "einsum")
 """Parts, in small letters, of the names of graph nodes that bring features or positions together."""

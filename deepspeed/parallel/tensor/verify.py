@@ -22,8 +22,8 @@ from deepspeed.logging import log_dist
 from deepspeed.models.inputs import small_inputs
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.uncompiled import without_compiling
+from deepspeed.zero.address import full_numel
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
-from deepspeed.zero.holder import full_numel
 
 BY_DEFAULT_BELOW = 300_000_000
 """Parameters of a model that is compared without being asked to."""

@@ -21,9 +21,9 @@ from deepspeed.comm.transports.transport import Piece
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.external import register_external_parameter
+from deepspeed.zero.address import Address, BucketBase, Loan, State, address_of
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.holder import Address, Holder, Loan, State, address_of
 from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.layout import Fragment
 from deepspeed.zero.untouched import untouched
@@ -104,7 +104,7 @@ def _unique(params: Any) -> list[torch.Tensor]:
 
 
 def with_addresses(tensors: Iterable[torch.Tensor]) -> list[Entry]:
-    """Returns those of ``tensors`` (of any shape) whose values a holder keeps, with their addresses."""
+    """Returns those of ``tensors`` (of any shape) whose values a bucket keeps, with their addresses."""
     found: list[Entry] = []
     for tensor in tensors:
         address = address_of(tensor)
@@ -117,9 +117,9 @@ def by_group(entries: list[Entry]) -> list[list[Entry]]:
     """Entries by the ranks that share them, groups and entries in an order that is equal on all ranks."""
     groups: dict[int, list[Entry]] = {}
     for entry in entries:
-        groups.setdefault(id(entry[1].holder.transport), []).append(entry)
+        groups.setdefault(id(entry[1].bucket.transport), []).append(entry)
     for members in groups.values():
-        members.sort(key=lambda entry: (entry[1].holder.layout.index, entry[1].tile))
+        members.sort(key=lambda entry: (entry[1].bucket.layout.index, entry[1].tile))
     return sorted(groups.values(), key=_place_in_order)
 
 
@@ -128,8 +128,8 @@ def _place_in_order(entries: list[Entry]) -> tuple[int, str, tuple[int, ...]]:
 
     Groups of one name are told apart by their ranks, of which every rank knows the order.
     """
-    transport = entries[0][1].holder.transport
-    return transport.owner, min(address.holder.group.name for _, address in entries), transport.ranks
+    transport = entries[0][1].bucket.transport
+    return transport.owner, min(address.bucket.group.name for _, address in entries), transport.ranks
 
 
 class GatheredBlock:
@@ -141,12 +141,12 @@ class GatheredBlock:
     """
 
     def __init__(self, entries: list[Entry], modifier: int | None) -> None:
-        self._group = entries[0][1].holder.group
+        self._group = entries[0][1].bucket.group
         self._transport = self._group.gather
         self._modifier = modifier
         # Ordinary parameters (stages 0 to 2) take part only where a rank's values are to be spread.
         self._entries = [
-            entry for entry in entries if entry[1].holder.is_partitioned or (modifier is not None and entry[1].numel)
+            entry for entry in entries if entry[1].bucket.is_partitioned or (modifier is not None and entry[1].numel)
         ]
         self._loaned: list[Entry] = []
         self._present: list[Entry] = []
@@ -162,48 +162,48 @@ class GatheredBlock:
 
     def open(self) -> None:
         """Makes the parameters full; every rank of the group must call it."""
-        for owner in dict.fromkeys(address.holder.owner for _, address in self._entries):
+        for owner in dict.fromkeys(address.bucket.owner for _, address in self._entries):
             if owner is not None:
                 owner.drop_failed_backward()
         missing = [entry for entry in self._entries if _is_away(entry)]
         if missing or (self._modifier is not None and self._entries):
             compare_calls(self._transport, self._words("entering"))
-        by_holder: dict[int, tuple[Holder, list[Entry]]] = {}
+        by_bucket: dict[int, tuple[BucketBase, list[Entry]]] = {}
         for entry in self._entries:
-            by_holder.setdefault(id(entry[1].holder), (entry[1].holder, []))[1].append(entry)
+            by_bucket.setdefault(id(entry[1].bucket), (entry[1].bucket, []))[1].append(entry)
         new_loans: list[Entry] = []
-        for holder, entries in by_holder.values():
-            new_loans += self._open_holder(holder, entries)
+        for bucket, entries in by_bucket.values():
+            new_loans += self._open_bucket(bucket, entries)
         self._start_loans(new_loans)
-        for holder, _ in by_holder.values():
-            if holder.owner is not None:
-                holder.owner.open_blocks += 1
+        for bucket, _ in by_bucket.values():
+            if bucket.owner is not None:
+                bucket.owner.open_blocks += 1
 
-    def _open_holder(self, holder: Holder, entries: list[Entry]) -> list[Entry]:
+    def _open_bucket(self, bucket: BucketBase, entries: list[Entry]) -> list[Entry]:
         """Deals with one bucket; returns the parameters whose parts must travel."""
         away = [entry for entry in entries if _is_away(entry)]
-        if isinstance(holder, Bucket) and holder.is_sharded:
-            if holder.state is State.GATHERING:  # a prefetch; all ranks have it on its way
-                holder.finish_gather()
-            elif holder.state is State.SHARDED and _is_everything(holder, away):
-                holder.start_gather(exactly=True)
-                holder.finish_gather()
-                self._whole.append(holder)
-            if holder.state is State.FULL:
-                holder.keep_writes()  # of a forward around the block; what the block writes is the block's
-                if holder.is_decoded and self._modifier is not None:
-                    holder.restore_full()  # what the block leaves is taken for the parameters' values
-                holder.pin()
-                self._pinned.append(holder)
+        if isinstance(bucket, Bucket) and bucket.is_sharded:
+            if bucket.state is State.GATHERING:  # a prefetch; all ranks have it on its way
+                bucket.finish_gather()
+            elif bucket.state is State.SHARDED and _is_everything(bucket, away):
+                bucket.start_gather(exactly=True)
+                bucket.finish_gather()
+                self._whole.append(bucket)
+            if bucket.state is State.FULL:
+                bucket.keep_writes()  # of a forward around the block; what the block writes is the block's
+                if bucket.is_decoded and self._modifier is not None:
+                    bucket.restore_full()  # what the block leaves is taken for the parameters' values
+                bucket.pin()
+                self._pinned.append(bucket)
         new_loans: list[Entry] = []
         for parameter, address in entries:
-            loan = holder.loans.setdefault(address.tile, Loan(version=parameter._version))
+            loan = bucket.loans.setdefault(address.tile, Loan(version=parameter._version))
             loan.depth += 1
             if loan.depth > 1:
                 (self._present if loan.tensor is None else self._loaned).append((parameter, address))
-            elif holder.state is State.FULL:
+            elif bucket.state is State.FULL:
                 self._present.append((parameter, address))
-                if self._modifier is None and holder not in self._whole and _master_values(address) is None:
+                if self._modifier is None and bucket not in self._whole and _master_values(address) is None:
                     loan.backup = parameter.detach().clone()
             else:
                 new_loans.append((parameter, address))
@@ -214,24 +214,24 @@ class GatheredBlock:
         pieces: list[Piece] = []
         tensors = []
         for _, address in entries:
-            holder = address.holder
+            bucket = address.bucket
             # Made in its shape: a view would hold its base, and then look as if the program still held a view.
-            tensor = torch.empty(address.shape, dtype=holder.dtype, device=holder.device)
+            tensor = torch.empty(address.shape, dtype=bucket.dtype, device=bucket.device)
             tensors.append(tensor)
-            fragment = holder.fragment(address.tile)
-            mine = None if fragment is None else holder.shard[fragment.in_slice]
-            pieces += assemble(holder.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
+            fragment = bucket.fragment(address.tile)
+            mine = None if fragment is None else bucket.shard[fragment.in_slice]
+            pieces += assemble(bucket.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
         if entries:
             self._transport.move(pieces, label=f"the values of {_label(entries)}")
         for (parameter, address), tensor in zip(entries, tensors, strict=True):
-            loan = address.holder.loans[address.tile]
+            loan = address.bucket.loans[address.tile]
             loan.tensor = tensor
-            address.holder.start_loan(address.tile, parameter, tensor)
+            address.bucket.start_loan(address.tile, parameter, tensor)
             self._loaned.append((parameter, address))
 
     def _words(self, what: str) -> str:
         # States travel with the words: a rank for which a bucket is FULL would take another path than the others.
-        states = "".join(entry[1].holder.state.value[0] for entry in self._entries)
+        states = "".join(entry[1].bucket.state.value[0] for entry in self._entries)
         names = [(entry[1].name, entry[1].shape) for entry in self._entries]
         shown = ", ".join(name for name, _ in names[:3]) + (", ..." if len(names) > 3 else "")
         return (
@@ -285,41 +285,41 @@ class GatheredBlock:
             loan = self._end_loan(address)
             if loan is not None and restore:
                 self._restore(parameter, address, loan)
-            if loan is not None and isinstance(address.holder, Bucket) and address.holder.is_sharded:
-                address.holder.remember_value(address.tile)
+            if loan is not None and isinstance(address.bucket, Bucket) and address.bucket.is_sharded:
+                address.bucket.remember_value(address.tile)
         for parameter, address in self._loaned:
             if self._end_loan(address) is not None:
-                address.holder.take_back(address.tile, parameter)
+                address.bucket.take_back(address.tile, parameter)
         for bucket in self._pinned:
             bucket.unpin()
             if restore and bucket in self._whole and bucket.state is State.FULL:
                 bucket.restore_full()  # others still use it
-        for holder in {id(entry[1].holder): entry[1].holder for entry in self._entries}.values():
-            if holder.owner is not None:
-                holder.owner.open_blocks -= 1
+        for opened in {id(entry[1].bucket): entry[1].bucket for entry in self._entries}.values():
+            if opened.owner is not None:
+                opened.owner.open_blocks -= 1
         self._present, self._loaned, self._pinned, self._whole = [], [], [], []
 
     def _restore(self, parameter: torch.nn.Parameter, address: Address, loan: Loan) -> None:
         """Drops edits of a parameter that stays where it is."""
         values = loan.backup if loan.backup is not None else _master_values(address)
-        if values is None or address.holder in self._whole:
+        if values is None or address.bucket in self._whole:
             return
-        if isinstance(address.holder, Bucket):
-            parameter.data = address.holder.view(address.tile)  # the block may have put something else there
+        if isinstance(address.bucket, Bucket):
+            parameter.data = address.bucket.view(address.tile)  # the block may have put something else there
         with torch.no_grad():
             parameter.data.copy_(values)
-        if isinstance(address.holder, Bucket):
-            address.holder.remember_value(address.tile)
+        if isinstance(address.bucket, Bucket):
+            address.bucket.remember_value(address.tile)
 
     def _end_loan(self, address: Address) -> Loan | None:
         """Counts a context out; returns the loan if it was the last one."""
-        loan = address.holder.loans[address.tile]
+        loan = address.bucket.loans[address.tile]
         loan.depth -= 1
-        return address.holder.loans.pop(address.tile) if loan.depth == 0 else None
+        return address.bucket.loans.pop(address.tile) if loan.depth == 0 else None
 
     def _warn_of_edits(self) -> None:
         for parameter, address in [*self._present, *self._loaned]:
-            loan = address.holder.loans[address.tile]
+            loan = address.bucket.loans[address.tile]
             if loan.depth == 1 and _was_edited(parameter, address, loan):
                 warn_once(
                     f"gathered-edit:{address.name}",
@@ -334,25 +334,25 @@ class GatheredBlock:
         """The modifier's values reach every rank that keeps them: everybody, or the owner of each part."""
         assert self._modifier is not None
         pieces: list[Piece] = []
-        arriving: list[tuple[Holder, Fragment, torch.Tensor]] = []
+        arriving: list[tuple[BucketBase, Fragment, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._loaned]:
             _back_in_place(parameter, address)
         copy, modifier = self._group.place_of(self._modifier)
         self._send_to_replicas(copy, modifier)
         for parameter, address in [*self._present, *self._loaned]:
-            holder, values = address.holder, parameter.data.view(-1)
+            bucket, values = address.bucket, parameter.data.view(-1)
             if self._stays_full(address):
                 pieces.append(Piece(modifier, None, values))
                 continue
-            fragment = holder.fragment(address.tile)
+            fragment = bucket.fragment(address.tile)
             place = None if fragment is None else values[fragment.in_tile]
             if fragment is not None and place is not None:
-                arriving.append((holder, fragment, place))
-            pieces += scatter(holder.layout, address.tile, self._transport.rank, modifier, values, place)
+                arriving.append((bucket, fragment, place))
+            pieces += scatter(bucket.layout, address.tile, self._transport.rank, modifier, values, place)
         if self._present or self._loaned:  # every rank takes part, also one that has nothing to send or get
             self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
-        for holder, fragment, values in arriving:
-            holder.keep_fragment(fragment, values)
+        for bucket, fragment, values in arriving:
+            bucket.keep_fragment(fragment, values)
         for parameter, address in [*self._present, *self._loaned]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
@@ -372,13 +372,13 @@ class GatheredBlock:
 
     def _stays_full(self, address: Address) -> bool:
         """Returns whether every rank goes on using the full values after this block."""
-        holder, loan = address.holder, address.holder.loans[address.tile]
-        if loan.depth > 1 or not holder.is_sharded:
+        bucket, loan = address.bucket, address.bucket.loans[address.tile]
+        if loan.depth > 1 or not bucket.is_sharded:
             return True
         if loan.tensor is not None:
-            return holder.state is State.FULL
-        assert isinstance(holder, Bucket)
-        return holder.users > 1 or holder.is_kept
+            return bucket.state is State.FULL
+        assert isinstance(bucket, Bucket)
+        return bucket.users > 1 or bucket.is_kept
 
 
 def checksum(values: Sequence[Any]) -> int:
@@ -393,9 +393,9 @@ def _label(entries: list[Entry]) -> str:
 
 def _is_away(entry: Entry) -> bool:
     """Returns whether the values are not on this rank at the moment."""
-    holder, tile = entry[1].holder, entry[1].tile
-    loan = holder.loans.get(tile)
-    return holder.state is not State.FULL and (loan is None or loan.tensor is None)
+    bucket, tile = entry[1].bucket, entry[1].tile
+    loan = bucket.loans.get(tile)
+    return bucket.state is not State.FULL and (loan is None or loan.tensor is None)
 
 
 def _is_everything(bucket: Bucket, entries: list[Entry]) -> bool:
@@ -405,10 +405,10 @@ def _is_everything(bucket: Bucket, entries: list[Entry]) -> bool:
 
 def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
     """Copies values that the block put elsewhere (``parameter.data = ...``) to where they are expected."""
-    holder, loan = address.holder, address.holder.loans[address.tile]
+    bucket, loan = address.bucket, address.bucket.loans[address.tile]
     place = loan.tensor
-    if place is None and isinstance(holder, Bucket):
-        place = holder.view(address.tile)
+    if place is None and isinstance(bucket, Bucket):
+        place = bucket.view(address.tile)
     if place is not None and place.data_ptr() != parameter.data_ptr():
         place.copy_(parameter.data)
         parameter.data = place
@@ -416,11 +416,11 @@ def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
 
 def _master_values(address: Address) -> torch.Tensor | None:
     """Returns the values of a resident parameter as its fp32 master has them, where that is separate and whole here."""
-    holder = address.holder
-    master = holder.owner.master_of(holder) if holder.owner is not None and not holder.is_sharded else None
+    bucket = address.bucket
+    master = bucket.owner.master_of(bucket) if bucket.owner is not None and not bucket.is_sharded else None
     if master is None or master.out is None or master.layout.num_slices > 1:
         return None
-    return master.whole_tile(address.tile).to(holder.dtype)
+    return master.whole_tile(address.tile).to(bucket.dtype)
 
 
 def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> bool:
@@ -430,11 +430,11 @@ def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> 
     values = loan.backup if loan.backup is not None else _master_values(address)
     if values is not None:
         return not _same_bits(parameter.data, values.to(parameter.device))
-    fragment = address.holder.fragment(address.tile) if address.holder.is_sharded else None
+    fragment = address.bucket.fragment(address.tile) if address.bucket.is_sharded else None
     if fragment is None:
         return False
     mine = parameter.data.reshape(-1)[fragment.in_tile]
-    return not _same_bits(mine, address.holder.as_gathered(fragment).to(mine.device))
+    return not _same_bits(mine, address.bucket.as_gathered(fragment).to(mine.device))
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -448,23 +448,23 @@ def keep_full(address: Address, values: torch.Tensor) -> None:
 
     Args:
         address: Of the parameter.
-        values: All of it, in its shape and in the holder's dtype.
+        values: All of it, in its shape and in the bucket's dtype.
     """
-    holder, tile = address.holder, address.tile
+    bucket, tile = address.bucket, address.tile
     flat = values.reshape(-1)
-    master = holder.owner.master_of(holder) if holder.owner is not None else None
+    master = bucket.owner.master_of(bucket) if bucket.owner is not None else None
     if master is not None:
         master.adopt(tile, flat, 0)
-    if holder.is_sharded:
-        fragment = holder.fragment(tile)
+    if bucket.is_sharded:
+        fragment = bucket.fragment(tile)
         if fragment is not None:
-            holder.shard[fragment.in_slice].copy_(flat[fragment.in_tile])
-    if isinstance(holder, Bucket) and holder.state is State.FULL:
-        view = holder.view(tile)
+            bucket.shard[fragment.in_slice].copy_(flat[fragment.in_tile])
+    if isinstance(bucket, Bucket) and bucket.state is State.FULL:
+        view = bucket.view(tile)
         if view.data_ptr() != values.data_ptr():
             view.copy_(values)
-        holder.remember_value(tile)
-    loan = holder.loans.get(tile)
+        bucket.remember_value(tile)
+    loan = bucket.loans.get(tile)
     if loan is not None:
         for copy in (loan.tensor, loan.backup):
             if copy is not None and copy.data_ptr() != values.data_ptr():
@@ -487,7 +487,7 @@ def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
             block = GatheredBlock(away, None)
             compare_calls(block._transport, block._words("all_gather as"))
             for parameter, address in away:
-                address.holder.loans[address.tile] = Loan(depth=1, version=parameter._version)
+                address.bucket.loans[address.tile] = Loan(depth=1, version=parameter._version)
             block._start_loans(away)
 
 
@@ -500,13 +500,13 @@ def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
     """
     with untouched():
         for parameter, address in with_addresses(_unique(params)):
-            holder = address.holder
-            loan = holder.loans.get(address.tile)
+            bucket = address.bucket
+            loan = bucket.loans.get(address.tile)
             if loan is None or loan.tensor is None or loan.depth > 1:
                 continue
             if keep_values:
-                fragment = holder.fragment(address.tile)
+                fragment = bucket.fragment(address.tile)
                 if fragment is not None:
-                    holder.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
-            del holder.loans[address.tile]
-            holder.take_back(address.tile, parameter)  # type: ignore[arg-type]
+                    bucket.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
+            del bucket.loans[address.tile]
+            bucket.take_back(address.tile, parameter)  # type: ignore[arg-type]

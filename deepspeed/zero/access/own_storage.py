@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from deepspeed.zero.access.gathered import GatheredParameters
-from deepspeed.zero.holder import address_of
+from deepspeed.zero.address import address_of
 
 _OF_ENGINES = ("ds_", "_ds_")  # beginnings of the names of attributes that engines set on parameters
 
@@ -14,7 +14,7 @@ _OF_ENGINES = ("ds_", "_ds_")  # beginnings of the names of attributes that engi
 def is_sharded(model: nn.Module) -> bool:
     """Returns whether an engine shards parameters of ``model`` (ZeRO stage 3), small ones that stay whole included."""
     found = (address_of(parameter) for parameter in model.parameters())
-    return any(address is not None and address.holder.is_partitioned for address in found)
+    return any(address is not None and address.bucket.is_partitioned for address in found)
 
 
 @torch.no_grad()

@@ -20,9 +20,9 @@ import torch
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.access.gathered import keep_full
 from deepspeed.zero.access.whole_buckets import DTYPES, bucket_source
+from deepspeed.zero.address import Address, address_of
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiling.assemble import assemble
 from deepspeed.zero.tiling.parts import PartOwners, part_owners_of
@@ -104,11 +104,11 @@ class _TrainedParam:
 
 def _trained(parameter: torch.Tensor) -> _TrainedParam | None:
     address = address_of(parameter)
-    if address is None or not isinstance(address.holder, Bucket) or address.holder.owner is None:
+    if address is None or not isinstance(address.bucket, Bucket) or address.bucket.owner is None:
         return None
-    runtime = address.holder.owner
+    runtime = address.bucket.owner
     runtime.drop_failed_backward()
-    master = runtime.master_of(address.holder)
+    master = runtime.master_of(address.bucket)
     return None if master is None else _TrainedParam(address, runtime, master, part_owners_of(parameter))
 
 
@@ -116,7 +116,7 @@ def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
     found = _trained(parameter)
     if found is None:
         address = address_of(parameter)
-        was_trained = address is not None and isinstance(address.holder, Bucket) and address.holder.owner is None
+        was_trained = address is not None and isinstance(address.bucket, Bucket) and address.bucket.owner is None
         why = (
             "its engine was destroyed, and is not kept any more"
             if was_trained

@@ -18,11 +18,11 @@ import torch
 
 from deepspeed.zero.access.external import external_parameters
 from deepspeed.zero.access.gathered import gather_until_partition, partition
+from deepspeed.zero.address import Address, State, address_of
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.gather.handles import bucket_of
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.holder import Address, State, address_of
 
 
 class ZeroParamType(Enum):
@@ -59,7 +59,7 @@ class _View:
         if parameter is None:
             raise AttributeError(f"{self._name} exists on partitioned parameters only")
         address = address_of(parameter)
-        if address is None or not address.holder.is_partitioned:
+        if address is None or not address.bucket.is_partitioned:
             raise AttributeError(f"{self._name}: this parameter is not partitioned (ZeRO stage 3)")
         return self._compute(parameter, address)
 
@@ -67,17 +67,17 @@ class _View:
 def _status(parameter: torch.nn.Parameter, address: Address) -> ZeroParamStatus:
     if not isinstance(parameter, ShardedParameter):
         return ZeroParamStatus.AVAILABLE
-    in_flight = address.holder.state is State.GATHERING
+    in_flight = address.bucket.state is State.GATHERING
     return ZeroParamStatus.INFLIGHT if in_flight else ZeroParamStatus.NOT_AVAILABLE
 
 
 def _local_tensor(parameter: torch.nn.Parameter, address: Address) -> torch.Tensor:
     """This rank's part of the flattened parameter, as a view: 1-D, possibly empty; all of it where it is resident."""
-    holder = address.holder
-    if not holder.is_sharded:
+    bucket = address.bucket
+    if not bucket.is_sharded:
         return parameter.detach().view(-1)
-    fragment = holder.fragment(address.tile)
-    return holder.shard[:0] if fragment is None else holder.shard[fragment.in_slice]
+    fragment = bucket.fragment(address.tile)
+    return bucket.shard[:0] if fragment is None else bucket.shard[fragment.in_slice]
 
 
 def _local_numel(parameter: torch.nn.Parameter, address: Address) -> int:
@@ -107,7 +107,7 @@ def _summary(parameter: torch.nn.Parameter, address: Address) -> dict[str, Any]:
         "ds_shape": address.shape,
         "requires_grad": parameter.requires_grad,
         "grad_shape": None if parameter.grad is None else tuple(parameter.grad.shape),
-        "persist": not address.holder.is_sharded,
+        "persist": not address.bucket.is_sharded,
         "active_sub_modules": address.active_modules,
         "ds_tensor.shape": tuple(_local_tensor(parameter, address).shape),
     }
@@ -144,10 +144,10 @@ def _partition(
 
 def _convert(parameter: torch.nn.Parameter, address: Address, param_list: Iterable[torch.nn.Parameter]) -> None:
     """Partitions further parameters as this one is."""
-    holder = address.holder
+    bucket = address.bucket
     plain = [other for other in param_list if address_of(other) is None]
     names = [f"converted with {address.name}, {position}" for position in range(len(plain))]
-    shard_parameters(plain, names, group=BucketGroup.over(holder.transport), device=holder.device, dtype=None)
+    shard_parameters(plain, names, group=BucketGroup.over(bucket.transport), device=bucket.device, dtype=None)
 
 
 _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
@@ -158,11 +158,11 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
     "ds_status": _status,
     "ds_tensor": _local_tensor,
     "ds_param_type": lambda parameter, address: ZeroParamType.PARTITIONED,
-    "ds_persist": lambda parameter, address: not address.holder.is_sharded,
+    "ds_persist": lambda parameter, address: not address.bucket.is_sharded,
     "ds_active_sub_modules": lambda parameter, address: address.active_modules,
-    "ds_process_group": lambda parameter, address: address.holder.transport.group,
-    "ds_zero_partition_rank": lambda parameter, address: address.holder.transport.rank,
-    "ds_zero_partition_world_size": lambda parameter, address: address.holder.transport.size,
+    "ds_process_group": lambda parameter, address: address.bucket.transport.group,
+    "ds_zero_partition_rank": lambda parameter, address: address.bucket.transport.rank,
+    "ds_zero_partition_world_size": lambda parameter, address: address.bucket.transport.size,
     "partition_numel": _method(_local_numel),
     "aligned_size": _method(lambda parameter, address: address.numel),
     "padding_size": _method(lambda parameter, address: 0),

@@ -139,8 +139,8 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
     turn. Otherwise each is yielded as soon as it has been read, whatever the order of the buckets.
     """
     present = _held(runtime, kind)
-    holders = {name: part_owners_of(parameter) for parameter, name in runtime.param_names.items()}
-    if all(others is None for others in holders.values()):
+    owners = {name: part_owners_of(parameter) for parameter, name in runtime.param_names.items()}
+    if all(others is None for others in owners.values()):
         for tile, value in _walk(runtime, kind, present, bucket_bytes):
             yield tile.name, value
         return
@@ -151,7 +151,7 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
         waiting[tile.name] = found
         while to_come and to_come[0] in waiting:
             name = to_come.popleft()
-            value, others = waiting.pop(name), holders[name]
+            value, others = waiting.pop(name), owners[name]
             yield name, value if others is None else others.whole(value, f"{kind} of {name}")
 
 

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from deepspeed.accelerator.host_allocator import MallocTrimmer
 from deepspeed.comm.transports.transport import Piece
+from deepspeed.zero.address import BucketBase, Gatherer, State, set_address
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.holder import Gatherer, Holder, State, set_address
 from deepspeed.zero.tiling.assemble import scatter
 from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
@@ -31,7 +31,7 @@ _trimmer = MallocTrimmer()
 _indices = itertools.count(1 << 20)  # apart from those of engines' buckets, beside which copies are sorted
 
 
-class ProvisionalBucket(Holder):
+class ProvisionalBucket(BucketBase):
     """Parameters that are sharded but belong to no engine.
 
     Attributes:
@@ -92,35 +92,37 @@ def note_freed(nbytes: int) -> None:
     _trimmer.note(nbytes, _ShardTotals.most)
 
 
-def copy_of(holder: Holder) -> ProvisionalBucket:
-    """Returns a provisional bucket with the present values of ``holder``; communicates nothing."""
-    tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in holder.layout.tiles)
+def copy_of(bucket: BucketBase) -> ProvisionalBucket:
+    """Returns a provisional bucket with the present values of ``bucket``; communicates nothing."""
+    tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in bucket.layout.tiles)
     made = ProvisionalBucket(
-        replace(holder.layout, index=next(_indices), tiles=tiles),
-        dtype=holder.dtype,
-        device=holder.device,
-        home=holder.shard.device,
-        group=holder.group,
+        replace(bucket.layout, index=next(_indices), tiles=tiles),
+        dtype=bucket.dtype,
+        device=bucket.device,
+        home=bucket.shard.device,
+        group=bucket.group,
     )
-    made.shard.copy_(holder.shard)
+    made.shard.copy_(bucket.shard)
     return made
 
 
-def copy_sharded(holder: Holder, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+def copy_sharded(
+    bucket: BucketBase, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]
+) -> torch.nn.Parameter:
     """``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
 
     Parameters of one bucket that are copied together share the copy of the bucket. Needs no communication.
     """
     with untouched():
-        if id(holder) not in memo:
-            memo[id(holder)] = copy_of(holder)
+        if id(bucket) not in memo:
+            memo[id(bucket)] = copy_of(bucket)
         made = torch.nn.Parameter(
-            torch.empty(0, dtype=holder.dtype, device=holder.device), requires_grad=parameter.requires_grad
+            torch.empty(0, dtype=bucket.dtype, device=bucket.device), requires_grad=parameter.requires_grad
         )
         made.__class__ = plain_class(parameter)
         remember_class(made)
-        set_address(made, memo[id(holder)], tile)
-        memo[id(holder)].take_back(tile, made)
+        set_address(made, memo[id(bucket)], tile)
+        memo[id(bucket)].take_back(tile, made)
         return made
 
 

@@ -11,10 +11,10 @@ from deepspeed import comm
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.device import local_device
 from deepspeed.zero.access.views import install_views
+from deepspeed.zero.address import address_of, set_address
 from deepspeed.zero.construction.provisional import ProvisionalBucket
 from deepspeed.zero.construction.sharing import ProvisionalGroups
 from deepspeed.zero.gather.sharded_parameter import remember_class
-from deepspeed.zero.holder import address_of, set_address
 from deepspeed.zero.tiling.layout import bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
@@ -83,11 +83,11 @@ class SlicesFromFiles:
         """
         address = address_of(parameter)
         assert address is not None
-        fragment = address.holder.fragment(address.tile)
+        fragment = address.bucket.fragment(address.tile)
         if fragment is None:
             return
         low, high = max(first, fragment.tile_start), min(first + numel, fragment.tile_stop)
         if low < high:
             at = fragment.slice_start + low - fragment.tile_start
             with untouched(), torch.no_grad():
-                address.holder.shard[at : at + high - low].copy_(read(low - first, high - first))
+                address.bucket.shard[at : at + high - low].copy_(read(low - first, high - first))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from deepspeed.zero.holder import State
+from deepspeed.zero.address import State
 
 
 class GatherCount:

@@ -35,7 +35,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def _has_engine(parameter: torch.nn.Parameter) -> bool:
     address = parameter.__dict__.get("_ds_address")
-    return address is not None and address.holder.is_trained
+    return address is not None and address.bucket.is_trained
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -50,7 +50,7 @@ def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
         model: The parameter; upstream calls it so.
     """
     address = model.__dict__.get("_ds_address")
-    owner = None if address is None else address.holder.owner
+    owner = None if address is None else address.bucket.owner
     return owner is not None and model in owner.leaf_parameters()
 
 

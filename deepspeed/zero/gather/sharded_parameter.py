@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 from deepspeed.errors import ShardedAccessError
 from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.holder import Address, address_of
+from deepspeed.zero.address import Address, address_of
 from deepspeed.zero.untouched import is_untouched
 
 # Names of functions that read no values: they see the empty tensor, as the ecosystem expects.
@@ -146,17 +146,17 @@ class ShardedParameter(torch.nn.Parameter):
         address = address_of(self)
         if address is None:
             return "Parameter of unknown name (its values are gone)"
-        holder = address.holder
+        bucket = address.bucket
         return (
             f"Parameter {address.name!r} of shape {address.shape} and dtype {self.dtype}, sharded over "
-            f"{holder.transport.size} ranks, requires_grad={self.requires_grad}"
+            f"{bucket.transport.size} ranks, requires_grad={self.requires_grad}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             address = address_of(self)
             assert address is not None, "a sharded parameter has an address"
-            memo[id(self)] = address.holder.copy_parameter(address.tile, self, memo)
+            memo[id(self)] = address.bucket.copy_parameter(address.tile, self, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -184,7 +184,7 @@ def _property_of(func: Callable[..., Any]) -> str:
 def _gather(parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
     """Makes a parameter full if that is allowed now."""
     address = address_of(parameter)
-    gatherer = None if address is None else address.holder.gatherer
+    gatherer = None if address is None else address.bucket.gatherer
     return gatherer is not None and gatherer(parameter, together)
 
 
@@ -278,7 +278,7 @@ def mark_sharded(parameter: torch.nn.Parameter, empty: torch.Tensor) -> None:
         parameter: The parameter.
         empty: 1-D without elements, or the full shape over the memory of one element.
     """
-    if type(parameter) is ShardedParameter:  # it goes from one holder to another
+    if type(parameter) is ShardedParameter:  # it goes from one bucket to another
         with DisableTorchFunctionSubclass():
             parameter.data = empty
         return

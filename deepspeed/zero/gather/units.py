@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from deepspeed.zero.address import full_numel
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.leaf import get_z3_leaf_modules, z3_leaf_module
-from deepspeed.zero.holder import full_numel
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -89,10 +89,10 @@ def _numel(module: nn.Module) -> int:
 
 def buckets_of_leaves(model: nn.Module, sharded: Sequence[Bucket]) -> dict[nn.Module, list[Bucket]]:
     """Returns the leaf modules with every sharded bucket that they use, tied weights of other units included."""
-    holders = {parameter: bucket for bucket in sharded for parameter in bucket.params}
+    bucket_of = {parameter: bucket for bucket in sharded for parameter in bucket.params}
     found = {}
     for module in get_z3_leaf_modules(model):
-        used = {holders[parameter] for parameter in module.parameters() if parameter in holders}
+        used = {bucket_of[parameter] for parameter in module.parameters() if parameter in bucket_of}
         found[module] = sorted(used, key=lambda bucket: bucket.index)
     return found
 

@@ -17,7 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
 
 _MARK = "ds_tile_part"
-_OWNERS = "ds_tile_holders"
+_OWNERS = "ds_part_owners"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PartOwners:
         return self.parts[self.transport.rank]
 
     def whole(self, tile: torch.Tensor, label: str) -> torch.Tensor:
-        """Returns the logical parameter, or something else with an element for each of its. Every holder must call it.
+        """Returns the logical parameter, or a tensor with an element for each of its. All part owners must call it.
 
         Args:
             tile: This rank's, in the shape of the tile.

@@ -18,7 +18,7 @@ import deepspeed
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.parallel.expert import loading
 from deepspeed.parallel.expert.loading import from_pretrained
-from deepspeed.zero.holder import full_shape
+from deepspeed.zero.address import full_shape
 from tests.engine.support import rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build

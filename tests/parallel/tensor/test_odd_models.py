@@ -105,9 +105,9 @@ def _compare(label: str, kind: str, sizes: dict[str, Any], size: int) -> None:
         if one.grad is None:
             assert other.grad is None or not other.grad.any(), (label, name)
             continue
-        gradient, holders = other.grad, part_owners_of(other)
+        gradient, owners = other.grad, part_owners_of(other)
         gradient = torch.zeros_like(other) if gradient is None else gradient
-        found = gradient if holders is None else holders.whole(gradient, name)
+        found = gradient if owners is None else owners.whole(gradient, name)
         assert found.shape == one.grad.shape, (label, name)
         assert (found - one.grad).abs().max().item() <= allowed * largest, (label, name)
 

@@ -32,7 +32,7 @@ def test_query_heads_lie_beside_their_key_value_heads(key_value, shared_by, size
         shared = (high - low) // (last - first)
         for query in range(low, high):
             assert query // shared_by == first + (query - low) // shared
-        start, stop = heads.holders(place)
+        start, stop = heads.replicas(place)
         assert start <= place < stop
         assert all(heads.of_key_value(other) == (first, last) for other in range(start, stop))
         if size <= key_value:

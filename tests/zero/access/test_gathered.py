@@ -16,7 +16,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
 from deepspeed.zero.access.gathered import GatheredParameters, by_group
 from deepspeed.zero.access.states import safe_get_full_fp32_param
-from deepspeed.zero.holder import Address
+from deepspeed.zero.address import Address
 from tests.harness import run_ranks
 from tests.zero.access.support import Model, batch, build, train
 
@@ -336,8 +336,8 @@ def test_groups_of_equal_size_have_one_order_whoever_asks():
         transport = LocalTransport()
         transport.ranks = ranks
         group = SimpleNamespace(name=name)
-        holder = SimpleNamespace(transport=transport, group=group, layout=SimpleNamespace(index=0))
-        entries.append((torch.nn.Parameter(torch.zeros(1)), Address(holder, 0, 0)))
-    orders = [[found[0][1].holder.transport for found in by_group(asked)] for asked in (entries, entries[::-1])]
+        bucket = SimpleNamespace(transport=transport, group=group, layout=SimpleNamespace(index=0))
+        entries.append((torch.nn.Parameter(torch.zeros(1)), Address(bucket, 0, 0)))
+    orders = [[found[0][1].bucket.transport for found in by_group(asked)] for asked in (entries, entries[::-1])]
     assert orders[0] == orders[1]
     assert [found.ranks for found in orders[0]] == [(0, 1), (0, 3), (0, 2), (0, 1)]

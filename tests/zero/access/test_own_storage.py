@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed.zero.access.own_storage import own_parameters
-from deepspeed.zero.holder import address_of
+from deepspeed.zero.address import address_of
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower

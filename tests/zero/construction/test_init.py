@@ -73,7 +73,7 @@ def _odd_classes():
                 self.weight = nn.Parameter(torch.full((8,), 3.0))
                 self.inner = nn.Linear(3, 3)
 
-        holder = nn.ModuleList([Local(), grown])
+        parent = nn.ModuleList([Local(), grown])
         outside = nn.ModuleDict({"a": early, "b": late, "c": described, "d": decorated, "e": dynamic})
         orphan = nn.Linear(2, 2)
         orphan.register_parameter("extra", nn.Parameter(torch.ones(4)))
@@ -81,12 +81,12 @@ def _odd_classes():
         with pytest.raises(LookupError):
             odd.FailsHalfway()
         lazy = nn.LazyLinear(3)
-    for module in (holder, outside, orphan, sequence):
+    for module in (parent, outside, orphan, sequence):
         for name, parameter in module.named_parameters():
             assert parameter.shape == (0,) and parameter.ds_numel > 0, name
     values = full_values(outside)
     assert values["b.extra"].eq(1).all() and values["c.weight"].eq(5).all() and values["d.after"].eq(1).all()
-    assert full_values(holder)["1.late"].eq(2).all() and full_values(holder)["0.weight"].eq(3).all()
+    assert full_values(parent)["1.late"].eq(2).all() and full_values(parent)["0.weight"].eq(3).all()
     assert not hasattr(lazy.weight, "ds_id")
     # Outside, everything is as before: classes, constructors, instances.
     plain = odd.ReturnsEarly(3)
@@ -225,9 +225,9 @@ def _weight_norm():
         convolution = nn.Conv1d(4, 4, 3)
         with GatheredParameters(convolution.weight, modifier_rank=0):
             convolution = nn.utils.parametrizations.weight_norm(convolution, name="weight", dim=2)
-        holder = nn.Module()
+        parent = nn.Module()
         for parameter in convolution.parametrizations.weight.parameters():
-            register_external_parameter(holder, parameter)
+            register_external_parameter(parent, parameter)
     assert convolution.parametrizations.weight.original0.ds_shape == (1, 1, 3)
     return [name for name, _ in convolution.named_parameters()]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.zero.address import State
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.holder import State
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import Rank, Stack, batch, rank_of, stack
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from deepspeed.zero import Init
-from deepspeed.zero.holder import State, address_of
+from deepspeed.zero.address import State, address_of
 from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.zero.gather.beside_torch import EVERY_STAGE, LIMITS, STAGE_3, compare
@@ -114,7 +114,7 @@ def _held():
         layers = [CHANGES[name](nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
         model = nn.Sequential(*(part for layer in layers for part in (layer, probe)))
         engine = engine_of(model, 3, zero=LIMITS["all sharded"])
-        probe.look = lambda first=layers[0].bias: address_of(first).holder.owner.buckets
+        probe.look = lambda first=layers[0].bias: address_of(first).bucket.owner.buckets
         engine(inputs(0, rank()))
         assert len(probe.seen) == 4 and all(len(states) == 4 for states in probe.seen)
         assert all(sum(states) <= 1 for states in probe.seen), name

@@ -10,8 +10,8 @@ from torch import nn
 
 from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import DivergenceError
+from deepspeed.zero.address import State
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
-from deepspeed.zero.holder import State
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of
 

@@ -60,7 +60,7 @@ def models(draw):
     return units, limits, draw(WORLD)
 
 
-def holders_of(bucket: BucketLayout, offset: int) -> list[int]:
+def ranks_of(bucket: BucketLayout, offset: int) -> list[int]:
     """Tiles that hold an element of the buffer."""
     places = enumerate(zip(bucket.starts, bucket.tiles, strict=True))
     return [index for index, (start, tile) in places if start <= offset < start + tile.numel]
@@ -119,7 +119,7 @@ def test_runs_cover_exactly_the_tiles_with_a_group(bucket: BucketLayout):
                 assert group_of.get(element, -1) == group
         used = {e for f in bucket.fragments(rank) for e in range(f.slice_start, f.slice_start + f.numel)}
         for element in set(group_of) - used:
-            assert not holders_of(bucket, lower + element), "what a run holds besides its tiles is padding"
+            assert not ranks_of(bucket, lower + element), "what a run holds besides its tiles is padding"
 
 
 @given(buckets())

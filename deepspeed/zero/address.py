@@ -1,7 +1,7 @@
 """What keeps the values of parameters while they are sharded, and the address of each parameter in it.
 
-A *holder* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
-(``zero.construction.provisional``). Every parameter that has a holder knows its *address*: the holder and the tile.
+A *bucket* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
+(``zero.construction.provisional``). Every parameter that has a bucket knows its *address*: the bucket and the tile.
 Whoever wants to read, gather or move a parameter starts from there.
 """
 
@@ -22,7 +22,7 @@ from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 
 class State(Enum):
-    """Where the values of a holder's parameters are; see ``zero.bucket``."""
+    """Where the values of a bucket's parameters are; see ``zero.bucket``."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -50,7 +50,7 @@ class Loan:
     version: int = 0
 
 
-class Holder:
+class BucketBase:
     """Keeps the values of the tiles of one layout.
 
     Attributes:
@@ -62,9 +62,9 @@ class Holder:
         is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
             small parameters and those of a group of one may be resident all the same.
         state: Where the values are.
-        shard: This rank's slice, 1-D; for a resident holder a view of all values.
+        shard: This rank's slice, 1-D; for a resident bucket a view of all values.
         loans: Parameters that ``GatheredParameters`` keeps full, by tile.
-        pins: Contexts that keep the whole holder full.
+        pins: Contexts that keep the whole bucket full.
         gatherer: Makes a parameter full if that is allowed now, and says whether it did; None: never.
     """
 
@@ -136,7 +136,7 @@ class Holder:
         raise NotImplementedError
 
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """``copy.deepcopy`` of a sharded parameter: one with the same values, in a holder of no engine."""
+        """``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
         raise NotImplementedError
 
 
@@ -148,22 +148,22 @@ class Address:
     """Where a parameter's values are kept.
 
     Attributes:
-        holder: The bucket.
+        bucket: The bucket.
         tile: Index of the parameter in it.
         number: Unique in this process; stays with the parameter when it moves (``ds_id``).
         active_modules: For programs that clear ``ds_active_sub_modules``; nothing here needs it.
     """
 
-    __slots__ = ("active_modules", "holder", "number", "tile")
+    __slots__ = ("active_modules", "bucket", "number", "tile")
 
-    def __init__(self, holder: Holder, tile: int, number: int) -> None:
-        self.holder = holder
+    def __init__(self, bucket: BucketBase, tile: int, number: int) -> None:
+        self.bucket = bucket
         self.tile = tile
         self.number = number
         self.active_modules: set[Any] = set()
 
     def __reduce__(self) -> Any:
-        return _nowhere, ()  # a parameter that was saved or copied has left its holder
+        return _nowhere, ()  # a parameter that was saved or copied has left its bucket
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -174,17 +174,17 @@ class Address:
     @property
     def name(self) -> str:
         """Qualified name of the parameter."""
-        return self.holder.layout.tiles[self.tile].name
+        return self.bucket.layout.tiles[self.tile].name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the full parameter."""
-        return self.holder.layout.tiles[self.tile].shape
+        return self.bucket.layout.tiles[self.tile].shape
 
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
-        return self.holder.layout.tiles[self.tile].numel
+        return self.bucket.layout.tiles[self.tile].numel
 
 
 def _nowhere() -> None:
@@ -192,26 +192,26 @@ def _nowhere() -> None:
 
 
 def address_of(parameter: torch.Tensor) -> Address | None:
-    """Returns the address of a parameter (any shape, sharded or not), or None where it belongs to no holder."""
+    """Returns the address of a parameter (any shape, sharded or not), or None where it belongs to no bucket."""
     return parameter.__dict__.get(_ADDRESS)
 
 
 def is_zero_param(parameter: object) -> bool:
     """Returns whether ``parameter`` is partitioned (ZeRO stage 3), so that its ``ds_*`` attributes exist."""
     address = address_of(parameter) if isinstance(parameter, torch.Tensor) else None
-    return address is not None and address.holder.is_partitioned
+    return address is not None and address.bucket.is_partitioned
 
 
-def set_address(parameter: torch.Tensor, holder: Holder, tile: int) -> Address:
+def set_address(parameter: torch.Tensor, bucket: BucketBase, tile: int) -> Address:
     """Gives a parameter (any shape, sharded or not) its next address; its number stays the same."""
     old = address_of(parameter)
-    address = Address(holder, tile, next(_numbers) if old is None else old.number)
+    address = Address(bucket, tile, next(_numbers) if old is None else old.number)
     parameter.__dict__[_ADDRESS] = address
     return address
 
 
 def forget_address(parameter: torch.Tensor) -> None:
-    """Takes a parameter out of its holder; it keeps values of its own. It must be full, in its own shape."""
+    """Takes a parameter out of its bucket; it keeps values of its own. It must be full, in its own shape."""
     parameter.__dict__.pop(_ADDRESS, None)
 
 
