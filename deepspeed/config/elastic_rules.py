@@ -151,3 +151,24 @@ def differences_from_scheduler(section: Elasticity, text: str) -> dict[str, str]
                 f"{mine} here, but {theirs[name]} in the scheduler's {SCHEDULER_VARIABLE}; give both the same section"
             )
     return found
+
+
+def fit_shard_ranks(root: Root, data_ranks: int, findings: ConfigMessages) -> Root:
+    """Returns the configuration with groups of MiCS or hpZ that fit the ranks there are, where their number may change.
+
+    A group gets larger, never smaller, so that no rank holds more of the parameters than was asked for.
+    """
+    zero = root.zero_optimization
+    if root.elasticity is None or not root.elasticity.continues or zero.stage < 3:
+        return root
+    changes = {}
+    for name in ("zero_hpz_partition_size", "mics_shard_size"):
+        size = getattr(zero, name)
+        if size > 1 and data_ranks % size:
+            fitting = (n for n in range(size, data_ranks) if data_ranks % n == 0)
+            changes[name] = next(fitting, data_ranks)
+            findings.notice(
+                f"{findings.label(('zero_optimization', name))}: {size} does not divide the {data_ranks} ranks that "
+                f"there are now; with elasticity.continue {changes[name]} of them share the parameters"
+            )
+    return root.model_copy(update={"zero_optimization": zero.model_copy(update=changes)}) if changes else root

@@ -20,7 +20,7 @@ from deepspeed.config.batch import (
 from deepspeed.config.degrees import degrees
 from deepspeed.config.deprecated import translate_old_keys
 from deepspeed.config.effects import note_effects
-from deepspeed.config.elastic_rules import is_elastic, put_elastic_batch
+from deepspeed.config.elastic_rules import fit_shard_ranks, is_elastic, put_elastic_batch
 from deepspeed.config.messages import ConfigMessages, Path, shown
 from deepspeed.config.parameters import read_optimizer, read_scheduler
 from deepspeed.config.reader import BATCH_KEYS, build, clean, is_auto, structural_copy
@@ -98,6 +98,7 @@ def parse(
     check_rules(root, findings)
     ranks = _data_ranks(dp_world_size, root, findings)
     if ranks is not None:
+        root = fit_shard_ranks(root, ranks, findings)
         check_ranks(root, ranks, findings)
     refuse_unavailable(root, findings)
     if purpose == "train":

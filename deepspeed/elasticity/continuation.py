@@ -248,7 +248,7 @@ class Continuation:
         run = self.run
         run_state_of(self._engine).settle()
         own = copy_states(run_state_of(self._engine), self._layout, run.members.links.number, run.held)
-        theirs = send_to_buddy(own, self._layout.owners, self._transport, run.held)
+        theirs = None if self._layout.has_replicas else send_to_buddy(own, self._transport, run.held)
         for copy in (own, theirs):
             if copy is not None:
                 run.held.put(copy)

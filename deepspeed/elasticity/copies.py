@@ -2,7 +2,8 @@
 
 After a step every rank copies its masters, optimizer states and small states, and sends the copy to the next rank, its
 *buddy*. The two newest generations are kept, so that a death while copies travel leaves the one before whole. Where
-every rank has everything (stage 0) nothing is copied ahead: the states of any rank that is left will do.
+other ranks have the same slices (MiCS) nothing is sent: their own copies serve. Where every rank has everything (stage
+0) nothing is copied ahead: the states of any rank that is left will do.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class CopyLayout:
         frozen: Names of parameters without gradient.
         aliases: Further names of tied parameters.
         is_whole: Each copy has everything, so that one of them is enough.
+        parts: Which part of the model states each rank has; ranks with the same number hold the same slices.
     """
 
     epoch: int
@@ -50,14 +52,21 @@ class CopyLayout:
     frozen: frozenset[str]
     aliases: dict[str, str]
     is_whole: bool
+    parts: tuple[int, ...]
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether every part is on several ranks."""
+        return all(self.parts.count(part) > 1 for part in self.parts)
 
     @classmethod
     def of(cls, run_state: RunState, epoch: int, owners: Sequence[int]) -> CopyLayout:
         """Returns that of a model."""
         left_out, frozen = set(), set()
-        is_whole = True
+        is_whole, sharing = True, len(owners)
         for bucket in run_state.runtime.buckets:
             master = run_state.runtime.master_of(bucket)
+            sharing = min(sharing, bucket.group.owners.size)
             names = {tile.logical for tile in bucket.layout.tiles}
             if master is None:
                 frozen |= names
@@ -72,6 +81,7 @@ class CopyLayout:
             frozenset(frozen),
             run_state.aliases(),
             is_whole,
+            tuple(0 if is_whole else rank % sharing for rank in range(len(owners))),
         )
 
 
@@ -147,6 +157,11 @@ class StateCopy:
         return self.generation, self.layout.epoch
 
     @property
+    def part(self) -> int:
+        """Which part of the model states it is, see :class:`CopyLayout`."""
+        return self.layout.parts[self.layout.owners.index(self.owner)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return self.data.numel() + len(self.small)
@@ -189,10 +204,8 @@ class CopyStore:
         return torch.empty(size, dtype=torch.uint8)
 
     def listed(self) -> list[list[Any]]:
-        """Returns key, owner, all owners and whether it is whole, of each copy: for messages."""
-        return [
-            [list(copy.key), copy.owner, list(copy.layout.owners), copy.layout.is_whole] for copy in self._held.values()
-        ]
+        """Returns key, part and number of all parts, of each copy: for messages."""
+        return [[list(copy.key), copy.part, len(set(copy.layout.parts))] for copy in self._held.values()]
 
     def of_key(self, key: tuple[int, int]) -> list[StateCopy]:
         """Returns the copies with a key, this process's own first."""
@@ -207,13 +220,13 @@ class CopyStore:
 
 def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) -> tuple[int, int] | None:
     """Returns the newest generation and epoch of which the living members hold everything; None: there is none."""
-    owners_of: dict[tuple[int, int], set[int]] = {}
+    parts_of: dict[tuple[int, int], set[int]] = {}
     found: set[tuple[int, int]] = set()
     for member in living:
-        for (generation, epoch), owner, owners, is_whole in ready[member.number].held:
+        for (generation, epoch), part, count in ready[member.number].held:
             key = int(generation), int(epoch)
-            owners_of.setdefault(key, set()).add(int(owner))
-            if is_whole or owners_of[key] >= set(owners):
+            parts_of.setdefault(key, set()).add(int(part))
+            if len(parts_of[key]) == int(count):
                 found.add(key)
     return max(found, default=None)
 
@@ -315,19 +328,18 @@ def copy_states(
     return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small, data)
 
 
-def send_to_buddy(copy: StateCopy, owners: Sequence[int], transport: Transport, held: CopyStore) -> StateCopy | None:
+def send_to_buddy(copy: StateCopy, transport: Transport, held: CopyStore) -> StateCopy | None:
     """Sends a copy to the next rank and returns that of the rank before. Every rank of the job must call it.
 
     Args:
         copy: Of this rank.
-        owners: Numbers of the members, by rank.
         transport: Over host memory.
         held: Has memory to spare.
 
     Returns:
         None where there is no other rank.
     """
-    rank, size = transport.rank, transport.size
+    rank, size, owners = transport.rank, transport.size, copy.layout.owners
     if size == 1:
         return None
     following, before = (rank + 1) % size, (rank - 1) % size

@@ -89,10 +89,11 @@ def _problem(setup: EngineSetup) -> str | None:
             "a PipelineModule is not supported: what a stage held has no copy on other ranks. Leave "
             "elasticity.continue out and restart from checkpoints"
         )
-    for name in ("zero_hpz_partition_size", "mics_shard_size"):
-        size = getattr(zero, name)
-        if size > 1:
-            return f"zero_optimization.{name} is {size}, which does not divide every number of ranks; leave it out"
+    if zero.stage == 3 and zero.mics_shard_size > 1 and zero.mics_hierarchical_params_gather:
+        return (
+            "zero_optimization.mics_hierarchical_params_gather needs equally many ranks on every node, which a loss "
+            "ends; leave it out"
+        )
     problem = _problem_of_objects(setup)
     if problem is not None:
         return problem

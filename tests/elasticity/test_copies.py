@@ -10,8 +10,10 @@ from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.elasticity.copies import CopyLayout, CopyStore, StateCopy, newest_whole
 
 
-def made(generation: int, epoch: int, owner: int, owners: tuple[int, ...] = (0, 1, 2)) -> StateCopy:
-    layout = CopyLayout(epoch, owners, (), frozenset(), frozenset(), {}, False)
+def made(
+    generation: int, epoch: int, owner: int, owners: tuple[int, ...] = (0, 1, 2), parts: tuple[int, ...] = ()
+) -> StateCopy:
+    layout = CopyLayout(epoch, owners, (), frozenset(), frozenset(), {}, False, parts or owners)
     return StateCopy(generation, owner, layout, {}, b"", torch.zeros(8, dtype=torch.uint8))
 
 
@@ -45,6 +47,8 @@ def test_copies_of_the_job_before_stay_while_those_of_the_next_one_are_made():
         ([[(5, 0, 0), (5, 0, 2)], [(5, 0, 1), (5, 0, 0)]], (5, 0)),
         ([[(5, 0, 0), (4, 0, 0), (4, 0, 2)], [(4, 0, 1)]], (4, 0)),  # rank 2 died before it had sent generation 5
         ([[(5, 0, 0)], [(5, 0, 1)]], None),
+        ([[(5, 0, 0, (0, 1, 2, 3), (0, 1, 0, 1))], [(5, 0, 3, (0, 1, 2, 3), (0, 1, 0, 1))]], (5, 0)),  # replicas
+        ([[(5, 0, 0, (0, 1, 2, 3), (0, 1, 0, 1))], [(5, 0, 2, (0, 1, 2, 3), (0, 1, 0, 1))]], None),
     ],
 )
 def test_the_newest_generation_that_is_whole_counts(held, expected):

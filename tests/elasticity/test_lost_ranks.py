@@ -72,6 +72,29 @@ def test_precisions_and_offload(tmp_path, stage, more, tolerance):
     assert rates[0] == rates[1]
 
 
+@pytest.mark.parametrize("precision", [{}, slow({"bf16": {"enabled": True}})])
+def test_a_whole_group_of_mics_is_lost(tmp_path, precision):
+    """Ranks 0 and 1, which no buddy would survive: the other group has the same slices.
+
+    Then three ranks share the parameters where two did, and no other rank has what the next lost one held but its
+    buddy.
+    """
+    die = {"r0": [(2, "start")], "r1": [(2, "start")], "r4": [(4, "backward")]}
+    config = make_config(3, zero={"mics_shard_size": 2}, **precision)
+    result = run_job(tmp_path, 6, {"config": config, "total": 6, "die": die, "model": "awkward"})
+    assert result.codes == {"r0": -9, "r1": -9, "r2": 0, "r3": 0, "r4": -9, "r5": 0}, result.errors
+    check(result, 6, kind="awkward", tolerance=1e-6 if not precision else 2e-2)
+    assert result.recoveries[-1]["ranks"][1] == 3
+    assert "mics_shard_size: 2 does not divide the 3 ranks" in "".join(result.errors.values())
+
+
+@pytest.mark.slow
+def test_hpz(tmp_path):
+    config = make_config(3, zero={"zero_hpz_partition_size": 2})
+    result = run_job(tmp_path, 4, {"config": config, "total": 4, "die": {"r3": [(2, "backward")]}, "model": "awkward"})
+    check(result, 4, kind="awkward")
+
+
 @pytest.mark.parametrize("stage", [2, slow(3)])
 def test_states_on_disk(tmp_path, stage):
     """Optimizer states of ranks that are left come from their files' copies in memory."""
