@@ -147,6 +147,7 @@ class Continuation:
         self._every = section.copy_every
         self._patience = section.patience
         self.run = run
+        run.members.links.expect_beats(section.heartbeat)
         self.in_step = False
         self.is_replaced = False
         self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, what its forwards change
@@ -322,6 +323,7 @@ class Continuation:
     def _change_once(self, recovery: Recovery) -> Continuation:
         members, started = self.run.members, time.monotonic()
         members.starter.end_job()
+        causes = {number: lost.cause for number, lost in members.links.lost.items()}
         plan = Regroup(
             members.links,
             members.plan.epoch,
@@ -334,7 +336,7 @@ class Continuation:
         members.starter.start_job(plan)
         Job.current().members = members
         recovery.regrouped += time.monotonic() - started
-        names = [_obituary(each, recovery.step) for each in plan.lost]
+        names = [_obituary(each, recovery.step, causes.get(each.number, "")) for each in plan.lost]
         recovery.lost = (*recovery.lost, *names)
         recovery.joined += len(plan.newcomers)
         started = time.monotonic()
@@ -433,8 +435,9 @@ def continuation_of(engine: EngineBase) -> Continuation:
     return result
 
 
-def _obituary(member: RunMember, step: int) -> str:
-    cause = ExitNotes.here().cause_of(member.pid) if member.host == socket.gethostname() else ""
+def _obituary(member: RunMember, step: int, cause: str) -> str:
+    if not cause and member.host == socket.gethostname():
+        cause = ExitNotes.here().cause_of(member.pid)
     return f"{member.name} was lost in step {step}{f': {cause}' if cause else ''}"
 
 

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator.host_allocator import keep_freed_memory
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
 from deepspeed.comm.start.device import local_device
 from deepspeed.config import ParsedConfig, parse
@@ -74,6 +75,7 @@ def agree(client: Client, config: Any) -> AgreedSetup:
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
     parsed = _parse_alike(features.read_config(config, client.mpu), job_mesh, client, features)
     root = parsed.root
+    _refuse_beside_elastic(root)
     ranks = job_mesh.settle(root)
     features.ask_configuration(root, ranks.mesh, has_dtensors=job_mesh.has_dtensors)
     setup = EngineSetup(root, client.model, client.optimizer, ranks, _device(client.args), job_mesh.is_ours)
@@ -83,6 +85,22 @@ def agree(client: Client, config: Any) -> AgreedSetup:
         log_dist(f"config: {notice}", level=logging.WARNING if notice in parsed.warnings else logging.INFO)
     features.refuse(setup)
     return AgreedSetup(parsed, features, setup)
+
+
+def _refuse_beside_elastic(root: Root) -> None:
+    """Raises where another engine of this process ends the job when a rank is lost, and this one would not follow.
+
+    Raises:
+        DeepSpeedConfigError: It is so.
+    """
+    members = Job.current().members
+    goes_on = root.elasticity is not None and root.elasticity.continues
+    if members is not None and members.is_in_use and not goes_on:
+        raise DeepSpeedConfigError(
+            "initialize: an engine with elasticity.continue is in use in this process, and the one that is made now is "
+            "without it: after a loss its process groups would be gone. Call engine.destroy() on the first, or use the "
+            "second model as a plain module"
+        )
 
 
 def _parse_alike(config: Any, job_mesh: JobMesh, client: Client, features: FeatureSet) -> ParsedConfig:

@@ -113,7 +113,7 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
 
     Args:
         arguments: ``config``, ``total`` (steps), ``die`` (by name: step and place where the process kills itself;
-            after ``error``, where it raises),
+            after ``error``, where it raises; after ``stop``, where it stops),
             ``model`` (its kind), ``pause`` (seconds in each step), ``save`` (steps between checkpoints) and
             ``checkpoints``, ``load`` (whether to load the last one first), ``pauses`` (steps at which one
             ``ElasticSteps`` ends and the next begins); ``kills``: how often a rank kills itself at
@@ -146,6 +146,8 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
     def die(step: int, place: str) -> None:
         if (step, f"error {place}") in deaths:
             raise RuntimeError(f"an error on {name}")
+        if (step, f"stop {place}") in deaths:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if (step, place) in deaths:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.comm.members.links import LostMember, MemberLinks
+from deepspeed.comm.members.links import LostMember, MemberLinks, is_stopped
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.comm.members.regroup import Regroup
 from deepspeed.elasticity.copies import newest_whole
@@ -66,7 +67,8 @@ def regroup(links: MemberLinks, held: list[Any], patience: float = 10.0) -> JobP
 
 
 def held(owner: int, *generations: int, owners: tuple[int, ...] = (0, 1, 2), is_whole: bool = False) -> list[Any]:
-    return [[[generation, 0], owner, list(owners), is_whole] for generation in generations]
+    part, count = (0, 1) if is_whole else (owner, len(owners))
+    return [[[generation, 0], part, count] for generation in generations]
 
 
 def test_the_end_of_a_process_is_seen_at_once(linked):
@@ -109,6 +111,38 @@ def test_who_is_dropped_by_the_others_does_not_go_on_alone(linked):
         regroup(linked[2], held(2, 3, is_whole=True))
     plans = at_once(*[lambda n=n: regroup(linked[n], held(n, 3, is_whole=True)) for n in (0, 1)])
     assert [member.number for member in plans[0].members] == [0, 1]
+
+
+def test_who_sends_no_sign_of_life_is_lost(linked):
+    """Its thread does not go on, as that of a process that hangs; the sockets stay open."""
+    is_free = threading.Event()
+    linked[2]._accept = is_free.wait  # type: ignore[method-assign]
+    for each in linked:
+        each.expect_beats(2.0)
+    deadline = time.monotonic() + 20
+    while None in (linked[0]._links[2].heard, linked[1]._links[2].heard) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not linked[0].lost
+    with socket.create_connection(linked[2].address, timeout=5):
+        assert linked[0].wait_for_loss(20) and linked[1].wait_for_loss(20)
+    is_free.set()
+    lost = linked[0].lost
+    assert not lost[2].is_certain
+    assert lost[2].cause == "it has sent no sign of life for 2 s (elasticity.heartbeat)"
+    deadline = time.monotonic() + 20
+    while not linked[2].is_dropped and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert linked[2].is_dropped
+
+
+def test_a_process_that_a_signal_has_stopped():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert is_stopped(process.pid)
+        process.kill()
+    assert not is_stopped(process.pid)
 
 
 def test_a_farewell_is_no_loss(linked):

@@ -133,6 +133,17 @@ def test_a_rank_that_raises_is_lost_too(tmp_path):
     check(result, 5)
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_lost_by_its_silence(tmp_path):
+    """Its sockets stay open. The other one of two sees that it was stopped, and that no network is broken."""
+    config = make_config(2, elasticity={"heartbeat": 15.0})
+    result = run_job(tmp_path, 2, {"config": config, "total": 4, "die": {"r1": [(2, "stop backward")]}})
+    assert result.codes == {"r0": 0, "r1": -9}, result.errors
+    check(result, 4)
+    words = result.recoveries[0]["words"][0]
+    assert "no sign of life for 15 s (elasticity.heartbeat); its process was stopped by a signal" in words
+
+
 def test_two_at_once_whose_copies_lie_elsewhere(tmp_path):
     """Ranks 0 and 2 of four: their buddies are 1 and 3."""
     die = {"r0": [(2, "start")], "r2": [(2, "start")]}

@@ -108,6 +108,10 @@ def refuse_a_second_engine() -> None:
     first = start(make_config(2))
     with pytest.raises(DeepSpeedConfigError, match="found a second one while the first is in use"):
         start(make_config(2))
+    config = make_config(2)
+    del config["elasticity"]
+    with pytest.raises(DeepSpeedConfigError, match="an engine with elasticity.continue is in use in this process"):
+        start(config)
     train(first, 2)
     first.destroy()
     second = start(make_config(2))  # copies of the first one's states are gone

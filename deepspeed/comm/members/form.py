@@ -33,8 +33,9 @@ def waits_give_up(job: Job) -> Callable[[LostMember], None]:
     watch.hears_losses = True
 
     def give_up(lost: LostMember) -> None:
+        cause = lost.cause or "its process has ended, or its machine does not answer"
         watch.give_up(
-            f"{lost.member.name} was lost: its process has ended, or its machine does not answer. With "
+            f"{lost.member.name} was lost: {cause}. With "
             "elasticity.continue the other ranks go on inside `with step:` of deepspeed.elasticity.ElasticSteps"
         )
 

@@ -3,6 +3,9 @@
 The kernel closes the sockets of a process whatever ends it, so a loss is seen in milliseconds and needs no time limit.
 A machine or a network that goes down closes nothing; there TCP's keep-alive decides after about ten seconds.
 
+A process that is stopped closes nothing either. Where :meth:`MemberLinks.expect_beats` has been called, members send
+each other signs of life.
+
 One thread per process reads all links. It puts messages into an inbox, which the training thread reads, and makes
 pending waits of the training thread raise when a member is lost.
 """
@@ -16,6 +19,7 @@ import hmac
 import json
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -23,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deepspeed.comm.members.member import RunMember
@@ -33,6 +38,7 @@ _SEND_SECONDS = 5.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.02
 _LONGEST_LINE = 1 << 22
+_BEATS = 4  # signs of life in the time after which a member without one is lost
 _UNCERTAIN = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
 
 
@@ -43,22 +49,29 @@ class LostMember:
     Attributes:
         member: Which.
         seen: When, in seconds of the monotonic clock.
-        is_certain: Its socket was closed, so the process has ended. Otherwise its machine does not answer.
+        is_certain: Its socket was closed, so the process has ended. Otherwise it, or its machine, does not answer.
+        cause: What this process knows of why, in words; empty: nothing.
     """
 
     member: RunMember
     seen: float
     is_certain: bool
+    cause: str = ""
 
 
 @dataclass
 class _Link:
-    """One connected socket; ``number`` is that of the member at the other end, None until it has said it."""
+    """One connected socket; ``number`` is that of the member at the other end, None until it has said it.
+
+    ``heard`` is when the last sign of life came, None before the first: who has not begun cannot have stopped.
+    """
 
     peer: socket.socket
     number: int | None = None
     received: bytes = b""
     join_request: dict[str, Any] | None = None
+    heard: float | None = None
+    cause: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -96,6 +109,8 @@ class MemberLinks:
             end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ)
         self._new: deque[_Link] = deque()
+        self._silence = 0.0  # seconds after which a member without a sign of life is lost; 0: never
+        self._beaten = 0.0  # when this process has sent its last one
         self._is_over = False
         self._is_dropped = False
         _present.add(self)
@@ -146,6 +161,15 @@ class MemberLinks:
         """The members of the run as it was settled last, in the order of their numbers."""
         with self._changed:
             return sorted(self._members.values(), key=lambda member: member.number)
+
+    def expect_beats(self, silence: float) -> None:
+        """Sends signs of life, and takes members that send none any more for lost. All members must call it.
+
+        Args:
+            silence: Seconds; 0: none are sent or expected.
+        """
+        self._silence = silence
+        self._wake()
 
     def drop(self, number: int) -> None:
         """Ends the link to a member that others have lost; it is lost to this process too."""
@@ -298,7 +322,7 @@ class MemberLinks:
 
     def _serve(self) -> None:
         while not self._is_over:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._silence / _BEATS or None):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_reader:
@@ -309,11 +333,45 @@ class MemberLinks:
                 while self._new:
                     link = self._new.popleft()
                     self._selector.register(link.peer, selectors.EVENT_READ, link)
+            if self._silence:
+                self._beat(time.monotonic())
         for key in list(self._selector.get_map().values()):
             with contextlib.suppress(OSError):
                 key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
         self._wake_writer.close()
+
+    def _beat(self, now: float) -> None:
+        """Sends a sign of life to every member where one is due, and ends the links of those that have sent none."""
+        since = now - self._beaten
+        if since < self._silence / _BEATS:
+            return
+        self._beaten = now
+        with self._changed:
+            links = [link for link in self._links.values() if link.number not in self._gone]
+        for link in links:
+            if since > self._silence / 2 and link.heard is not None:
+                # This process was stopped itself, or starved: what the others have sent may lie unread.
+                link.heard = now
+            elif link.heard is not None and now - link.heard > self._silence:
+                self._give_up(link)
+                continue
+            _send(link, {"kind": "alive"})
+
+    def _give_up(self, link: _Link) -> None:
+        """Ends the link to a member that sends no sign of life. A process of this host that is stopped is ended.
+
+        Otherwise it might go on later with states that are old, and its launcher would wait for it.
+        """
+        member = self._members.get(-1 if link.number is None else link.number)
+        link.cause = f"it has sent no sign of life for {self._silence:g} s (elasticity.heartbeat)"
+        if member is not None and member.host == socket.gethostname() and is_stopped(member.pid):
+            link.cause += "; its process was stopped by a signal, and has been ended"
+            with contextlib.suppress(OSError):
+                os.kill(member.pid, signal.SIGKILL)
+                return  # its socket closes, which is certain
+        _send(link, {"kind": "dropped"})
+        self._end(link, is_certain=False)
 
     def _accept(self) -> None:
         try:
@@ -366,6 +424,9 @@ class MemberLinks:
         with self._changed:
             if link.number is None:
                 return True  # it has to wait
+            if kind == "alive":
+                link.heard = time.monotonic()
+                return True
             if kind == "farewell":
                 self._gone.add(link.number)
             elif kind == "dropped":
@@ -387,7 +448,7 @@ class MemberLinks:
                 del self._links[link.number]
                 member = self._members.get(link.number)
                 if member is not None and link.number not in self._gone:
-                    lost = self._lost[link.number] = LostMember(member, time.monotonic(), is_certain)
+                    lost = self._lost[link.number] = LostMember(member, time.monotonic(), is_certain, link.cause)
             self._changed.notify_all()
         if lost is not None and self.on_loss is not None:
             self.on_loss(lost)
@@ -403,6 +464,15 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process of this host is stopped by a signal (``SIGSTOP``), where the system says so."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return any(line.split()[1] == "T" for line in status.splitlines() if line.startswith("State:"))
 
 
 def join_key(member: dict[str, Any]) -> str:

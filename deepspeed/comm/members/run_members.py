@@ -25,3 +25,8 @@ class RunMembership:
     starter: JobManager
     plan: JobPlan
     elastic: Any = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an engine of this process goes on when the ranks change."""
+        return self.elastic is not None and bool(self.elastic.is_taken)

@@ -11,7 +11,7 @@ from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Float, Int, IntList
 
 _CONTINUE = "continue"
-OWN_KEYS = frozenset({_CONTINUE, "copy_every", "patience"})
+OWN_KEYS = frozenset({_CONTINUE, "copy_every", "patience", "heartbeat"})
 """Keys of runs that go on when ranks come and go; the others are about batch sizes."""
 
 
@@ -70,6 +70,14 @@ class Elasticity(Section):
     )
     patience: Float = key(
         600.0, "With continue: the longest wait for the ranks that are left, after a loss.", unit="seconds", above=0
+    )
+    heartbeat: Float = key(
+        0.0,
+        "With continue: a rank that sends no sign of life for so long is lost, though its process has not ended: it "
+        "was stopped, or is in a call that keeps the interpreter for itself. A process of the same host that was "
+        "stopped by a signal is ended. 0: only the end of a process or a host counts.",
+        unit="seconds",
+        minimum=0,
     )
 
     @property
