@@ -18,6 +18,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.import_paths import children_of, install
 from deepspeed.lazy import lazy_names
 from deepspeed.logging import log_dist, logger
 from deepspeed.release import VERSION
@@ -76,6 +77,7 @@ _find, __dir__, __all__ = lazy_names(
         "tp_model_init": "deepspeed.parallel.tensor.request",
     },
     submodules=[
+        *children_of(""),
         "accelerator",
         "activation_checkpointing",
         "autotuning",
@@ -83,39 +85,30 @@ _find, __dir__, __all__ = lazy_names(
         "cli",
         "comm",
         "compression",
-        "compile",
         "config",
         "constants",
         "data",
-        "datastates",
         "dropping",
         "elasticity",
         "engine",
         "env_report",
         "errors",
-        "features",
         "git_version_info",
         "inference",
-        "io",
         "launcher",
         "linear",
-        "model_implementations",
-        "module_inject",
-        "moe",
         "monitor",
         "ops",
-        "pipe",
         "plan",
         "precision",
         "profiling",
-        "runtime",
         "schedulers",
-        "sequence",
-        "utils",
         "zero",
     ],
 )
 __all__ += ["HAS_TRITON", "__version__", "dist", "log_dist", "logger", "version"]
+
+install()
 
 
 def __getattr__(name: str) -> Any:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+from deepspeed.import_paths import MODULES, PATHS
 from deepspeed.release import VERSION
-from deepspeed.runtime.paths import MODULES, PATHS
 from tests.project.graph import ROOT, tree_of
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ def _stated() -> Iterator[tuple[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         modules = ["deepspeed", *(entry.name for entry in pkgutil.walk_packages(deepspeed.__path__, "deepspeed."))]
-        modules += [f"deepspeed.runtime.{path}" for path in (*PATHS, *MODULES)]  # made at import, not files
+        modules += [f"deepspeed.{path}" for path in (*PATHS, *MODULES)]  # made at import, not files
         for module_name in modules:
             if module_name.endswith("__main__"):
                 continue

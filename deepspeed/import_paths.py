@@ -1,0 +1,441 @@
+"""Modules that exist only because programs import them by these paths, as one table; re-exports only.
+
+None of them is a file. :func:`install`, which ``import deepspeed`` calls, adds a finder that makes each when it is
+imported: an ordinary module in ``sys.modules`` whose names are looked up when first asked for (:mod:`deepspeed.lazy`),
+so ``import``, attribute walks, pickles and replaced attributes work as with files. The ``.pyi`` files below their names
+tell type checkers that such a package has modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from deepspeed.lazy import lazy_names
+
+ROOT = "deepspeed"
+
+# Path below deepspeed -> defining module -> names; "known=defined" where the two names differ. Names of missing
+# features (deepspeed.missing_features) need no mention.
+PATHS: dict[str, dict[str, str]] = {
+    "accelerator.abstract_accelerator": {
+        "deepspeed.accelerator.base": "DeepSpeedAccelerator",
+    },
+    "accelerator.real_accelerator": {
+        "deepspeed.accelerator.selection": "get_accelerator is_current_accelerator_supported set_accelerator",
+    },
+    "compile": {},
+    "compression.compress": {
+        "deepspeed.compression.cleaning": "redundancy_clean",
+        "deepspeed.compression.installing": "init_compression",
+        "deepspeed.compression.students": "student_initialization",
+    },
+    "datastates": {},
+    "datastates.config": {},
+    "features": {
+        "deepspeed.missing_features": "FEATURES Feature is_missing missing_names unavailable",
+    },
+    "io": {},
+    "model_implementations": {},
+    "module_inject": {},
+    "module_inject.layers": {
+        "deepspeed.parallel.tensor.linear": "LinearAllreduce=RowLinear LinearLayer=ColumnLinear",
+        "deepspeed.parallel.tensor.request": "set_autotp_mode",
+        "deepspeed.parallel.tensor.vocabulary": (
+            "HiddenParallelEmbedding=WidthEmbedding VocabParallelEmbedding=VocabularyEmbedding"
+        ),
+    },
+    "moe": {},
+    "moe.experts": {
+        "deepspeed.parallel.expert.experts": "Experts",
+    },
+    "moe.layer": {
+        "deepspeed.parallel.expert.experts": "Experts",
+        "deepspeed.parallel.expert.gate": "TopKGate",
+        "deepspeed.parallel.expert.layer": "MOELayer MoE",
+    },
+    "moe.sharded_moe": {
+        "deepspeed.parallel.expert.gate": "TopKGate multiplicative_jitter=jittered top1gating top2gating topkgating",
+        "deepspeed.parallel.expert.layer": "MOELayer",
+    },
+    "moe.utils": {
+        "deepspeed.parallel.expert.param_groups": (
+            "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
+            "split_params_grads_into_shared_and_expert_params "
+            "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
+        ),
+    },
+    "ops.deepspeed4science": {},
+    "ops.fp_quantizer": {},
+    "ops.transformer": {},
+    "pipe": {
+        "deepspeed.parallel.pipe.dualpipev": "DualPipeVModule",
+        "deepspeed.parallel.pipe.module": "PipelineModule",
+        "deepspeed.parallel.pipe.spec": "LayerSpec TiedLayerSpec",
+        "deepspeed.parallel.pipe.transformers_models": "transformers_state_dict",
+    },
+    "runtime": {
+        "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
+    },
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.config": {
+        "deepspeed.config.sections.activation": "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointing",
+    },
+    "runtime.base_optimizer": {
+        "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
+    },
+    "runtime.bf16_optimizer": {},
+    "runtime.checkpoint_engine": {
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine",
+    },
+    "runtime.checkpoint_engine.checkpoint_engine": {},
+    "runtime.config": {
+        "deepspeed.config": "DeepSpeedConfig load_ds_config",
+        "deepspeed.errors": "DeepSpeedConfigError",
+    },
+    "runtime.config_utils": {
+        "deepspeed.config.program_model": "DeepSpeedConfigModel get_scalar_param",
+    },
+    "runtime.constants": {
+        "deepspeed.constants": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN",
+    },
+    "runtime.data_pipeline": {},
+    "runtime.data_pipeline.curriculum_scheduler": {
+        "deepspeed.data.curriculum.scheduler": "CurriculumScheduler",
+    },
+    "runtime.data_pipeline.data_routing": {},
+    "runtime.data_pipeline.data_routing.basic_layer": {
+        "deepspeed.dropping.tokens": "RandomLayerTokenDrop",
+    },
+    "runtime.data_pipeline.data_routing.helper": {
+        "deepspeed.dropping.convert": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
+    },
+    "runtime.data_pipeline.data_routing.scheduler": {
+        "deepspeed.dropping.token_schedule": "RandomLTDScheduler",
+    },
+    "runtime.data_pipeline.data_sampling": {},
+    "runtime.data_pipeline.data_sampling.data_analyzer": {
+        "deepspeed.data.analysis.analyzer": "DataAnalyzer",
+        "deepspeed.data.analysis.distributed": "DistributedDataAnalyzer",
+    },
+    "runtime.data_pipeline.data_sampling.data_sampler": {
+        "deepspeed.data.curriculum.sampler": "DeepSpeedDataSampler",
+    },
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "deepspeed.data.indexed.builder": "MMapIndexedDatasetBuilder",
+        "deepspeed.data.indexed.dataset": "MMapIndexedDataset",
+        "deepspeed.data.indexed.format": "data_file_path index_file_path",
+    },
+    "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
+        "deepspeed.data.batching.loading": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+        "deepspeed.data.batching.packing": "batch_by_seqlens scale_lr",
+        "deepspeed.data.batching.rates": "VariableBatchSizeLR",
+    },
+    "runtime.dataloader": {
+        "deepspeed.data": "DeepSpeedDataLoader RepeatingLoader",
+    },
+    "runtime.domino": {},
+    "runtime.domino.transformer": {},
+    "runtime.eigenvalue": {
+        "deepspeed.compression.eigenvalue": "Eigenvalue",
+    },
+    "runtime.engine": {
+        "deepspeed.engine": "DeepSpeedEngine",
+        "deepspeed.engine.parts": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+    },
+    "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": {},
+    "runtime.fp16.loss_scaler": {
+        "deepspeed.precision.loss_scaler": (
+            "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler INITIAL_LOSS_SCALE "
+            "LossScaler LossScalerBase MIN_LOSS_SCALE SCALE_WINDOW"
+        ),
+    },
+    "runtime.fp16.onebit": {
+        "deepspeed.ops.onebit": "OnebitAdam=OneBitAdam OnebitLamb=OneBitLamb ZeroOneAdam",
+    },
+    "runtime.fp16.onebit.adam": {
+        "deepspeed.ops.onebit.adam": "OnebitAdam=OneBitAdam",
+    },
+    "runtime.fp16.onebit.lamb": {
+        "deepspeed.ops.onebit.lamb": "OnebitLamb=OneBitLamb",
+    },
+    "runtime.fp16.onebit.zoadam": {
+        "deepspeed.ops.onebit.zero_one": "ZeroOneAdam",
+    },
+    "runtime.fp16.unfused_optimizer": {},
+    "runtime.hybrid_engine": {
+        "deepspeed.engine.hybrid": "DeepSpeedHybridEngine",
+    },
+    "runtime.lr_schedules": {
+        "deepspeed.schedulers": (
+            "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
+            "get_config_from_args get_lr_from_config get_torch_optimizer override_1cycle_params "
+            "override_lr_range_test_params override_params override_warmupLR_params parse_arguments update_lr"
+        ),
+        "deepspeed.schedulers.names": (
+            "COS_MIN_RATIO CYCLE_FIRST_STAIR_COUNT CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR CYCLE_MAX_MOM CYCLE_MIN_LR "
+            "CYCLE_MIN_MOM CYCLE_SECOND_STAIR_COUNT CYCLE_SECOND_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE "
+            "DECAY_STEP_SIZE LR_RANGE_TEST LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STAIRCASE LR_RANGE_TEST_STEP_RATE "
+            "LR_RANGE_TEST_STEP_SIZE LR_SCHEDULE ONE_CYCLE TOTAL_NUM_STEPS WARMUP_COSINE_LR WARMUP_DECAY_LR "
+            "WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR WARMUP_MIN_LR WARMUP_MIN_RATIO "
+            "WARMUP_NUM_STEPS WARMUP_TYPE"
+        ),
+    },
+    "runtime.pipe": {
+        "deepspeed.parallel.pipe.topology": "ProcessTopology",
+        "deepspeed.pipe": "LayerSpec PipelineModule TiedLayerSpec",
+    },
+    "runtime.pipe.engine": {
+        "deepspeed.engine.pipeline": "DualPipeVEngine PipelineEngine",
+    },
+    "runtime.pipe.module": {
+        "deepspeed.errors": "PipelineError",
+        "deepspeed.pipe": "DualPipeVModule LayerSpec PipelineModule TiedLayerSpec",
+    },
+    "runtime.pipe.schedule": {
+        "deepspeed.parallel.pipe.schedule.instructions": (
+            "BackwardPass BufferOpInstruction ForwardPass LoadMicroBatch OptimizerStep PipeInstruction "
+            "RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation SendGrad"
+        ),
+        "deepspeed.parallel.pipe.schedule.published": (
+            "DataParallelSchedule InferenceSchedule PipeSchedule TrainSchedule"
+        ),
+    },
+    "runtime.pipe.topology": {
+        "deepspeed.parallel.pipe.grid": "PipelineParallelGrid",
+        "deepspeed.parallel.pipe.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+    },
+    "runtime.progressive_layer_drop": {
+        "deepspeed.dropping.theta": "ProgressiveLayerDrop",
+    },
+    "runtime.rollout": {
+        "deepspeed.engine.rollout": "HybridEngineRollout RolloutBatch RolloutRequest SamplingConfig",
+    },
+    "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "deepspeed.parallel.sequence.loader": "UlyssesSPDataLoaderAdapter",
+        "deepspeed.parallel.sequence.tiled": (
+            "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute"
+        ),
+        "deepspeed.parallel.sequence.ulysses": "UlyssesSPAttentionHF",
+    },
+    "runtime.tensor_parallel": {
+        "deepspeed.config.sections.tensor_parallel": "TPConfig=TpGroup TPTrainingConfig=TensorParallel",
+    },
+    "runtime.utils": {
+        "deepspeed.data": "move_to_device set_random_seed",
+        "deepspeed.parallel.partition": "partition_balanced partition_uniform prefix_sum_inc",
+        "deepspeed.precision.clipping": "clip_grad_norm_ get_global_norm",
+        "deepspeed.profiling.memory": "see_memory_usage",
+    },
+    "runtime.zero": {
+        "deepspeed.zero": (
+            "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
+            "unwrap_model_for_generation"
+        ),
+        "deepspeed.zero.access.parameter_offload": "DeepSpeedZeRoOffload",
+        "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
+    },
+    "runtime.zero.config": {
+        "deepspeed.config.enums": "OffloadDeviceEnum ZeroStageEnum",
+        "deepspeed.config.sections.offload": (
+            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam"
+        ),
+        "deepspeed.config.sections.zero": "DeepSpeedZeroConfig=ZeroOptimization",
+    },
+    "runtime.zero.offload_config": {
+        "deepspeed.config.enums": "OffloadDeviceEnum OffloadStateTypeEnum",
+        "deepspeed.config.sections.offload": (
+            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam"
+        ),
+    },
+    "runtime.zero.parameter_offload": {
+        "deepspeed.zero.access.parameter_offload": "DeepSpeedZeRoOffload",
+    },
+    "runtime.zero.partition_parameters": {
+        "deepspeed.accelerator": "get_accelerator",
+        "deepspeed.zero": (
+            "DeepSpeedTensorOverride GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType "
+            "register_external_parameter unregister_external_parameter"
+        ),
+        "deepspeed.zero.construction.constructors": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
+        "deepspeed.zero.address": "is_zero_param",
+    },
+    "runtime.zero.stage3": {
+        "deepspeed.plan.memory_estimates": (
+            "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
+            "estimate_zero3_model_states_mem_needs_all_live"
+        ),
+        "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer_Stage3",
+    },
+    "runtime.zero.stage_1_and_2": {
+        "deepspeed.plan.memory_estimates": (
+            "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
+            "estimate_zero2_model_states_mem_needs_all_live"
+        ),
+        "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer",
+    },
+    "runtime.zero.tiling": {
+        "deepspeed.zero.tiled_linear": "TiledLinear TiledLinearReturnBias",
+    },
+    "runtime.zero.utils": {
+        "deepspeed.zero.address": "is_zero_param",
+    },
+    "sequence": {
+        "deepspeed.parallel.sequence.chunked": "chunked_attention",
+        "deepspeed.parallel.sequence.exchange": "exchange",
+        "deepspeed.parallel.sequence.loss": "mean_loss sum_over_ranks",
+        "deepspeed.parallel.sequence.ring": "ring_attention",
+        "deepspeed.parallel.sequence.vocabulary": "chunked_cross_entropy",
+    },
+    "sequence.cross_entropy": {
+        "deepspeed.parallel.sequence.vocabulary": "chunked_cross_entropy vocab_sequence_parallel_cross_entropy",
+    },
+    "sequence.fpdt_layer": {
+        "deepspeed.parallel.sequence.fpdt": "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss",
+    },
+    "sequence.layer": {
+        "deepspeed.parallel.sequence.attention": "DistributedAttention _SeqAllToAll",
+    },
+    "utils": {
+        "deepspeed.data": "RepeatingLoader",
+        "deepspeed.logging": "log_dist log_dist_once logger set_log_level_from_string",
+        "deepspeed.precision.on_device": "OnDevice",
+        "deepspeed.profiling.ranges": "instrument_w_nvtx",
+        "deepspeed.utils.z3_leaf_module": (
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+            "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+        ),
+        "deepspeed.zero.access.states": (
+            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+            "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+            "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+            "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
+        ),
+    },
+    "utils.comms_logging": {
+        "deepspeed.comm.recorder": "CommsLogger=CommsLog",
+    },
+    "utils.exceptions": {
+        "deepspeed.errors": (
+            "CallOrderError CheckpointError CommunicationError DeepSpeedConfigError DeepSpeedError "
+            "DeprecatedException DivergenceError NonFiniteError NotYetSupportedError ShardedAccessError"
+        ),
+    },
+    "utils.init_on_device": {
+        "deepspeed.precision.on_device": "OnDevice",
+    },
+    "utils.logging": {
+        "deepspeed.logging": "log_dist log_dist_once logger set_log_level_from_string",
+    },
+    "utils.numa": {},
+    "utils.nvtx": {
+        "deepspeed.profiling.ranges": "instrument_w_nvtx",
+    },
+    "utils.tensor_fragment": {
+        "deepspeed.zero.access.states": (
+            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+            "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+            "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+            "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
+        ),
+    },
+    "utils.timer": {
+        "deepspeed.profiling.timer": "NoopTimer SynchronizedWallClockTimer ThroughputTimer",
+    },
+    "utils.torch": {
+        "deepspeed.git_version_info": "required_torch_version",
+    },
+    "utils.z3_leaf_module": {
+        "deepspeed.zero.gather.leaf": (
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+            "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+        ),
+    },
+    "utils.zero_to_fp32": {
+        "deepspeed.checkpoint.consolidate": (
+            "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+            "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint to_torch_tensor"
+        ),
+        "deepspeed.checkpoint.names": "get_checkpoint_files get_model_state_file get_model_state_files get_optim_files",
+    },
+    "utils.zero_to_torch": {
+        "deepspeed.checkpoint.consolidate": (
+            "convert_zero_checkpoint_to_state_dict get_fp32_state_dict_from_zero_checkpoint "
+            "load_state_dict_from_zero_checkpoint main to_torch_tensor"
+        ),
+        "deepspeed.checkpoint.names": "get_model_state_file get_optim_files",
+    },
+}
+
+# Paths that stand for a whole module.
+MODULES: dict[str, str] = {
+    "comm.comm": "deepspeed.comm",
+    "runtime.activation_checkpointing.checkpointing": "deepspeed.activation_checkpointing.checkpointing",
+    "runtime.sequence_parallel.parallel_state_sp": "deepspeed.parallel.sequence.state",
+    "utils.groups": "deepspeed.comm.job.groups",
+}
+
+
+def children_of(path: str) -> list[str]:
+    """Returns the names of the modules right below a path of the table; ``""`` is ``deepspeed`` itself."""
+    prefix = f"{path}." if path else ""
+    below = [name.removeprefix(prefix) for name in (*PATHS, *MODULES) if name.startswith(prefix)]
+    return sorted(name for name in below if "." not in name)
+
+
+def install() -> None:
+    """Adds the finder. May be called again.
+
+    It stands before the finder of files: a folder that an earlier version has left behind, with nothing but compiled
+    files in it, would be found as a namespace package otherwise.
+    """
+    if not any(isinstance(finder, KnownPathFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, KnownPathFinder())
+
+
+class KnownPathFinder(MetaPathFinder, Loader):
+    """Finds and loads the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns the spec of a module of the table, None for any other."""
+        inner = _path_of(fullname)
+        if inner not in PATHS and inner not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, origin=f"the table of {__name__}", is_package=bool(children_of(inner)))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Returns None: an ordinary module."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives the module its names, or puts another one in its place where the path stands for a whole module."""
+        inner = _path_of(module.__name__)
+        if inner in MODULES:
+            sys.modules[module.__name__] = importlib.import_module(MODULES[inner])
+            return
+        homes = {
+            new: f"{home}:{old or new}"
+            for home, names in PATHS[inner].items()
+            for new, _, old in (name.partition("=") for name in names.split())
+        }
+        listed = ", ".join(f":mod:`{home}`" for home in PATHS[inner]) or "the modules below"
+        module.__doc__ = f"Re-exports from {listed}; made from the table of :mod:`{__name__}`."
+        children = children_of(inner)
+        find, listing, names = lazy_names(module.__name__, homes, submodules=set(children) - set(homes))
+        module.__dict__.update(__getattr__=find, __dir__=listing, __all__=names)
+        for both in homes.keys() & set(children):
+            # The import of a submodule sets the attribute, once. So it comes first, and the attribute is the name's.
+            importlib.import_module(f"{module.__name__}.{both}")
+            delattr(module, both)
+
+
+def _path_of(fullname: str) -> str:
+    return fullname.removeprefix(f"{ROOT}.") if fullname.startswith(f"{ROOT}.") else ""

@@ -1,7 +1,0 @@
-"""Mixture of experts; re-exports; the code is in :mod:`deepspeed.parallel.expert`."""
-
-from __future__ import annotations
-
-from deepspeed.lazy import lazy_names
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["experts", "layer", "sharded_moe", "utils"])
