@@ -6,7 +6,6 @@ The ranks of the first start (the profile) plan all candidates; each later start
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import shlex
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,16 @@ class Autotuner:
         """
         self._make_folders()
         queue = self._queue = self._planned()
-        while (row := queue.next()) is not None:
-            self._measure(queue, row)
+        try:
+            while (row := queue.next()) is not None:
+                self._measure(queue, row)
+        except SystemExit:  # a signal has ended the search
+            if queue.best is not None:
+                logger.warning(
+                    f"autotuning: stopped after {len(queue.measured)} trials; the fastest so far is {queue.best}, in "
+                    f"{self._folder(queue.best)}/ds_config.json. Start again with autotuning.overwrite=false to go on"
+                )
+            raise
         self.seconds = time.monotonic() - self._started
         if queue.best is None:
             self.print_tuning_results()
@@ -128,7 +136,7 @@ class Autotuner:
         changes = dict(self._row(queue.best).changes)
         path = self.results_dir / "ds_config_optimal.json"
         environment, command = self._command(self._best_run(changes), path, changes)
-        return _run_to_end(command, environment, None)
+        return _run_to_end(_launcher(command), environment, None)
 
     # -- the first start -----------------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class Autotuner:
             choices=self._choices,
             section=section,
             first_step=2,
-            last_step=3,
+            last_step=4,
             ranks_per_node=min(slots, default=0),
         )
         logger.info("autotuning: first start of the script, which hands its model to the tuner")
@@ -201,8 +209,10 @@ class Autotuner:
             seconds = facts["latency"] / 1e3
             write_json(metrics, {**facts, "FLOPS_per_gpu": metric_of("flops", row, seconds, self._samples)})
             queue.measured[row.name] = seconds
+            low, high = facts["latency_quartiles"]
             logger.info(
-                f"autotuning: {row.name}: {seconds * 1e3:.1f} ms per update, {self._samples / seconds:,.1f} samples/s"
+                f"autotuning: {row.name}: {seconds * 1e3:.1f} ms per update (the median; half of them {low:.1f} to "
+                f"{high:.1f}), {self._samples / seconds:,.1f} samples/s"
             )
             return
         reason, is_micro_batch = self._failure(folder, code)
@@ -228,7 +238,7 @@ class Autotuner:
         write_json(self.exps_dir / f"{experiment.name}.json", {"name": experiment.name, **described})
         environment, command = self._command(experiment, path, changes)
         (folder / "cmd.txt").write_text(f"deepspeed {shlex.join(command)}\n", encoding="utf-8")
-        return _run_to_end(command, environment, folder)
+        return _run_to_end(_launcher(command), environment, folder)
 
     def _command(self, experiment: Experiment, path: Path, changes: Changes) -> tuple[dict[str, str], list[str]]:
         """Returns the variables and arguments of the ``deepspeed`` command that starts the script."""
@@ -303,32 +313,38 @@ def _remove_results(folder: Path) -> None:
             path.unlink()
 
 
-def _run_to_end(command: Sequence[str], environment: Mapping[str, str], folder: Path | None) -> int:
-    """Runs the ``deepspeed`` command; a signal to this process ends it too.
+def _launcher(command: Sequence[str]) -> list[str]:
+    """Returns the program of a ``deepspeed`` command with these arguments."""
+    return [sys.executable, "-m", "deepspeed.launcher.runner", *command]
+
+
+def _run_to_end(program: Sequence[str], environment: Mapping[str, str], folder: Path | None) -> int:
+    """Runs a program and returns its exit code; a signal to this process goes to the program, and ends both.
 
     Args:
-        command: Its arguments.
+        program: With its arguments.
         environment: Further variables.
         folder: Where its output goes; None: to the screen.
+
+    Raises:
+        SystemExit: This process got a signal. (A program that a signal has ended by itself has failed, no more.)
     """
-    program = [sys.executable, "-m", "deepspeed.launcher.runner", *command]
-    out = err = None
-    try:
+    received: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    with ExitStack() as stack:
+        out, err = (None, None)
         if folder is not None:
-            out, err = (folder / "stdout.log").open("wb"), (folder / "stderr.log").open("wb")
-        process = subprocess.Popen(program, env={**copy.copy(os.environ), **environment}, stdout=out, stderr=err)
-        handlers = {n: signal.signal(n, lambda number, _: process.send_signal(number)) for n in _SIGNALS}
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    finally:
-        for file in (out, err):
-            if file is not None:
-                file.close()
-    if code < 0 or code > 128:  # a signal: the search ends too
-        raise SystemExit(128 - code if code < 0 else code)
+            out, err = (stack.enter_context((folder / name).open("wb")) for name in ("stdout.log", "stderr.log"))
+        process = subprocess.Popen(program, env={**os.environ, **environment}, stdout=out, stderr=err)
+        for number in _SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, pass_on))
+        code = process.wait()
+    if received:
+        raise SystemExit(128 + received[0])
     return code
 
 

@@ -12,6 +12,9 @@ FIRST_ERROR = 0.25
 
 _LEAST_ERROR = 0.03
 
+WORTH_A_TRIAL = 0.03
+"""Gain, as a share of the best time, that another candidate must be able to bring to be measured."""
+
 
 @dataclass(frozen=True)
 class PlannedRow:
@@ -120,9 +123,10 @@ class TrialQueue:
             if len(names) - 1 - names.index(self.best) >= self.patience:
                 return f"{self.patience} trials brought no gain (autotuning.tuner_early_stopping)"
             quickest = self.expected(left[0]) * (1 - self.error)
-            if quickest >= self.measured[self.best]:
+            fastest = self.measured[self.best]
+            if quickest >= fastest * (1 - WORTH_A_TRIAL):
                 return (
-                    f"no other can win: the next is predicted to take {self.expected(left[0]) * 1e3:.1f} ms "
-                    f"+- {self.error:.0%}, the best takes {self.measured[self.best] * 1e3:.1f} ms"
+                    f"no other can win by more than {WORTH_A_TRIAL:.0%}: the next is predicted to take "
+                    f"{self.expected(left[0]) * 1e3:.1f} ms +- {self.error:.0%}, the best takes {fastest * 1e3:.1f} ms"
                 )
         return ""

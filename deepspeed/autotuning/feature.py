@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.models import without_values
 from deepspeed.run_report.clock import phase_clock
+from deepspeed.run_report.failures import describe_exception, uncaught_exception
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
 
@@ -142,14 +144,18 @@ class TuningHooks(EngineHooks):
         self._start, self._setup, self._model = start, setup, model
         self._experiment = start.experiment
         self._updates = 0
-        self._began = 0.0
+        self._clock = phase_clock()
+        self._marks: list[Any] = []  # behind the update before the first measured one, and behind each measured one
         self._inputs: InputSpec | None = None
         self._engine: Any = None
         self._is_over = False
+        self._earlier_exception = uncaught_exception()
 
     def begin(self, engine: Any) -> None:
         """Starts to look at inputs. Called when the engine stands."""
         self._engine = engine
+        if self._experiment.first_step <= 1:
+            self._marks.append(self._clock.mark())
         self._handle = engine.module.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
         atexit.register(self._end_early)
 
@@ -174,15 +180,19 @@ class TuningHooks(EngineHooks):
         sys.exit(0)
 
     def _end_early(self) -> None:
-        """At exit: writes the metrics so far, or why there are none, if the script ended before its last update."""
+        """At exit: writes the metrics so far, or why there are none, if the script ended before its last update.
+
+        An exception that ended the script is not written: the tuner reads it from what the rank has printed.
+        """
         if self._is_over:
             return
         self._is_over = True
+        if describe_exception(self._earlier_exception):
+            return
         if comm.is_initialized() and comm.get_rank() != 0:
             return
-        measured = self._updates - self._experiment.first_step + 1
-        if measured > 0 and self._experiment.kind != PROFILE:
-            self._write_metrics(measured)
+        if len(self._marks) > 1 and self._experiment.kind != PROFILE:
+            self._write_metrics()
             return
         reason = (
             f"the script ended after {self._updates} updates, before any was measured (updates "
@@ -190,7 +200,7 @@ class TuningHooks(EngineHooks):
             "autotuning.start_profile_step"
         )
         failure = Path(self._experiment.folder) / FAILURE
-        if sys.exc_info()[0] is None and not failure.exists():
+        if not failure.exists():
             write_json(failure, {"reason": reason})
 
     @override
@@ -199,25 +209,35 @@ class TuningHooks(EngineHooks):
             return
         self._updates += 1
         first, last = self._experiment.first_step, self._experiment.last_step
-        if self._updates == last:
-            self._finish(last - first + 1)
-        elif self._updates == first - 1:
+        if self._updates == first - 1:
             get_accelerator().synchronize()
             self.tracker.reset()
-            self._began = time.perf_counter()
+        if self._updates >= first - 1:
+            self._marks.append(self._clock.mark())
+        if self._updates == last:
+            self._finish()
 
-    def _finish(self, measured: int) -> None:
+    def _finish(self) -> None:
         get_accelerator().synchronize()
         self._is_over = True
         if self._experiment.kind == PROFILE:
-            self._plan(measured)
+            self._plan()
         elif comm.get_rank() == 0:
-            self._write_metrics(measured)
+            self._write_metrics()
         sys.exit(0)
 
-    def _write_metrics(self, measured: int) -> None:
-        """Writes what was measured; milliseconds per update, samples per second over all ranks, bytes."""
-        wall = (time.perf_counter() - self._began) / measured
+    def _walls(self) -> list[float]:
+        """Returns the seconds of each measured update, from the end of the one before; waits for the device."""
+        return [self._clock.seconds(begin, end) for begin, end in pairwise(self._marks)]
+
+    def _write_metrics(self) -> None:
+        """Writes what was measured; milliseconds per update, samples per second over all ranks, bytes.
+
+        The median update counts, so that a moment of other work on the machine does not decide.
+        """
+        walls = self._walls()
+        measured, wall = len(walls), median(walls)
+        low, _, high = quantiles(walls, n=4) if measured > 1 else (wall,) * 3
         phases = self.tracker.seconds()
         named = {name: phases.get(phase, 0.0) / measured * 1e3 for phase, name in _PHASES.items()}
         write_json(
@@ -225,6 +245,7 @@ class TuningHooks(EngineHooks):
             {
                 **named,
                 "latency": wall * 1e3,
+                "latency_quartiles": [low * 1e3, high * 1e3],
                 "throughput": self._engine.train_batch_size() / wall,
                 "steps": measured,
                 "peak_memory": get_accelerator().max_memory_allocated(),
@@ -233,11 +254,12 @@ class TuningHooks(EngineHooks):
 
     # -- the profile -------------------------------------------------------------------------------------------------
 
-    def _plan(self, measured: int) -> None:
+    def _plan(self) -> None:
         """Plans this rank's part of the candidates. Every rank must call it."""
         self._handle.remove()
-        wall = (time.perf_counter() - self._began) / measured
-        inside = sum(self.tracker.seconds().values()) / measured
+        walls = self._walls()
+        wall = median(walls)
+        inside = wall * sum(self.tracker.seconds().values()) / sum(walls)
         own_ranks = self._experiment.ranks_per_node or comm.get_world_size()
         # Every rank plans a part, so all of them go by what the first has measured.
         box = [(wall, inside, self._machine(own_ranks))]

@@ -222,7 +222,7 @@ class CandidatePlanner:
         Args:
             space: Of candidates.
             settings: Which.
-            refine: Also plan the best of them with other bucket sizes.
+            refine: Also plan the best of them with other bucket sizes, as far as these make a difference.
 
         Returns:
             The fields of each :class:`CandidatePlan`, and ``plan_seconds``.
@@ -232,8 +232,9 @@ class CandidatePlanner:
             found += self._of_setting(space, setting)
         if refine:
             best = sorted((entry for entry in found if entry[2].fits), key=lambda entry: entry[2].seconds)[:_REFINED]
-            for setting, micro, _, _ in best:
-                found += [self._timed(space, other, micro) for other in space.refined(setting)]
+            for setting, micro, base, _ in best:
+                others = [self._timed(space, other, micro) for other in space.refined(setting)]
+                found += [entry for entry in others if _differs(entry[2], base)]
         return [{**asdict(candidate), "plan_seconds": round(took, 3)} for _, _, candidate, took in found]
 
     def _timed(
@@ -253,7 +254,7 @@ class CandidatePlanner:
             found.append(entry)
             candidate = entry[2]
             if candidate.refusal:
-                if len(found) > 1:
+                if len(found) > 1 or not relieve:
                     break  # it is not the size
                 continue
             largest_fits = candidate.fits if largest_fits is None else largest_fits
@@ -266,6 +267,11 @@ class CandidatePlanner:
             for other in space.relieved(setting):
                 found += self._of_setting(space, other, relieve=False)
         return found
+
+
+def _differs(plan: CandidatePlan, base: CandidatePlan) -> bool:
+    """Returns whether a candidate runs otherwise than ``base``: a bucket beyond all gradients changes nothing."""
+    return (plan.refusal, plan.seconds, plan.device_bytes) != (base.refusal, base.seconds, base.device_bytes)
 
 
 def require_plannable(model: nn.Module) -> None:

@@ -62,7 +62,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
     for row in left[:_SHOWN]:
         table.add_row(
             row.name,
-            f"{queue.expected(row) * 1e3:.2f}",
+            f"{row.seconds * 1e3:.2f}",
             "",
             "",
             "",
@@ -99,11 +99,12 @@ def summary_text(queue: TrialQueue, metric: str, samples: int, seconds: float) -
 
 
 def reason_of(folder: Path, code: int) -> str:
-    """Returns why a start of the script failed: the exception of the rank that failed first, in one line."""
+    """Returns why a start of the script failed, in one line: the first exception, else what the launcher says."""
     for name in ("stderr.log", "stdout.log"):
         path = folder / name
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         found = [line for line in lines if _names_an_error(line)]
+        found += [line.removeprefix("deepspeed: ") for line in lines if line.startswith("deepspeed: rank ")]
         if found:
             return _short(found[0])
     return f"exit code {code}; see {folder / 'stderr.log'}"

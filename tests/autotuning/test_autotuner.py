@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+
+from deepspeed.autotuning import autotuner
+from deepspeed.autotuning.experiment import Experiment
+from deepspeed.autotuning.feature import TuningConfig, TuningHooks
+from deepspeed.autotuning.results import reason_of
 
 SCRIPT = """
 import argparse
@@ -90,3 +99,92 @@ def test_a_script_that_ends_early_says_what_to_change(tmp_path):
     code, text = tune(tmp_path, "--num_gpus=1", config=ADAM, script=short)
     assert code != 0
     assert "the script ended after" in text and "let it train longer" in text
+
+
+@pytest.mark.parametrize("error", [None, ValueError("bad")])
+def test_an_exception_is_not_called_an_early_end(error, tmp_path, monkeypatch):
+    trial = TuningConfig(Experiment("a", "trial", str(tmp_path)), {}, {}, {})
+    hooks = TuningHooks(trial, None, None)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)  # as Python does for an exception that nobody caught
+    hooks._end_early()
+    assert (tmp_path / "failure.json").exists() == (error is None)
+    (tmp_path / "stderr.log").write_text("[rank 0] Traceback (most recent call last):\n[rank 0] ValueError: bad\n")
+    assert reason_of(tmp_path, 1) == "ValueError: bad"
+
+
+def test_a_program_that_is_killed_has_failed_and_the_search_goes_on(tmp_path):
+    program = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert autotuner._run_to_end(program, {}, tmp_path) == -9
+
+
+def test_a_signal_to_the_search_goes_to_the_program_and_ends_both(tmp_path):
+    text = "import os, signal, sys\nos.kill(os.getppid(), signal.SIGTERM)\nsignal.pause()"
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        autotuner._run_to_end([sys.executable, "-c", text], {}, tmp_path)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def row(name, seconds, **more):
+    changes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
+    return {"name": name, "changes": changes, "fits": True, "seconds": seconds, "plan_seconds": 0.1, **more}
+
+
+def fake_search(folder, monkeypatch, rows, outcome):
+    """Returns a tuner whose starts are ``outcome(name, folder)``: milliseconds, or an exit code below 0."""
+    monkeypatch.chdir(folder)
+    started = []
+
+    def start(_command, environment, _folder):
+        experiment = Experiment.read(environment["DS_AUTOTUNING"])
+        started.append(experiment.name)
+        path = Path(experiment.folder)
+        if experiment.kind == "profile":
+            profile = {"seconds": 0.1, "changes": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}}
+            facts = {"rows": rows, "config": {"train_batch_size": 8}, "section": {}, "profile": profile}
+            (path / "planned-0.json").write_text(json.dumps(facts))
+            return 0
+        found = outcome(experiment.name, path)
+        if found > 0:
+            metrics = {"latency": found, "latency_quartiles": [found, found]}
+            (path / "metrics.json").write_text(json.dumps(metrics))
+        return min(found, 0)
+
+    monkeypatch.setattr(autotuner, "_run_to_end", start)
+    args = argparse.Namespace(user_args=[], user_script="train.py", hostfile="", start_options=())
+    return autotuner.Autotuner(args, {"here": [0]}), started
+
+
+def test_what_does_not_fit_is_never_started(tmp_path, monkeypatch):
+    rows = [row("a", 0.2), row("big", 0.1, fits=False, device_bytes=9, usable_bytes=1)]
+    tuner, started = fake_search(tmp_path, monkeypatch, rows, lambda name, path: 200.0)
+    tuner.tune()
+    assert started == ["profile_model_info", "a"]
+
+
+def test_a_search_that_is_stopped_names_the_fastest_so_far(tmp_path, monkeypatch, caplog):
+    def outcome(name, path):
+        if name == "b":
+            raise SystemExit(130)
+        return 200.0
+
+    tuner, started = fake_search(tmp_path, monkeypatch, [row("a", 0.2), row("b", 0.201)], outcome)
+    with pytest.raises(SystemExit):
+        tuner.tune()
+    assert started == ["profile_model_info", "a", "b"]
+    assert "stopped after 1 trials; the fastest so far is a" in caplog.text
+
+
+def test_a_killed_trial_says_what_the_launcher_has_seen(tmp_path, monkeypatch):
+    def outcome(name, path):
+        if name == "b":
+            return 200.0
+        line = "deepspeed: rank 0 (local rank 0, pid 7) failed first on host n: ended by signal 9 (SIGKILL)"
+        (path / "stderr.log").write_text(f"[INFO] starting\n{line}\n")
+        return -9
+
+    tuner, _ = fake_search(tmp_path, monkeypatch, [row("a", 0.2), row("b", 0.201)], outcome)
+    tuner.tune()
+    assert tuner._queue.failed["a"].startswith("rank 0 (local rank 0, pid 7) failed first on host n: ended by signal 9")
+    assert tuner._queue.best == "b"

@@ -56,3 +56,9 @@ def test_a_script_with_a_batch_of_its_own_leaves_its_micro_batch_only():
     assert [row.name for row in found.runnable()] == ["c1"]
     found.measured["c1"] = 2.0
     assert found.why_over() == "every candidate that fits has been tried"
+
+
+def test_a_gain_that_is_too_small_is_worth_no_trial():
+    found = queue(1.0, 1.001, 1.002)
+    found.measured.update(c0=1.0, c1=1.001)
+    assert found.next() is None and "by more than 3%" in found.why_over()
