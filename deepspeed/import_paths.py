@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from deepspeed.lazy import lazy_names
 
@@ -360,7 +360,7 @@ PATHS: dict[str, dict[str, str]] = {
     "utils.zero_to_fp32": {
         "deepspeed.checkpoint.consolidate": (
             "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
-            "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint to_torch_tensor"
+            "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main to_torch_tensor"
         ),
         "deepspeed.checkpoint.names": "get_checkpoint_files get_model_state_file get_model_state_files get_optim_files",
     },
@@ -410,6 +410,23 @@ class KnownPathFinder(MetaPathFinder, Loader):
         if inner not in PATHS and inner not in MODULES:
             return None
         return ModuleSpec(fullname, self, origin=f"the table of {__name__}", is_package=bool(children_of(inner)))
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Returns what ``python -m`` runs by a path of the table: the ``main`` that the table names there.
+
+        Raises:
+            ImportError: It names none.
+        """
+        for home, names in PATHS.get(_path_of(fullname), {}).items():
+            if "main" in names.split():
+                lines = [
+                    "import sys",
+                    f"from {home} import main",
+                    f"sys.argv[0] = 'python -m {fullname}'",  # as the usage shows it
+                    "sys.exit(main())",
+                ]
+                return compile("\n".join(lines), f"<{fullname}>", "exec")
+        raise ImportError(f"{fullname} only gives names to import; it has no command line to run with -m")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Returns None: an ordinary module."""
