@@ -457,7 +457,11 @@ def build_runtime(
     units = find_units(model, options.granularity)
     states = ModelStates(model, units, options, groups, param_groups)
     sharded = states.sharded
-    agreement = Agreement(groups.gathering, lambda index: f"the parameters {states.buckets[index].label}")
+    agreement = Agreement(
+        groups.gathering,
+        lambda index: f"the parameters {states.buckets[index].label}",
+        serves=options.serves_branches,
+    )
     leaves = buckets_of_leaves(model, sharded)
     schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
     backward_tracker = BackwardTracker(lambda entry: hooks.reach(entry))
@@ -472,6 +476,8 @@ def build_runtime(
     reducer = None
     if options.reduction is not None:
         reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, backward_tracker)
+        if options.serves_branches:
+            reducer.note_uneven()
     runtime = ZeroRuntime(
         model,
         options,

@@ -32,6 +32,7 @@ class RuntimeOptions:
         param_memories: Where compute shards are kept, for every home in use.
         master_memories: Where masters and optimizer states are kept, for every home in use.
         destination: Makes what brings the reduced gradients of one bucket to their home.
+        serves_branches: Ranks may gather other parameters than the others do.
         state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
             element.
     """
@@ -47,6 +48,7 @@ class RuntimeOptions:
     param_memories: Mapping[Home, Memory]
     master_memories: Mapping[Home, Memory]
     destination: Callable[[Home, Ledger], GradientDestination]
+    serves_branches: bool = False
     state_itemsizes: tuple[int, ...] = ()
 
     @property

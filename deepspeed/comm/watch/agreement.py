@@ -4,6 +4,10 @@ While an order is recorded, every gather is preceded by a tiny exchange of (segm
 raise the same ``DivergenceError`` on all ranks before any data moves. A rank that follows an agreed order exchanges
 nothing. A rank about to leave the order enters the exchange; if all ranks do so with the same wish, recording starts
 again. If some do not, they and it wait for each other, which ``comm.watch.watchdog`` finds out.
+
+Where different wishes are *served*, two more exchanges per segment make that good: at its start the ranks compare what
+they know of it, and at its end they meet until no rank wishes anything more. Each exchange tells every rank what all
+others want, and all take part in the gathers of it.
 """
 
 from __future__ import annotations
@@ -25,11 +29,16 @@ class Agreement:
     Args:
         transport: Of the group that gathers.
         describe: Turns a bucket index into words for messages.
+        serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
+
+    Attributes:
+        serves: As given.
     """
 
-    def __init__(self, transport: Transport, describe: Callable[[int], str]) -> None:
+    def __init__(self, transport: Transport, describe: Callable[[int], str], *, serves: bool = False) -> None:
         self._transport = transport
         self._describe = describe
+        self.serves = serves
         self._segment = 0
         self._kind = "none"
         self._digest = 0
@@ -68,9 +77,55 @@ class Agreement:
             raise DivergenceError(
                 f"ranks took different branches in the {self._kind} (segment {self._segment}, position {position}): "
                 f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. Make the branch "
-                "depend on data that is equal on all ranks, or mark the module that holds both branches with "
-                "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole"
+                "depend on data that is equal on all ranks, mark the module that holds both branches with "
+                "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole, or set zero_optimization.agreement "
+                'to "serve"'
             )
+
+    def is_alike(self, knowledge: int) -> bool:
+        """Returns whether all ranks begin the open segment with the same knowledge. All of them call it, once.
+
+        Args:
+            knowledge: Checksum of it (below 2**32).
+
+        Raises:
+            DivergenceError: The ranks are in different segments; raised on every rank.
+        """
+        rows = self._gather([self._segment, zlib.crc32(self._kind.encode()), knowledge], f"the {self._kind}")
+        if any(row[:2] != rows[0][:2] for row in rows):
+            raise DivergenceError(
+                f"ranks ran different passes: this one is in a {self._kind} (segment {self._segment}), the segments of "
+                f'all ranks are {[row[0] for row in rows]}. zero_optimization.agreement "serve" lets ranks use '
+                "different modules, but every rank must run as many forwards of the model and backwards, in one order"
+            )
+        return all(row == rows[0] for row in rows)
+
+    def collect(self, position: int, request: int) -> list[int]:
+        """Returns the buckets that the ranks want now, each once, in order; empty: all have come to the end.
+
+        All ranks call it, as often as it returns any: who has come to the end too, since it takes part in the gathers.
+
+        Args:
+            position: Gathers issued in this segment so far.
+            request: Index of the wanted bucket, or ``END_OF_SEGMENT``.
+
+        Raises:
+            DivergenceError: The ranks have issued different gathers; raised on every rank.
+        """
+        rows = self._gather([self._segment, position, request], self._words(request))
+        if any(row[:2] != rows[0][:2] for row in rows):
+            raise DivergenceError(
+                f"ranks have issued different gathers in the {self._kind}: segment and number by rank are "
+                f"{[row[:2] for row in rows]}. Every rank must run as many forwards of the model and backwards"
+            )
+        return sorted({request for _, _, request in rows} - {END_OF_SEGMENT})
+
+    def _gather(self, row: list[int], label: str) -> list[list[int]]:
+        if self._transport.size == 1:
+            return [row]
+        mine = torch.tensor(row, dtype=torch.int64)
+        found: list[list[int]] = self._transport.gather_small(mine, channel="order", label=label).tolist()
+        return found
 
     def _words(self, request: int) -> str:
         return f"the end of the {self._kind}" if request == END_OF_SEGMENT else self._describe(request)

@@ -206,6 +206,12 @@ class ZeroOptimization(Section):
         aliases=("max_reuse_distance",),
         min_stage=3,
     )
+    agreement: Literal["error", "serve"] = key(
+        "error",
+        "What happens when ranks use different modules. error: an error on every rank. serve: a rank that wants "
+        "parameters which the others do not want gets them in one exchange; each forward and backward costs two more.",
+        min_stage=3,
+    )
     stage3_gather_16bit_weights_on_model_save: Bool = key(
         False,
         "Allow the export of whole 16-bit weights on saving; without it the export returns false.",

@@ -11,12 +11,20 @@ alike (see ``comm.watch.agreement``).
 A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
 gathered, and what is learned from such passes is put together (:mod:`deepspeed.zero.gather.learned_order`).
 
+Where the agreement *serves* (``zero_optimization.agreement``), ranks may want different buckets. While an order is
+recorded, each exchange is followed by the gathers of all that the ranks want; those that nobody wants here are given
+back at the end of the segment. A rank that leaves a followed order first takes part in the rest of it, so the others
+find everything that they wait for; it is served when they have come to the end of the segment too. Such gathers are
+not learned: what one rank needs once is not gathered by all for ever. Ranks that begin a segment with other knowledge
+(they enter by another module, or have kept other buckets) record it, and forget that.
+
 In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
 may differ between ranks.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -92,6 +100,8 @@ class GatherSchedule:
         self._order: list[int] | None = None  # followed; None while recording
         self._issued: list[int] = []  # of this segment
         self._is_alone = False  # the open segment: it has nothing to do with other ranks
+        self._has_met = False  # the open segment: the ranks have compared what they know of it
+        self._is_learned = False  # the open segment is recorded, and will be followed
         self._kept_after_forward = self._near_their_backward(buckets)
 
     def _near_their_backward(self, buckets: list[Bucket]) -> frozenset[int]:
@@ -113,7 +123,9 @@ class GatherSchedule:
     @property
     def expects_no_gather(self) -> bool:
         """Returns whether no segment is open, or the rest of it gathers nothing, by the agreed order."""
-        return self._situation is None or self._order is not None and len(self._issued) >= len(self._order)
+        if self._situation is None:
+            return True
+        return self._order is not None and len(self._issued) >= len(self._order) and not self._agreement.serves
 
     @property
     def in_segment(self) -> bool:
@@ -167,6 +179,7 @@ class GatherSchedule:
             full |= self._skipped & self._kept_after_forward
         self._situation = (kind, entry, full)
         self._order = self._known_order()
+        self._has_met = False
         self._demanded_leaves.clear()
         # Nothing can be gathered where all is held gathered around it, so ranks need not do the same (a rank that
         # generates may stop earlier than others).
@@ -179,7 +192,7 @@ class GatherSchedule:
         """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
         assert self._situation is not None
         kind, known, full = self._situation
-        if known == _UNKNOWN and not self._issued:
+        if known == _UNKNOWN and not self._issued and not self._has_met:
             self._situation = (kind, entry, full)
             self._order = self._known_order()
 
@@ -204,13 +217,16 @@ class GatherSchedule:
             self._situation = None
             self._show_shapes(False)
             return
-        if self._order is None:
+        self._meet()
+        if self._order is not None:
+            self._issue_rest()
+        elif not self._agreement.serves:
             self._agreement.exchange(len(self._issued), END_OF_SEGMENT)
+        while self._agreement.serves and self._serve(END_OF_SEGMENT):
+            continue
+        if self._is_learned:
             learned = self._orders.setdefault(self._situation, LearnedOrder())
             learned.learn(self._issued, self._left_out, falls=self.kind == "backward")
-        else:
-            for index in self._order[len(self._issued) :]:
-                self._issue(self._buckets[index])
         self._agreement.end_segment(self._issued)
         keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
         self._situation = None
@@ -275,19 +291,66 @@ class GatherSchedule:
             self._agreement.exchange(0, bucket.index)
             bucket.start_gather()
             return
+        self._meet()
         position = len(self._issued)
         if self._order is not None:
             try:
                 found = self._order.index(bucket.index, position)
             except ValueError:
                 # Every rank must leave the order here, with the same wish, or all raise in the exchange below.
+                if self._agreement.serves:
+                    self._issue_rest()
+                else:
+                    self._is_learned = True
                 self._order = None
             else:
                 for index in self._order[position : found + 1]:
                     self._issue(self._buckets[index])
                 return
+        if self._agreement.serves:
+            self._serve(bucket.index)
+            return
         self._agreement.exchange(position, bucket.index)
         self._issue(bucket)
+
+    def _meet(self) -> None:
+        """Decides, before the first gather or the end of a segment, whether it is recorded."""
+        if self._has_met:
+            return
+        assert self._situation is not None
+        self._has_met = True
+        self._is_learned = self._order is None
+        if self._agreement.serves:
+            kind, entry, full = self._situation
+            known = (kind, entry, sorted(full), sorted(self._left_out), self._order)
+            if not self._agreement.is_alike(zlib.crc32(repr(known).encode())):
+                self._order, self._is_learned = None, False
+
+    def _issue_rest(self) -> None:
+        """Takes part in what is left of the order; who has left it keeps of that no more than fits."""
+        assert self._order is not None
+        for index in self._order[len(self._issued) :]:
+            self._issue_for_others(index)
+
+    def _issue_for_others(self, index: int) -> None:
+        bucket = self._buckets[index]
+        self._issue(bucket)
+        if self._agreement.serves and bucket.state is State.GATHERING and self._count.live > self._limits.max_live:
+            bucket.abandon_gather()
+
+    def _serve(self, request: int) -> bool:
+        """Gathers what all ranks want now; returns whether any does. All ranks must come here.
+
+        Args:
+            request: Index of the bucket that this rank wants, or ``END_OF_SEGMENT``.
+        """
+        wanted = self._agreement.collect(len(self._issued), request)
+        for index in wanted:
+            if index == request:
+                self._issue(self._buckets[index])
+            else:
+                self._issue_for_others(index)
+        return bool(wanted)
 
     def _issue(self, bucket: Bucket) -> None:
         self._issued.append(bucket.index)

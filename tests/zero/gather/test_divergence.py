@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -97,6 +98,56 @@ def _own_route(limits, usual, strange):
 def test_one_rank_may_skip_or_swap_units_of_the_agreed_order(limits, routes):
     """It takes part in the gathers of what it skips, because the others rely on its slices."""
     run_ranks(_own_route, 2, limits, *ROUTES[routes], timeout=40)
+
+
+def _branches(stage, limits, seed):
+    """Every rank takes branches by its own data; the reference is plain torch, its gradients averaged over the ranks.
+
+    What no rank has used has no gradient there (``None``), as under DDP with ``find_unused_parameters``.
+    """
+    torch.manual_seed(3)
+    zero = {"stage3_param_persistence_threshold": 0, "agreement": "serve", **LIMITS[limits]} if stage == 3 else {}
+    engine = engine_of(RoutedTower(), stage, zero=zero, gradient_clipping=0.5)
+    torch.manual_seed(3)
+    plain = RoutedTower()
+    optimizer = adamw(plain)
+    ranks = dist.get_world_size()
+    chance = random.Random(seed)  # all ranks know all routes, for the reference
+    for step in range(8):
+        routes = [[chance.randrange(4) for _ in range(chance.randrange(1, 5))] for _ in range(ranks)]
+        if step in (3, 4):
+            routes = [routes[0]] * ranks
+        loss = engine(inputs(step, rank()), routes[rank()])
+        loss.backward() if step % 2 else engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        for of_rank, route in enumerate(routes):
+            (plain(inputs(step, of_rank), route) / ranks).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            mine = engine.eval()(inputs(step, rank()), routes[rank() - 1])
+            engine.train()
+            torch.testing.assert_close(mine, plain(inputs(step, rank()), routes[rank() - 1]), rtol=1e-4, atol=1e-5)
+    for name, value in full_masters(engine).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "limits"),
+    [
+        (2, 3, "everything ahead"),
+        (3, 3, "nothing ahead"),
+        (4, 3, "kept for backward"),
+        (2, 1, "kept for backward"),
+        (3, 2, "kept for backward"),
+        pytest.param(2, 3, "kept for backward", marks=pytest.mark.slow),
+        pytest.param(4, 3, "everything ahead", marks=pytest.mark.slow),
+        pytest.param(3, 3, "kept for backward", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_take_their_own_branches_may_be_served(ranks, stage, limits):
+    run_ranks(_branches, ranks, stage, limits, 10 * ranks + stage, timeout=100)
 
 
 def _late(seconds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -30,13 +31,14 @@ class Gathering:
         count: int = 4,
         leaves: Sequence[Sequence[int]] = (),
         units: Sequence[Sequence[int]] = (),
+        serves: bool = False,
     ) -> None:
         self.transport = transport
         self.buckets = [
             bucket_of(transport, [nn.Parameter(torch.full((NUMEL,), float(number)))], index=number)
             for number in range(count)
         ]
-        self.agreement = Agreement(transport, lambda index: f"bucket {index}")
+        self.agreement = Agreement(transport, lambda index: f"bucket {index}", serves=serves)
         self.schedule = GatherSchedule(
             self.buckets, self.agreement, limits, [[self.buckets[n] for n in leaf] for leaf in leaves], units
         )
@@ -167,6 +169,71 @@ def test_ranks_may_leave_the_order_together() -> None:
         assert ranks.calls("gather_small") == before + 3  # 3, 1 and the end
         ranks.run(0, 3, 1)
         assert ranks.calls("gather_small") == before + 3
+
+    run_threads(body, 2)
+
+
+# -- agreement: serve ------------------------------------------------------------------------------------------------
+
+AHEAD = GatherLimits(prefetch=2 * NUMEL, max_live=10**6, max_reuse_distance=0)
+TIGHT = GatherLimits(prefetch=NUMEL, max_live=2 * NUMEL, max_reuse_distance=0)
+
+
+@pytest.mark.parametrize("limits", [AT_ONCE, AHEAD, TIGHT], ids=["at once", "ahead", "tight"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_any_branches_of_any_ranks_are_served(size: int, limits: GatherLimits) -> None:
+    """At random: which buckets, how often, in which order, by which entry; the checks are in ``Gathering.use``."""
+
+    def body(transport: LoopbackTransport) -> int:
+        ranks = Gathering(transport, limits, count=6, serves=True)
+        for step in range(12):
+            own = random.Random(100 * step + (transport.rank if step % 3 else 0))
+            numbers = [own.randrange(6) for _ in range(own.randrange(7))]
+            ranks.run(*numbers, entry=own.randrange(2) if step % 4 == 3 else 0)
+            ranks.run(*reversed(numbers), kind="backward")
+        ranks.free()
+        assert ranks.states == "SSSSSS"
+        return ranks.agreement.digest
+
+    assert len(set(run_threads(body, size))) == 1
+
+
+def test_a_wish_of_one_rank_costs_one_exchange() -> None:
+    def body(transport: LoopbackTransport) -> list[str]:
+        ranks = Gathering(transport, AHEAD, serves=True)
+        ranks.run(0, 1, 3)
+        recorded = ranks.calls("gather_small")
+        ranks.run(0, 1, 3)
+        followed = ranks.calls("gather_small") - recorded
+        assert followed == 2, "the start and the end"
+        seen = ranks.run(0, 2, 3) if transport.rank == 0 else ranks.run(0, 1, 3)
+        assert ranks.calls("gather_small") == recorded + followed + 3
+        ranks.run(0, 1, 3)  # what one rank wanted once is not gathered by all for ever
+        assert ranks.calls("gather_small") == recorded + 2 * followed + 3
+        assert ranks.calls("all_gather") == 3 + 3 + 4 + 3
+        return seen
+
+    first, second = run_threads(body, 2)
+    assert second[0] == "FGSG"  # prefetched, as without serving
+    assert first[2][3] == "F" and first[1][2] == "F"
+
+
+def test_without_serving_nothing_is_exchanged_on_its_account() -> None:
+    def body(transport: LoopbackTransport) -> int:
+        ranks = Gathering(transport)
+        ranks.run(0, 1, 3)
+        recorded = ranks.calls("gather_small")
+        ranks.run(0, 1, 3)
+        return ranks.calls("gather_small") - recorded
+
+    assert run_threads(body, 2) == [0, 0]
+
+
+def test_passes_that_differ_are_an_error_on_every_rank() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, serves=True)
+        with pytest.raises(DivergenceError, match="ranks ran different passes"):
+            ranks.run(0, kind="backward" if transport.rank else "forward")
 
     run_threads(body, 2)
 
