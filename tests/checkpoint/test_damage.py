@@ -103,7 +103,7 @@ def test_damaged_file_is_named(damage: Callable[[Path], None], original, tmp_pat
     for name in DATA:
         shutil.copytree(original, tmp_path / name)
         damage(tmp_path / name / "two" / name)
-    first, second = run_ranks(try_each, 2, str(tmp_path), DATA, timeout=120)
+    first, second = run_ranks(try_each, 2, str(tmp_path), DATA)
     assert first == second
     for name, message in first.items():
         assert name in message, message

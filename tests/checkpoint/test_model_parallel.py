@@ -160,8 +160,8 @@ def read(folder: str, how: str, stage: int, tags: list[str]):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("cut"))
-    told = run_ranks(write, 4, folder, "rows", 2, "rows", timeout=120)
-    run_ranks(write, 2, folder, "whole", 1, "whole", timeout=120)
+    told = run_ranks(write, 4, folder, "rows", 2, "rows")
+    run_ranks(write, 2, folder, "whole", 1, "whole")
     return folder, wholes(told), told
 
 
@@ -185,7 +185,7 @@ def test_what_is_cut_is_saved_as_one_model(written, capsys):
 @pytest.mark.parametrize(("ranks", "how", "stage"), [(4, "columns", 3), (2, "whole", 1), (4, "rows", 1)])
 def test_any_cut_reads_any_other(ranks, how, stage, written):
     folder, expected, saved = written
-    told = run_ranks(read, ranks, folder, how, stage, ["rows", "whole"], timeout=120)
+    told = run_ranks(read, ranks, folder, how, stage, ["rows", "whole"])
     assert_states_equal(wholes([rank["rows"] for rank in told]), expected)
     assert wholes([rank["whole"] for rank in told]).keys() == expected.keys()
     if how == "rows":  # the same tiles: their padding is as it was, too

@@ -39,7 +39,7 @@ def straight_and_resumed(folder: str, stages: tuple[int, ...], precision: str):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_resumed_run_equals_straight_run(ranks, precision, tmp_path):
-    results = run_ranks(straight_and_resumed, ranks, str(tmp_path), (0, 1, 2, 3), precision, timeout=120)
+    results = run_ranks(straight_and_resumed, ranks, str(tmp_path), (0, 1, 2, 3), precision)
     for stage in range(4):
         for rank, report in enumerate(results):
             straight, resumed, expected, found = report[stage]

@@ -103,7 +103,7 @@ def written(tmp_path_factory):
     files = str(tmp_path_factory.mktemp("files"))
     saved: dict = {}
     for ranks in RANKS:
-        saved.update(merge(run_ranks(write_all, ranks, folder, ranks, files, timeout=120)))
+        saved.update(merge(run_ranks(write_all, ranks, folder, ranks, files)))
     assert len(saved) == 40
     return folder, saved
 
@@ -178,14 +178,14 @@ def precisions(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("precisions"))
     saved: dict = {}
     for precision in PRECISIONS:
-        saved.update(merge(run_ranks(write, 2, folder, (1, 3), precision, timeout=120)))
+        saved.update(merge(run_ranks(write, 2, folder, (1, 3), precision)))
     return folder, saved
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_reads_every_other(precision, precisions):
     folder, saved = precisions
-    results = run_ranks(read_precision, 1, folder, list(saved), precision, timeout=120)
+    results = run_ranks(read_precision, 1, folder, list(saved), precision)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     for (_, tag), (held, _) in merge(results).items():
         expected = saved[tag][0]

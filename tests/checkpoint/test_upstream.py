@@ -83,7 +83,7 @@ def load_and_train(folder: str, tag: str, stages: tuple[int, ...], precision: st
 def check_loaded(name: str, folder: Path, ranks: int, stages: tuple[int, ...]) -> None:
     _, stage, precision, _, _ = FIXTURES[name]
     written = FIXTURES[name][0]
-    results = run_ranks(load_and_train, ranks, str(folder), tag_of(name), stages, precision, timeout=120)
+    results = run_ranks(load_and_train, ranks, str(folder), tag_of(name), stages, precision)
     source = open_source(folder, tag_of(name))
     then = [json.loads((folder / f"losses{rank}.json").read_text()) for rank in range(written)]
     original = [sum(values) / written for values in zip(*then, strict=True)]

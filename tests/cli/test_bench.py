@@ -26,7 +26,7 @@ def test_every_operation_is_timed_alike_on_all_ranks():
     assert first == second and [row[0] for row in first] == list(OPERATIONS)
     for name, nbytes, seconds, algorithm, bus in first:
         assert nbytes == 5120  # whole slices of 64 elements for 2 ranks
-        assert 0 < seconds < 5 and algorithm == pytest.approx(nbytes * 8 / seconds / 1e9)
+        assert 0 < seconds < 60 and algorithm == pytest.approx(nbytes * 8 / seconds / 1e9)
         halves = name.startswith(("all_gather", "reduce_scatter", "all_to_all"))
         assert bus == pytest.approx(algorithm * (0.5 if halves else 1.0)), name
 

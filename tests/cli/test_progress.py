@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,13 +17,27 @@ class Terminal(io.StringIO):
         return True
 
 
+def shows_once(monkeypatch):
+    """The first line comes soon, the second one never, and no second goes by."""
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 600.0)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 600.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+def wait_for_text(stream):
+    deadline = time.monotonic() + 60
+    while not stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_what_takes_long_is_shown(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
+    shows_once(monkeypatch)
     with progress.progress("ds_plan") as shown:
         shown.doing("counting")
-        time.sleep(0.3)
+        wait_for_text(stream)
     if stream.isatty():
         assert stream.getvalue() == "\rds_plan: counting ... 0 s\x1b[K\r\x1b[K"
     else:
@@ -33,11 +48,11 @@ def test_a_long_line_does_not_wrap(monkeypatch):
     """A line that wraps could not be taken away again."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
+    shows_once(monkeypatch)
     monkeypatch.setenv("COLUMNS", "30")
     with progress.progress("ds_plan") as shown:
         shown.doing("counting " * 9)
-        time.sleep(0.3)
+        wait_for_text(stream)
     line, rest = stream.getvalue().removeprefix("\r").split("\x1b[K", 1)
     assert len(line) == 29 and rest == "\r\x1b[K"
 

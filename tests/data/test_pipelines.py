@@ -118,4 +118,4 @@ def test_all_stages_see_the_samples_that_the_curriculum_allows(tmp_path):
         "schedule_type": "fixed_linear",
         "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 2},
     }
-    assert run_ranks(_samples, 2, metric, timeout=100) == [True, True]
+    assert run_ranks(_samples, 2, metric) == [True, True]

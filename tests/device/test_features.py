@@ -228,7 +228,7 @@ def _bytes_of_inference(name: str) -> int:
 
 def test_losses_are_those_of_the_cpu_and_memory_is_that_of_the_plan(tmp_path: Path) -> None:
     devices = run_ranks(_all_on_devices, 2, str(tmp_path), backend=None, timeout=150)
-    on_cpu = run_ranks(_all, 2, str(tmp_path), timeout=120)
+    on_cpu = run_ranks(_all, 2, str(tmp_path))
     wrong = []
     for number, name in enumerate((*FEATURES, *INFERENCE)):
         for place in (0, 1) if name == "pipeline" else (number % 2,):

@@ -79,7 +79,7 @@ def _complaint(action: Any) -> tuple[str, str, float]:
 
 
 def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -117,7 +117,7 @@ def test_a_rank_that_does_something_else_is_named_by_the_others(tmp_path: Path, 
     with pytest.raises(RankDied):
         run_ranks(_third_step, 2, str(tmp_path), what, backend=None, fresh=True)
     kind, words, seconds = json.loads((tmp_path / "0").read_text())
-    assert seconds < 10, words
+    assert seconds < 60, words
     if what == "dies":
         assert (
             kind == "CommunicationError" and "the process of rank 1 has died" in words and "rank 0 waits for" in words

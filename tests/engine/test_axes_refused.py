@@ -43,4 +43,4 @@ def _refused() -> None:
 
 
 def test_each_is_refused_before_the_model_is_touched() -> None:
-    run_ranks(_refused, 2, timeout=120)
+    run_ranks(_refused, 2)

@@ -168,7 +168,7 @@ def rollouts():
 
 
 def test_rollouts():
-    run_ranks(rollouts, 2, timeout=120)
+    run_ranks(rollouts, 2)
 
 
 def refusals():

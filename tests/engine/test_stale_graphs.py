@@ -30,4 +30,4 @@ def _stale():
 
 
 def test_a_backward_after_the_update_of_its_weights():
-    run_ranks(_stale, 2, timeout=60)
+    run_ranks(_stale, 2)

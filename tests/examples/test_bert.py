@@ -59,7 +59,7 @@ def _both(folder):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_before_and_after_conversion(ranks, tmp_path):
-    shown = run_ranks(_both, ranks, tmp_path, timeout=100)[0]
+    shown = run_ranks(_both, ranks, tmp_path)[0]
     plain, converted = _losses(shown["plain"]), _losses(shown["ds"])
     # Eight steps are too few to learn from: every token is still about equally likely.
     assert [*plain.values(), *converted.values()] == pytest.approx([math.log(4096)] * 4, abs=0.4)
@@ -99,7 +99,7 @@ def _long(folder):
 
 
 def test_long_sequences_with_sparse_attention_and_a_curriculum(tmp_path):
-    whole, resumed = run_ranks(_long, 1, tmp_path, timeout=100)[0]
+    whole, resumed = run_ranks(_long, 1, tmp_path)[0]
     losses = _losses(whole)
     assert list(losses.values()) == pytest.approx([math.log(4096)] * 4, abs=0.4)
     lengths = re.findall(r"length (\d+)", whole)

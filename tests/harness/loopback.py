@@ -3,7 +3,7 @@
 ``run_threads(body, size)`` calls ``body(transport)`` in one thread for each rank and returns what they return, in rank
 order. The transport has the interface of ``deepspeed.comm.transports``: a transfer is complete once every rank has
 issued it, results are summed in rank order in fp32, and buffers are read when a transfer is issued and written when it
-is waited for. A rank that waits for what another one never issues raises after a few seconds and names who is missing;
+is waited for. A rank that waits for what another one never issues raises after a minute and names who is missing;
 where one rank raises, those that wait for it stop at once.
 """
 
@@ -21,7 +21,7 @@ from typing_extensions import override
 from deepspeed.comm.transports.transport import Piece, Reduction, Transport, Work, scaled_sum
 
 Result = TypeVar("Result")
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds that a rank waits for the others."""
 
 

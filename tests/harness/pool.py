@@ -31,8 +31,8 @@ from tests.harness.worker import DUMP_STACKS, Call, Raised
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT = 180.0  # seconds until a worker has imported torch, on a busy machine
-PEER_LIMIT = 5.0  # what the other ranks get after the first failure
-CLEAN_UP_LIMIT = 15.0  # what a rank gets to take down its process group
+PEER_LIMIT = 20.0  # what the other ranks get after the first failure
+CLEAN_UP_LIMIT = 60.0  # what a rank gets to take down its process group
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 150,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
     fresh: bool | Literal["interpreter"] = False,

@@ -278,7 +278,7 @@ def test_workers_end_with_the_process_that_started_them():
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     pids = [int(line.split()[-1]) for line in ended.stdout.splitlines()]
     assert len(pids) == 2, ended
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(_alive(pid) for pid in pids)

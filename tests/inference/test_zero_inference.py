@@ -90,7 +90,7 @@ def gathered():
 
 
 def test_fewer_bytes_are_gathered():
-    for found in run_ranks(gathered, 2, timeout=120):
+    for found in run_ranks(gathered, 2):
         assert_shares(found)
 
 
@@ -131,7 +131,7 @@ def on_the_host():
 
 
 def test_offload_that_would_only_copy_is_left_out():
-    run_ranks(on_the_host, 1, timeout=60)
+    run_ranks(on_the_host, 1)
 
 
 @pytest.mark.parametrize("home", ["host", "file", "cached file"])
@@ -139,7 +139,7 @@ def test_fewer_bytes_come_from_host_and_files(home, tmp_path):
     section = {"device": "cpu"}
     if home != "host":
         section = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "page_cache": home == "cached file"}
-    assert_shares(run_ranks(offloaded, 1, section, timeout=120)[0])
+    assert_shares(run_ranks(offloaded, 1, section)[0])
 
 
 def from_files(folder):

@@ -59,7 +59,7 @@ class Launcher:
             **{**pipes, **popen},
         )
 
-    def finish(self, timeout: float = 30) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 150) -> tuple[int, str, str]:
         """Waits for the end: (exit code, stdout, stderr)."""
         try:
             out, err = self.process.communicate(timeout=timeout)
@@ -84,7 +84,7 @@ class Launcher:
         for process in self.processes():
             process.kill()
 
-    def wait_for_files(self, *names: str, timeout: float = 20) -> None:
+    def wait_for_files(self, *names: str, timeout: float = 120) -> None:
         """Waits until the ranks have written these files."""
         wait_until(lambda: all((self.folder / name).exists() for name in names), timeout, f"files {names}")
 

@@ -52,7 +52,7 @@ def start(tmp_path, script, launcher, *options, environment, arguments=()):
 def test_openmpi_starts_the_ranks(tmp_path):
     environment = {**OPENMPI, **program(tmp_path, "mpirun.openmpi")}
     launcher = start(tmp_path, SUM, "openmpi", "--no_local_rank", environment=environment, arguments=("a b",))
-    code, out, err = launcher.finish(60)
+    code, out, err = launcher.finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"[rank {rank}] 3.0 {rank} 2 0 True ['a b']" for rank in range(2)]
 
@@ -65,10 +65,10 @@ def test_a_failure_under_openmpi_is_reported_once_as_on_one_machine(tmp_path):
         while not pathlib.Path(f"up{1 - rank}").exists(): time.sleep(0.02)
         time.sleep(0.7)
         if rank == 1: raise ValueError("the cause")
-        time.sleep(60)
+        time.sleep(300)
     """
     launcher = start(tmp_path, script, "openmpi", environment={**OPENMPI, **program(tmp_path, "mpirun.openmpi")})
-    code, _, err = launcher.finish(30)
+    code, _, err = launcher.finish()
     assert code == 1
     (line,) = [line for line in err.splitlines() if "failed first" in line]
     assert re.search(
@@ -80,11 +80,11 @@ def test_a_failure_under_openmpi_is_reported_once_as_on_one_machine(tmp_path):
 
 @needs_program("mpirun.openmpi")
 def test_stopping_the_command_stops_openmpi_and_its_ranks(tmp_path):
-    script = "import pathlib; pathlib.Path(f'up{rank}').touch(); time.sleep(60)"
+    script = "import pathlib; pathlib.Path(f'up{rank}').touch(); time.sleep(300)"
     launcher = start(tmp_path, script, "openmpi", environment={**OPENMPI, **program(tmp_path, "mpirun.openmpi")})
     launcher.wait_for_files("up0", "up1")
     launcher.process.terminate()
-    assert launcher.finish(20)[0] == 143
+    assert launcher.finish()[0] == 143
     wait_until(lambda: not launcher.processes(), 5, "end of all processes")
 
 
@@ -102,7 +102,7 @@ def test_a_plain_mpirun_line_is_found_by_init_distributed(tmp_path):
     done = subprocess.run(
         ["mpirun.openmpi", "-n", "2", sys.executable, str(path)],
         env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2.0", "2.0"] and "found by Open MPI variables" in done.stderr
@@ -119,7 +119,7 @@ def test_mpirun_at_the_port_of_another_run_is_told_whose_it_is(tmp_path):
     """
     port = str(free_port())
     launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={port}")
-    launcher.wait_for_files("met0", "met1", timeout=60)
+    launcher.wait_for_files("met0", "met1", timeout=150)
     other = tmp_path / "other.py"
     other.write_text("import deepspeed\ndeepspeed.init_distributed()\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -127,10 +127,10 @@ def test_mpirun_at_the_port_of_another_run_is_told_whose_it_is(tmp_path):
     done = subprocess.run(
         ["mpirun.openmpi", "-n", "2", sys.executable, str(other)],
         env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     (tmp_path / "go").touch()
-    assert launcher.finish(30)[0] == 0 and done.returncode != 0
+    assert launcher.finish()[0] == 0 and done.returncode != 0
     assert "job.py" in done.stderr and ("the port is held by process" in done.stderr or "met already" in done.stderr)
 
 
@@ -142,7 +142,7 @@ def test_mpirun_at_the_port_of_another_run_is_told_whose_it_is(tmp_path):
 )
 def test_hydra_starts_the_ranks(tmp_path, launcher):
     environment = {**program(tmp_path, "mpirun.mpich"), "HYDRA_LAUNCHER": "fork"}
-    code, out, err = start(tmp_path, SUM, launcher, environment=environment).finish(60)
+    code, out, err = start(tmp_path, SUM, launcher, environment=environment).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == [
         f"[rank {rank}] 3.0 {rank} 2 0 False ['--local_rank={rank}']" for rank in range(2)
@@ -158,13 +158,13 @@ def test_pdsh_starts_the_machines(tmp_path):
     (programs / "ssh").write_text('#!/bin/sh\nfor line; do :; done\nexec sh -c "$line"\n')
     (programs / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
-    script = "print(sys.argv[1:]); time.sleep(60 if rank == 0 else 1); sys.exit(3)"
+    script = "print(sys.argv[1:]); time.sleep(300 if rank == 0 else 1); sys.exit(3)"
     launcher = Launcher(
         tmp_path, script, "-H", "hosts", "--no_ssh_check", "--master_addr=127.0.0.1", "--no_local_rank",
         f"--master_port={free_port()}", arguments=("a b", "100%", "%n", "%h"),
         environment={"PATH": f"{programs}:{os.environ['PATH']}"},
     )  # fmt: skip
-    code, out, err = launcher.finish(30)
+    code, out, err = launcher.finish()
     assert code == 3, err
     assert sorted(line.partition(": ")[2] for line in out.splitlines()) == [
         f"[rank {rank}] ['a b', '100%', '%n', '%h']" for rank in range(2)

@@ -65,10 +65,8 @@ def test_a_dead_rank_ends_both_and_is_named_on_both(tmp_path):
             sys.excepthook(*sys.exc_info()); sys.stderr.flush(); os._exit(5)
     """
     nodes = start(tmp_path, script)
-    nodes[0].wait_for_files("up0", "up1", "up2", "up3", timeout=40)
-    started = time.monotonic()
+    nodes[0].wait_for_files("up0", "up1", "up2", "up3")
     (code0, _, err0), (code1, _, err1) = [node.finish() for node in nodes]
-    assert time.monotonic() - started < 25
     assert (code0, code1) == (5, 5)
     said = rf"deepspeed: rank 3 \(local rank 1, pid \d+\) failed first on host {HOST}: ValueError: the cause"
     assert re.match(said, err1.splitlines()[-2]) and re.match(said, err0.splitlines()[-2])
@@ -83,7 +81,7 @@ def test_a_machine_that_is_lost_is_named_by_the_other(tmp_path, lost):
     script = """
         import pathlib
         pathlib.Path(f"up{rank}").touch()
-        time.sleep(60)
+        time.sleep(300)
     """
     if lost == 1:
         script = """
@@ -95,12 +93,10 @@ def test_a_machine_that_is_lost_is_named_by_the_other(tmp_path, lost):
                 dist.all_reduce(torch.ones(8)); pathlib.Path(f"up{rank}").touch(); time.sleep(0.01)
         """
     nodes = start(tmp_path, script, ranks=(1, 1))
-    nodes[0].wait_for_files("up0", "up1", timeout=40)
+    nodes[0].wait_for_files("up0", "up1")
     wait_until_linked(nodes)
     lose_all(nodes[lost])
-    started = time.monotonic()
     code, out, err = nodes[1 - lost].finish()
-    assert time.monotonic() - started < 25
     assert code == 1
     first, second = err.splitlines()[-2:]
     assert re.match(rf"deepspeed: node {lost} \(rank {lost}, host {HOST}\) was lost: the connection to its", first), err
@@ -117,8 +113,8 @@ def test_a_machine_that_is_lost_is_named_by_the_other(tmp_path, lost):
 
 
 def test_a_stopped_launcher_stops_the_others(tmp_path):
-    nodes = start(tmp_path, "import pathlib; pathlib.Path(f'up{rank}').touch(); time.sleep(60)")
-    nodes[0].wait_for_files("up0", "up1", "up2", "up3", timeout=40)
+    nodes = start(tmp_path, "import pathlib; pathlib.Path(f'up{rank}').touch(); time.sleep(300)")
+    nodes[0].wait_for_files("up0", "up1", "up2", "up3")
     wait_until_linked(nodes)
     nodes[1].process.terminate()
     (code0, _, err0), (code1, _, err1) = [node.finish() for node in nodes]
@@ -128,16 +124,16 @@ def test_a_stopped_launcher_stops_the_others(tmp_path):
 
 
 def test_the_first_waits_for_the_last_and_learns_of_a_late_failure(tmp_path):
-    nodes = start(tmp_path, "time.sleep((0, 0, 1.5, 60)[rank]); sys.exit((0, 0, 2, 0)[rank])")
+    nodes = start(tmp_path, "time.sleep((0, 0, 1.5, 300)[rank]); sys.exit((0, 0, 2, 0)[rank])")
     assert [node.finish()[0] for node in nodes] == [2, 2]
 
 
 def test_a_failure_before_the_other_launcher_has_started_is_still_told(tmp_path):
     port = free_port()
     late = ("--no_ssh", "--num_nodes=2", "--master_addr=127.0.0.1", f"--master_port={port}", "--num_gpus=1")
-    early = Launcher(tmp_path, "time.sleep(30) if rank == 0 else sys.exit(7)", *late, "--node_rank=1")
+    early = Launcher(tmp_path, "time.sleep(300) if rank == 0 else sys.exit(7)", *late, "--node_rank=1")
     time.sleep(1.5)
-    hub = Launcher(tmp_path, "time.sleep(30) if rank == 0 else sys.exit(7)", *late, "--node_rank=0")
+    hub = Launcher(tmp_path, "time.sleep(300) if rank == 0 else sys.exit(7)", *late, "--node_rank=0")
     assert [node.finish()[0] for node in (early, hub)] == [7, 7]
 
 
@@ -159,7 +155,7 @@ def test_launchers_that_do_not_belong_together_say_so(tmp_path, ranks, node_rank
     for node, count in zip(node_ranks, ranks, strict=True):
         options = (f"--num_nodes={max(len(ranks), 2)}", "--master_addr=127.0.0.1", f"--master_port={port}")
         nodes.append(
-            Launcher(tmp_path, "time.sleep(60)", "--no_ssh", *options, f"--node_rank={node}", f"--num_gpus={count}")
+            Launcher(tmp_path, "time.sleep(300)", "--no_ssh", *options, f"--node_rank={node}", f"--num_gpus={count}")
         )
     for node in nodes:
         code, _, err = node.finish()
@@ -187,7 +183,7 @@ def test_ssh_with_a_program_that_stays_here(tmp_path):
     (programs / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=it's 100%\n")
-    script = "print(sys.argv[1:], os.environ['FROM_FILE']); time.sleep(60 if rank == 0 else 1); sys.exit(3)"
+    script = "print(sys.argv[1:], os.environ['FROM_FILE']); time.sleep(300 if rank == 0 else 1); sys.exit(3)"
     launcher = Launcher(
         tmp_path, script, "-H", "hosts", "--launcher=ssh", f"--master_port={free_port()}", "--no_local_rank",
         arguments=("a b", "$HOME", "'q'", "%n"),
@@ -246,7 +242,7 @@ def test_slurm_by_its_variables(tmp_path):
     script = """
         names = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "WORLD_SIZE", "MASTER_ADDR")
         print(*(os.environ[name] for name in names), flush=True)
-        time.sleep(1 if rank == 2 else 60); sys.exit(9)
+        time.sleep(1 if rank == 2 else 300); sys.exit(9)
     """
     options = ("-H", "hosts", "--launcher=slurm", f"--master_port={free_port()}")
     launcher = Launcher(tmp_path, script, *options, environment={"PATH": f"{programs}:{os.environ['PATH']}"})

@@ -23,7 +23,7 @@ def dumped(folder, rank):
     return json.loads((folder / f"rank{rank}.json").read_text())
 
 
-def run(folder, script, *options, timeout=30, **more):
+def run(folder, script, *options, timeout=150, **more):
     return Launcher(folder, script, *options, **more).finish(timeout)
 
 
@@ -71,12 +71,12 @@ def test_options_about_the_script(tmp_path):
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30
+        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
     )
     assert done.stdout == "__main__ ['--local_rank=0', 'y']\n", done.stderr
     arguments = ["--no_python", "--no_local_rank", "--num_gpus=2", "sh", "-c", "echo from $RANK"]
     done = subprocess.run(
-        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30
+        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
     )
     assert sorted(done.stdout.splitlines()) == ["[rank 0] from 0", "[rank 1] from 1"], done.stderr
 
@@ -168,7 +168,7 @@ def test_output_is_live_and_progress_of_rank_0_passes(tmp_path):
 def test_rank_0_reads_what_is_typed(tmp_path):
     script = "print('got', sys.stdin.readline().strip() or 'nothing')"
     launcher = Launcher(tmp_path, script, "--num_gpus=2", stdin=subprocess.PIPE)
-    out, _ = launcher.process.communicate("words\n", timeout=30)
+    out, _ = launcher.process.communicate("words\n", timeout=150)
     assert sorted(out.splitlines()) == ["[rank 0] got words", "[rank 1] got nothing"]
 
 
@@ -195,11 +195,19 @@ def test_the_first_failure_is_shown_first_and_named_last(tmp_path):
             return deep(n - 1) if n else lost()
         def lost():
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        def is_over(other):
+            try:
+                os.kill(int(pathlib.Path(f"pid{other}").read_text() or 0), 0)
+            except (FileNotFoundError, ProcessLookupError) as error:
+                return isinstance(error, ProcessLookupError)
         if rank == 2:
             try:
                 raise ValueError("the cause")
             except ValueError:
-                sys.excepthook(*sys.exc_info()); pathlib.Path("failed").touch(); time.sleep(1); os._exit(5)
+                sys.excepthook(*sys.exc_info()); pathlib.Path("failed").touch()
+                while not all(is_over(other) for other in (0, 1)): time.sleep(0.01)
+                os._exit(5)
+        pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
         while not pathlib.Path("failed").exists(): time.sleep(0.01)
         print("log line of", rank, file=sys.stderr)
         deep(10)
@@ -233,7 +241,7 @@ def test_a_rank_that_fails_beside_a_collective(tmp_path):
             if rank == 1 and step == 10: raise ValueError("bad batch")
             dist.all_reduce(torch.ones(8))
     """
-    code, _, err = run(tmp_path, script, "--num_gpus=3", "-q", timeout=50)
+    code, _, err = run(tmp_path, script, "--num_gpus=3", "-q")
     lines = err.splitlines()
     assert code in (1, 134)  # a process group that nobody destroyed may abort the interpreter's end
     assert next(line for line in lines if "Traceback" in line).startswith("[rank 1] Traceback")
@@ -260,7 +268,7 @@ def test_a_handled_traceback_is_not_a_failure(tmp_path):
 def test_a_rank_that_a_signal_ends(tmp_path, number):
     script = f"""
         if rank == 1: os.kill(os.getpid(), {int(number)})
-        time.sleep(30)
+        time.sleep(300)
     """
     code, _, err = run(tmp_path, script, "--num_gpus=2", "-q")
     lines = err.splitlines()
@@ -272,7 +280,7 @@ def test_a_rank_that_a_signal_ends(tmp_path, number):
 def test_closed_standard_streams_do_no_harm(tmp_path):
     script = "import pathlib; print('lost'); pathlib.Path(f'ran{rank}').touch()"
     launcher = Launcher(tmp_path, script, "--num_gpus=2", preexec_fn=lambda: [os.close(end) for end in (0, 1, 2)])
-    assert launcher.process.wait(timeout=20) == 0
+    assert launcher.process.wait(timeout=150) == 0
     assert (tmp_path / "ran0").exists() and (tmp_path / "ran1").exists()
 
 
@@ -286,7 +294,7 @@ def test_a_program_that_is_not_there(tmp_path):
     (tmp_path / "x").touch()
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_python", "--num_gpus=2", "no-such-program"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 127
     assert "rank 0" in done.stderr and "no-such-program: No such file or directory" in done.stderr
 
@@ -316,10 +324,14 @@ def test_on_a_terminal_lines_end_properly_and_width_is_passed_on(tmp_path):
 
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
     script = """
+        import pathlib
         print(os.environ["COLUMNS"], sys.stdout.isatty())
-        sys.stderr.write("\\r50%"); sys.stderr.flush(); time.sleep(0.2)
-        if rank == 1: print("one")
-        time.sleep(0.3)
+        sys.stderr.write("\\r50%"); sys.stderr.flush(); pathlib.Path(f"bar{rank}").touch()
+        while not pathlib.Path("bar0").exists(): time.sleep(0.01)
+        time.sleep(0.2)
+        if rank == 1: print("one", flush=True); pathlib.Path("one").touch()
+        while not pathlib.Path("one").exists(): time.sleep(0.01)
+        time.sleep(0.5)
     """
     launcher = Launcher(
         tmp_path, script, "--num_gpus=2", "-q", environment={"COLUMNS": None}, stdout=terminal, stderr=terminal
@@ -335,6 +347,6 @@ def test_on_a_terminal_lines_end_properly_and_width_is_passed_on(tmp_path):
             break
         shown += data
     os.close(main_end)
-    assert launcher.process.wait(timeout=10) == 0
+    assert launcher.process.wait(timeout=150) == 0
     assert b"[rank 0] 81 False\r\n" in shown
     assert b"\r\x1b[K[rank 1] one\r\n[rank 0] 50%" in shown

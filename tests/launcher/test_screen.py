@@ -122,9 +122,7 @@ def test_a_full_pipe_does_not_block():
     reader, writer = os.pipe()
     output = Output()
     payload = os.urandom(1 << 21)
-    started = time.monotonic()
-    output.put(writer, payload)
-    assert time.monotonic() - started < 1
+    output.put(writer, payload)  # comes back, though nobody reads
     assert output.is_full
     received = b""
     while len(received) < len(payload):

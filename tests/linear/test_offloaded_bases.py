@@ -136,11 +136,11 @@ def thin(folder: str) -> None:
 
 
 def test_ranks_train_as_without(tmp_path: Path) -> None:
-    run_ranks(thin, 2, str(tmp_path), timeout=120)
+    run_ranks(thin, 2, str(tmp_path))
 
 
 def test_one_rank_trains_as_without(tmp_path: Path) -> None:
-    run_ranks(same_as_without, 1, [(2, 1, None, 0.75)], str(tmp_path), timeout=120)
+    run_ranks(same_as_without, 1, [(2, 1, None, 0.75)], str(tmp_path))
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def thin(folder):
 
 
 def test_bases_that_ranks_share(tmp_path):
-    run_ranks(thin, 2, str(tmp_path), timeout=120)
+    run_ranks(thin, 2, str(tmp_path))
 
 
 @pytest.mark.slow

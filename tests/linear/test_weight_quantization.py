@@ -74,4 +74,4 @@ def under_init():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_section_quantises(ranks):
-    run_ranks(under_init, ranks, timeout=120)
+    run_ranks(under_init, ranks)

@@ -20,7 +20,7 @@ class ThreadedGroup:
     def __init__(self, world_size):
         self.world_size = world_size
         self.calls = []
-        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._barrier = threading.Barrier(world_size, timeout=60)
         self._slots = [None] * world_size
         self._local = threading.local()
 

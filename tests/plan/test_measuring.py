@@ -67,7 +67,7 @@ def _measure(target: str) -> None:
 
 def test_a_measured_machine_predicts_a_step(tmp_path):
     target = tmp_path / "here.json"
-    run_ranks(_measure, 2, str(target), timeout=120)
+    run_ranks(_measure, 2, str(target))
     device = read_machine_file(target)
     assert device.name == "cpu" and "2 ranks" in device.source
     assert 1e8 < device.flops < 1e13 and 1e7 < device.memory_bandwidth < 1e12 and device.link > 1e5

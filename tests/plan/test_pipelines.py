@@ -81,7 +81,7 @@ def _run(cell: Cell, make: Any, cut: dict[str, Any] | None = None) -> dict[str, 
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)])
 def test_stages_against_real_ranks(stages):
     cells = [Cell(stage, accumulation=MICRO_BATCHES) for stage in stages]
-    real = run_ranks(_measure, STAGES * DATA, cells, timeout=100)
+    real = run_ranks(_measure, STAGES * DATA, cells)
     for number, cell in enumerate(cells):
         for rank in (1, 3):
             _assert_as_counted(_planned(cell, rank), real[rank][number], (cell, rank))
@@ -114,7 +114,7 @@ def _measure_transformers() -> list[dict[str, Any]]:
 
 def test_transformers_models_and_schedules_of_several_chunks_against_real_ranks():
     """Values that skip stages, a head tied to the embedding, chunks in rows and in a V, backwards in two parts."""
-    real = run_ranks(_measure_transformers, 2, timeout=100)
+    real = run_ranks(_measure_transformers, 2)
     for number, (cell, tied, name) in enumerate(TRANSFORMERS):
         for rank in (0, 1):
             plan = deepspeed.plan(
@@ -145,7 +145,7 @@ def _measure_cut() -> list[dict[str, Any]]:
 
 def test_stages_whose_layers_are_cut_against_real_ranks():
     """Embedding and head over two ranks, tied over the stages or not; parts of sequences between blocks and stages."""
-    real = run_ranks(_measure_cut, 4, timeout=100)
+    real = run_ranks(_measure_cut, 4)
     for number, (cell, tied, cut) in enumerate(CUT):
         for rank in (1, 2):
             plan = deepspeed.plan(

@@ -150,6 +150,6 @@ def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(
     launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={free_port()}", *options)
     launcher.wait_for_files("up0", "up1")
     launcher.process.send_signal(number)
-    code, _, err = launcher.finish(30)
+    code, _, err = launcher.finish()
     assert code == 75, err
     assert "have saved and left; the same command goes on from there" in err

@@ -121,17 +121,17 @@ def _with(limits, cells=CELLS):
 def test_fp32_step_by_step(ranks):
     """The third step leaves the branch out, the fourth takes it again."""
     cells = CELLS if ranks == 2 else HALF
-    run_ranks(_every, ranks, cells, torch.float32, True, 4, (1e-6, 1e-4), timeout=120)
+    run_ranks(_every, ranks, cells, torch.float32, True, 4, (1e-6, 1e-4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_every_cell_in_fp32(ranks):
-    run_ranks(_every, ranks, CELLS, torch.float32, True, 6, (1e-6, 1e-4), timeout=120)
+    run_ranks(_every, ranks, CELLS, torch.float32, True, 6, (1e-6, 1e-4))
 
 
 def test_fp32_over_six_steps():
-    run_ranks(_every, 2, _with("small"), torch.float32, False, 6, (1e-5, 1e-2), timeout=120)
+    run_ranks(_every, 2, _with("small"), torch.float32, False, 6, (1e-5, 1e-2))
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_fp32_over_six_steps():
 )
 def test_bf16_step_by_step(ranks):
     cells = _with("small") if ranks == 2 else _with("small", HALF)
-    run_ranks(_every, ranks, cells, torch.bfloat16, True, 4, (1e-3, 2e-2), timeout=120)
+    run_ranks(_every, ranks, cells, torch.bfloat16, True, 4, (1e-3, 2e-2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_every_cell_in_bf16(ranks):
-    run_ranks(_every, ranks, _with("small"), torch.bfloat16, True, 6, (1e-3, 2e-2), timeout=120)
+    run_ranks(_every, ranks, _with("small"), torch.bfloat16, True, 6, (1e-3, 2e-2))

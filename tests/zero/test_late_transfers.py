@@ -48,13 +48,13 @@ def _seeds(stage, first, count):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_few_seeds(stage):
-    for early, crossed in run_ranks(_seeds, 2, stage, 0, 4, timeout=120):
+    for early, crossed in run_ranks(_seeds, 2, stage, 0, 4):
         assert early > 10, "the network was late, and sometimes less"
         assert crossed > 0 or stage == 0, "transfers overtook each other"
 
 
 def test_three_ranks():
-    run_ranks(_seeds, 3, 3, 0, 3, timeout=120)
+    run_ranks(_seeds, 3, 3, 0, 3)
 
 
 @pytest.mark.slow

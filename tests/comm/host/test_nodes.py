@@ -110,7 +110,7 @@ def _gathers():
 
 
 def test_slices_land_where_they_would_and_cross_once():
-    for sent in run_ranks(_gathers, 4, timeout=60):
+    for sent in run_ranks(_gathers, 4):
         slices = 3 * NUMEL  # bytes of a slice, three buffers
         assert sent["plain"] == {"send": 3 * slices}  # two of the three peers are on the other node
         assert sent["gloo"] == {"send between nodes": slices, "send inside nodes": 2 * slices}
@@ -138,7 +138,7 @@ def _relays():
 
 
 def test_a_rank_hands_on_before_it_blocks():
-    run_ranks(_relays, 4, timeout=30)
+    run_ranks(_relays, 4)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _engines():
 
 
 def test_engines_have_the_same_bits_either_way():
-    run_ranks(_engines, 4, timeout=90)
+    run_ranks(_engines, 4)
 
 
 def _inside_one_node():
@@ -205,7 +205,7 @@ def _inside_one_node():
 
 
 def test_where_two_steps_would_be_one():
-    run_ranks(_inside_one_node, 4, timeout=60)
+    run_ranks(_inside_one_node, 4)
 
 
 def _grid():

@@ -86,7 +86,7 @@ def _parted() -> None:
             sums.start(torch.ones(3), "the output of a").wait()
         else:
             transport.gather_small(torch.ones(1), channel="call", label="the other call")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     with pytest.raises((DivergenceError, CommunicationError)):  # what is broken stays broken
         sums.start(torch.ones(3), "the output of b").wait()
 
@@ -116,7 +116,7 @@ def _one_ends() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(CommunicationError, match="waiting for the output of a failed; a peer has probably died"):
             sums.start(torch.ones(3), "the output of a").wait()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     else:
         sums.close()
 

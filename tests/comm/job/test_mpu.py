@@ -216,7 +216,7 @@ def _tensor(stages):
 
 
 def test_all_tensor_ranks_clip_by_the_norm_of_the_whole_model():
-    run_ranks(_tensor, 4, (0, 2, 3), timeout=120)
+    run_ranks(_tensor, 4, (0, 2, 3))
 
 
 def _skips_together(stage):

@@ -46,7 +46,7 @@ class ProcessManager:
                 found = self.values.get(words["key"])
                 answer = "cmd=get_result rc=0 msg=success value=" + found if found else "cmd=get_result rc=-1 msg=none"
             elif words["cmd"] == "barrier_in":
-                self.barrier.wait(10)
+                self.barrier.wait(60)
             connection.sendall(f"{answer}\n".encode())
             if words["cmd"] == "finalize":
                 return
@@ -63,7 +63,7 @@ def test_pmi_hands_on_what_rank_0_publishes():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert found == ["host-0 10.0.0.0"] * 3
 
 

@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_match_is_named_on_all_ranks(field, value):
     outcomes = run_ranks(differing, 3, field, value, free_port(), backend=None)
     words = {text for text, _ in outcomes}
     assert len(words) == 1 and f"has {value}; the other 2 rank(s)" in words.pop()
-    assert max(seconds for _, seconds in outcomes) < 10
+    assert max(seconds for _, seconds in outcomes) < 60
 
 
 def configs():
@@ -98,7 +98,7 @@ def configs():
         with pytest.raises(DeepSpeedConfigError) as raised:
             deepspeed.initialize(model=model, config={**base, **(own if rank == 1 else {})})
         told.append(str(raised.value))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as strange:
         patch.setenv("DS_RUN_ID", f"run{rank}")  # torch's own rendezvous has let both in
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=base)
@@ -140,7 +140,7 @@ def models():
         with pytest.raises(DivergenceError) as raised:
             deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         told.append(str(raised.value))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     model, optimizer = build()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     engine.destroy()

@@ -112,7 +112,7 @@ def _combinations(stage, offload, folder):
     ("stage", "offload"), [(3, False), (2, True), *[pytest.param(s, False, marks=pytest.mark.slow) for s in range(3)]]
 )
 def test_four_combinations_of_dummies(stage, offload, tmp_path):
-    run_ranks(_combinations, 2, stage, offload, str(tmp_path), timeout=120)
+    run_ranks(_combinations, 2, stage, offload, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -144,4 +144,4 @@ def _own_schedule():
 
 
 def test_a_schedule_of_this_package():
-    run_ranks(_own_schedule, 2, timeout=60)
+    run_ranks(_own_schedule, 2)

@@ -100,7 +100,7 @@ def _numbers(folder):
 
 
 def test_stage_clipping_accumulation_and_offload(tmp_path):
-    run_ranks(_numbers, 2, str(tmp_path), timeout=120)
+    run_ranks(_numbers, 2, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -141,7 +141,7 @@ def _sources(folder):
 
 
 def test_config_as_dict_file_text_and_environment(tmp_path):
-    run_ranks(_sources, 2, str(tmp_path), timeout=60)
+    run_ranks(_sources, 2, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -169,7 +169,7 @@ def _construction(flag):
 
 @pytest.mark.parametrize("flag", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_construction_under_zero_init(flag):
-    run_ranks(_construction, 2, flag, timeout=60)
+    run_ranks(_construction, 2, flag)
 
 
 def _switch_config():
@@ -242,7 +242,7 @@ def _mixtures():
 
 def test_mixtures_are_gathered_whole():
     """``transformer_moe_cls_names``: ranks train together whichever experts their tokens choose."""
-    first, second = run_ranks(_mixtures, 2, timeout=90)
+    first, second = run_ranks(_mixtures, 2)
     assert first != second, "each rank ran experts of its own"
 
 

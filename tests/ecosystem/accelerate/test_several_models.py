@@ -143,16 +143,16 @@ def _only_run():
 
 
 def test_student_and_teacher():
-    run_ranks(_student_and_teacher, 2, timeout=60)
+    run_ranks(_student_and_teacher, 2)
 
 
 def test_two_trained_models():
-    run_ranks(_two_trained_models, 2, timeout=60)
+    run_ranks(_two_trained_models, 2)
 
 
 def test_models_that_are_saved_together(tmp_path):
-    run_ranks(_saved_together, 2, str(tmp_path), timeout=60)
+    run_ranks(_saved_together, 2, str(tmp_path))
 
 
 def test_a_model_that_is_only_run():
-    run_ranks(_only_run, 2, timeout=60)
+    run_ranks(_only_run, 2)

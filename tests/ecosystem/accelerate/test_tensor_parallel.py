@@ -68,7 +68,7 @@ def _train_save_resume(stages, folder):
 
 
 def test_two_ranks_share_layers(tmp_path):
-    run_ranks(_train_save_resume, 2, (0, 1, 2, 3), str(tmp_path), timeout=120)
+    run_ranks(_train_save_resume, 2, (0, 1, 2, 3), str(tmp_path))
 
 
 @pytest.mark.slow

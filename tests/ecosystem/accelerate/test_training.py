@@ -104,7 +104,7 @@ RARE = [
 
 @pytest.mark.parametrize(("stage", "offload", "name"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in RARE])
 def test_training_saving_and_resuming(stage, offload, name, tmp_path):
-    run_ranks(_train_save_resume, 2, stage, offload, name, str(tmp_path), timeout=120)
+    run_ranks(_train_save_resume, 2, stage, offload, name, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -134,7 +134,7 @@ def _new_process_resumes(stage, folder):
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_new_process_resumes(stage, tmp_path):
-    run_ranks(_new_process_resumes, 2, stage, str(tmp_path), timeout=120)
+    run_ranks(_new_process_resumes, 2, stage, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -162,7 +162,7 @@ def _half(stage, precision):
     [(0, "bf16"), (1, "bf16"), (2, "bf16"), (0, "fp16"), (1, "fp16"), (3, "fp16")]]],
 )  # fmt: skip
 def test_half_precision(stage, precision):
-    run_ranks(_half, 2, stage, precision, timeout=60)
+    run_ranks(_half, 2, stage, precision)
 
 
 @on_cpu_ranks
@@ -196,7 +196,7 @@ def _overflow():
 
 
 def test_skipped_updates_are_reported():
-    run_ranks(_overflow, 2, timeout=60)
+    run_ranks(_overflow, 2)
 
 
 @on_cpu_ranks
@@ -255,13 +255,13 @@ def _optimizer_with_a_mode():
 
 
 def test_optimizer_with_a_mode():
-    run_ranks(_optimizer_with_a_mode, 2, timeout=60)
+    run_ranks(_optimizer_with_a_mode, 2)
 
 
 def test_refused_consolidation():
-    run_ranks(_without_consolidation, 2, timeout=60)
+    run_ranks(_without_consolidation, 2)
 
 
 @pytest.mark.slow
 def test_compiled():
-    run_ranks(_compiled, 2, timeout=120)
+    run_ranks(_compiled, 2)

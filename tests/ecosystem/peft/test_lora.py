@@ -101,7 +101,7 @@ NON_REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs"
      pytest.param(0, {}, marks=pytest.mark.slow), pytest.param(1, CHECKPOINTED, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_train_save_reload_resume(stage, more, tmp_path):
-    run_ranks(_trained, 2, stage, more, str(tmp_path), timeout=120)
+    run_ranks(_trained, 2, stage, more, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -151,8 +151,8 @@ def _bytes(stage, accumulation, wider):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_frozen_weights_own_no_gradient_and_no_state(stage, accumulation):
-    narrow = run_ranks(_bytes, 2, stage, accumulation, 1, timeout=60)
-    wide = run_ranks(_bytes, 2, stage, accumulation, 5, timeout=60)
+    narrow = run_ranks(_bytes, 2, stage, accumulation, 1)
+    wide = run_ranks(_bytes, 2, stage, accumulation, 5)
     for (counted, trained), (of_wide, _) in zip(narrow, wide, strict=True):
         assert counted == of_wide, "a wider frozen base costs nothing"
         share = trained if stage == 0 else trained / 2
@@ -195,4 +195,4 @@ def _accelerated(folder):
 
 
 def test_accelerate_loop(tmp_path):
-    run_ranks(_accelerated, 2, str(tmp_path), timeout=60)
+    run_ranks(_accelerated, 2, str(tmp_path))

@@ -105,4 +105,4 @@ def _method(name, folder):
     "name", [n if n in ("dora", "prompt") else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
 )
 def test_method_under_stage_3(name, tmp_path):
-    run_ranks(_method, 2, name, str(tmp_path), timeout=60)
+    run_ranks(_method, 2, name, str(tmp_path))

@@ -67,7 +67,7 @@ def _saved(stage, in_config, folder):
     ],
 )
 def test_evaluation_best_model_and_resume(stage, in_config, tmp_path):
-    run_ranks(_saved, 2, stage, in_config, str(tmp_path), timeout=120)
+    run_ranks(_saved, 2, stage, in_config, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -83,9 +83,9 @@ def _trained(stage, folder, resume):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_resume_with_another_number_of_ranks(stage, tmp_path):
-    straight = run_ranks(_trained, 2, stage, str(tmp_path), False, timeout=120)[0]
+    straight = run_ranks(_trained, 2, stage, str(tmp_path), False)[0]
     os.rename(tmp_path / "out" / "checkpoint-6", tmp_path / "later")
-    resumed = run_ranks(_trained, 1, stage, str(tmp_path), True, timeout=120)[0]
+    resumed = run_ranks(_trained, 1, stage, str(tmp_path), True)[0]
     assert resumed[:3] == straight[:3] and len(resumed) == runs.STEPS
 
 
@@ -105,7 +105,7 @@ def _on_each_node(folder):
 
 @pytest.mark.slow
 def test_save_on_each_node(tmp_path):
-    run_ranks(_on_each_node, 2, str(tmp_path), timeout=60)
+    run_ranks(_on_each_node, 2, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -126,7 +126,7 @@ def _only_the_model(stage, folder):
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_save_only_model(stage, tmp_path):
-    run_ranks(_only_the_model, 2, stage, str(tmp_path), timeout=60)
+    run_ranks(_only_the_model, 2, stage, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -149,7 +149,7 @@ def _not_consolidated(folder):
 
 
 def test_final_save_without_consolidation(tmp_path):
-    run_ranks(_not_consolidated, 2, str(tmp_path), timeout=60)
+    run_ranks(_not_consolidated, 2, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -174,4 +174,4 @@ def _evaluated_only(folder):
 
 
 def test_evaluation_without_training(tmp_path):
-    run_ranks(_evaluated_only, 2, str(tmp_path), timeout=60)
+    run_ranks(_evaluated_only, 2, str(tmp_path))

@@ -72,4 +72,4 @@ def _trained(stages, folder):
 
 @pytest.mark.parametrize("stages", [[3], pytest.param([0, 1, 2], marks=pytest.mark.slow)])
 def test_predict_with_generate(stages, tmp_path):
-    run_ranks(_trained, 2, stages, str(tmp_path), timeout=120)
+    run_ranks(_trained, 2, stages, str(tmp_path))

@@ -61,7 +61,7 @@ def _shared(stages, folder, expected, weights):
 
 
 def _check(stages, folder):
-    expected, weights = run_ranks(_alone, 1, folder, timeout=120)[0]
+    expected, weights = run_ranks(_alone, 1, folder)[0]
     run_ranks(_shared, 2, stages, folder, expected, weights, timeout=240)
 
 
@@ -92,5 +92,5 @@ def _pair(folder):
 
 @pytest.mark.slow
 def test_two_ranks_share_layers_and_two_the_batch(tmp_path):
-    expected = run_ranks(_pair, 2, str(tmp_path), timeout=120)[0]
+    expected = run_ranks(_pair, 2, str(tmp_path))[0]
     run_ranks(_two_by_two, 4, str(tmp_path), expected, timeout=240)

@@ -74,17 +74,17 @@ CHECKPOINTED = [
 
 
 def test_stages(tmp_path):
-    run_ranks(_stages, 2, STAGES, str(tmp_path), timeout=120)
+    run_ranks(_stages, 2, STAGES, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_offload(tmp_path):
-    run_ranks(_stages, 2, OFFLOAD, str(tmp_path), timeout=120)
+    run_ranks(_stages, 2, OFFLOAD, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_gradient_checkpointing(tmp_path):
-    run_ranks(_stages, 2, CHECKPOINTED, str(tmp_path), timeout=120)
+    run_ranks(_stages, 2, CHECKPOINTED, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def _config_file(stage, folder):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_config_file_with_a_schedule(stage, tmp_path):
-    run_ranks(_config_file, 2, stage, str(tmp_path), timeout=60)
+    run_ranks(_config_file, 2, stage, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -162,7 +162,7 @@ def _trained_twice(first, second, folder):
 
 @pytest.mark.parametrize(("first", "second"), [(3, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_training_twice(first, second, tmp_path):
-    run_ranks(_trained_twice, 2, first, second, str(tmp_path), timeout=60)
+    run_ranks(_trained_twice, 2, first, second, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -184,4 +184,4 @@ def _smaller_batches(folder):
 
 
 def test_smaller_batches_after_running_out_of_memory(tmp_path):
-    run_ranks(_smaller_batches, 2, str(tmp_path), timeout=60)
+    run_ranks(_smaller_batches, 2, str(tmp_path))

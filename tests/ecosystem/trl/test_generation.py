@@ -47,7 +47,7 @@ def _generated(folder):
 
 
 def test_generation_with_gathered_parameters(tmp_path):
-    run_ranks(_generated, 2, str(tmp_path), timeout=60)
+    run_ranks(_generated, 2, str(tmp_path))
 
 
 @on_cpu_ranks
@@ -91,7 +91,7 @@ def _prepared_for_reference(folder):
 
 
 def test_reference_model_with_dotted_keys(tmp_path):
-    run_ranks(_prepared_for_reference, 2, str(tmp_path), timeout=60)
+    run_ranks(_prepared_for_reference, 2, str(tmp_path))
 
 
 def _length(completions, **_others):

@@ -73,7 +73,7 @@ SUPERVISED = [(3, False, {}), (3, True, {}), (3, True, CHECKPOINTED), (2, False,
 
 
 def test_supervised_fine_tuning(tmp_path):
-    run_ranks(_supervised, 2, SUPERVISED, str(tmp_path), timeout=120)
+    run_ranks(_supervised, 2, SUPERVISED, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ PAIRS = [(3, False, {}), (2, False, {"optimizer": False}), (3, True, {})]
 
 
 def test_preference_pairs(tmp_path):
-    run_ranks(_preferences, 2, PAIRS, str(tmp_path), timeout=120)
+    run_ranks(_preferences, 2, PAIRS, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def _check(kind: str, saves: Any) -> None:
             losses = run_ranks(_save, 2, folder, kind, ep_size, stage)[0]
             _check_exports(folder, kind)
             for world, _, cells in loads:
-                run_ranks(_load, world, folder, kind, 2, losses, cells, timeout=120)
+                run_ranks(_load, world, folder, kind, 2, losses, cells)
 
 
 def _check_exports(folder: str, kind: str) -> None:

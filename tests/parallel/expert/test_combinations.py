@@ -188,7 +188,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
 def test_on_two_ranks(body: Any) -> None:
-    run_ranks(body, 2, timeout=120)
+    run_ranks(body, 2)
 
 
 def test_param_groups() -> None:

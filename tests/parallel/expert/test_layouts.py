@@ -26,7 +26,7 @@ def _one_after_another() -> None:
 
 
 def test_layouts_follow_each_other() -> None:
-    run_ranks(_one_after_another, 4, timeout=120)
+    run_ranks(_one_after_another, 4)
 
 
 def _beside_each_other() -> None:
@@ -53,7 +53,7 @@ def _beside_each_other() -> None:
 
 
 def test_groups_stay_as_long_as_they_are_needed() -> None:
-    run_ranks(_beside_each_other, 4, timeout=120)
+    run_ranks(_beside_each_other, 4)
 
 
 def _copies() -> None:

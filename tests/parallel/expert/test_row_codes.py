@@ -75,4 +75,4 @@ def _compared() -> None:
 
 
 def test_training_in_8_bits():
-    run_ranks(_compared, 2, timeout=120)
+    run_ranks(_compared, 2)

@@ -97,7 +97,7 @@ def _cells(cells: list[tuple[int, int, int, bool]]) -> None:
 
 
 def test_two_ranks_share_a_sequence_and_the_experts():
-    run_ranks(_cells, 2, [(stage, 2, 2, False) for stage in (0, 1, 2, 3)], timeout=120)
+    run_ranks(_cells, 2, [(stage, 2, 2, False) for stage in (0, 1, 2, 3)])
 
 
 def test_experts_over_data_and_sequence_ranks():

@@ -29,7 +29,7 @@ CELLS = [
 
 
 def test_like_one_stage():
-    alone, two = run_ranks(_several, 1, 1, CELLS)[0], run_ranks(_several, 2, 2, CELLS, timeout=120)
+    alone, two = run_ranks(_several, 1, 1, CELLS)[0], run_ranks(_several, 2, 2, CELLS)
     assert two[0] == two[1]
     for cell, expected, found in zip(CELLS, alone, two[0], strict=True):
         tolerance = 2e-2 if any(name in cell.get("more", {}) for name in ("bf16", "fp16")) else 2e-6

@@ -66,8 +66,8 @@ def _tied(stages: int, count: int) -> list[float]:
 
 def test_a_stage_that_is_ready_sends_on_while_it_waits_elsewhere():
     alone = run_ranks(_tied, 1, 1, 20)
-    assert run_ranks(_tied, 2, 2, 20, timeout=30) == 2 * alone
-    assert run_ranks(_tied, 4, 2, 20, timeout=30) == 4 * alone  # copies of the model have the same samples here
+    assert run_ranks(_tied, 2, 2, 20) == 2 * alone
+    assert run_ranks(_tied, 4, 2, 20) == 4 * alone  # copies of the model have the same samples here
 
 
 # Packets of nearly and exactly 64 KiB, tensors that are too long for one, and none: after each other in any order.

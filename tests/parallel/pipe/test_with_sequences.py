@@ -140,7 +140,7 @@ def test_layers_of_ones_own():
         (3, {}, {"schedule": "zb-h1"}),
         (2, {"pipe": 2, "data": 1, "sequence": SHARERS}, {"schedule": "interleaved"}),
     ]
-    run_ranks(_own, 4, cells, run_ranks(_whole, 1)[0], timeout=120)
+    run_ranks(_own, 4, cells, run_ranks(_whole, 1)[0])
 
 
 # -- layers of a Transformers model -----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_evaluation_is_that_of_whole_sequences():
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (2, 3), (4, 3)])
 def test_every_stage_evaluates(ranks, stage):
-    run_ranks(_answers, ranks, stage, timeout=120)
+    run_ranks(_answers, ranks, stage)
 
 
 def _alone():

@@ -117,17 +117,17 @@ def _accelerate(size, stage, attention):
 
 
 def test_accelerate():
-    run_ranks(_accelerate, 2, 2, 2, None, timeout=120)
+    run_ranks(_accelerate, 2, 2, 2, None)
 
 
 def test_accelerate_with_data_ranks():
-    run_ranks(_accelerate, 4, 2, 3, "sdpa", timeout=120)
+    run_ranks(_accelerate, 4, 2, 3, "sdpa")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_accelerate_on_four(stage):
-    run_ranks(_accelerate, 4, 4, stage, "sdpa", timeout=120)
+    run_ranks(_accelerate, 4, 4, stage, "sdpa")
 
 
 @on_cpu_ranks
@@ -184,7 +184,7 @@ def _trainer(size, stage):
 
 
 def test_trainer():
-    run_ranks(_trainer, 2, 2, 2, timeout=120)
+    run_ranks(_trainer, 2, 2, 2)
 
 
 @pytest.mark.slow

@@ -138,17 +138,17 @@ MORE_CELLS = [
 
 
 def test_with_what_else_shards():
-    run_ranks(_trains, 2, CELLS, timeout=120)
+    run_ranks(_trains, 2, CELLS)
 
 
 def test_with_tensor_and_expert_ranks():
-    run_ranks(_trains, 4, MORE_CELLS[:2], timeout=120)
+    run_ranks(_trains, 4, MORE_CELLS[:2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MORE_CELLS[2:], ids=lambda cell: cell[0])
 def test_with_more_ranks(cell):
-    run_ranks(_trains, 4, [cell], timeout=120)
+    run_ranks(_trains, 4, [cell])
 
 
 def _full(engine: Any) -> dict[str, dict[str, torch.Tensor]]:

@@ -112,7 +112,7 @@ def test_other_rotary_embeddings_and_layers_without_positions():
 
 
 def test_four_ranks():
-    run_ranks(_same, 4, [("one key head", "padded"), ("two kinds of layers", "packed")], timeout=120)
+    run_ranks(_same, 4, [("one key head", "padded"), ("two kinds of layers", "packed")])
 
 
 def test_with_recomputation():

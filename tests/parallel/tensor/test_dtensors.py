@@ -74,7 +74,7 @@ def _stages(stages: tuple[int, ...], size: int, folder: str):
 
 
 def test_parallelize_module(tmp_path):
-    run_ranks(_stages, 4, (0, 1, 2, 3), 2, str(tmp_path), timeout=120)
+    run_ranks(_stages, 4, (0, 1, 2, 3), 2, str(tmp_path))
 
 
 class _Skips(torch.nn.Module):
@@ -104,7 +104,7 @@ def _parting(how: str):
         engine.step()
         loss_of(engine, 1, 0)
     except (CommunicationError, DivergenceError) as error:
-        return type(error).__name__, str(error), time.monotonic() - began < 8
+        return type(error).__name__, str(error), time.monotonic() - began < 60
     except SystemExit:
         pass
     return "nothing", "", True
@@ -113,7 +113,7 @@ def _parting(how: str):
 @pytest.mark.parametrize("how", ("skips a layer", "skips the backward", "ends"))
 def test_a_rank_that_goes_another_way_is_named(how):
     """Torch's own collectives inside the layers wait without a limit, and nobody supervises them one by one."""
-    first, second = run_ranks(_parting, 2, how, timeout=60)
+    first, second = run_ranks(_parting, 2, how)
     assert first[0] == ("CommunicationError" if how == "ends" else "DivergenceError") and first[2], (first, second)
     if how == "ends":
         assert "rank 1 has ended while this rank waits for the others at the layer 'model.layers.1.mlp." in first[1]
@@ -150,7 +150,7 @@ def _planned(stages: tuple[int, ...], folder: str):
 
 
 def test_a_plan_of_transformers(tmp_path):
-    run_ranks(_planned, 2, (1, 3), str(tmp_path), timeout=120)
+    run_ranks(_planned, 2, (1, 3), str(tmp_path))
 
 
 def _refused():

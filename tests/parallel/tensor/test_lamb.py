@@ -45,15 +45,15 @@ def _stages(size: int, stages: tuple[int, ...]) -> None:
 
 
 def test_two_ranks_share_each_layer() -> None:
-    run_ranks(_stages, 2, 2, (0, 1, 2, 3), timeout=120)
+    run_ranks(_stages, 2, 2, (0, 1, 2, 3))
 
 
 def test_two_ranks_share_each_layer_and_two_have_other_samples() -> None:
-    run_ranks(_stages, 4, 2, (0, 1, 2, 3), timeout=120)
+    run_ranks(_stages, 4, 2, (0, 1, 2, 3))
 
 
 def test_ranks_that_share_a_key_value_head_count_once() -> None:
-    run_ranks(_stages, 4, 4, (2,), timeout=120)
+    run_ranks(_stages, 4, 4, (2,))
 
 
 def _refused() -> None:

@@ -39,7 +39,7 @@ def _many_steps():
 
 
 def test_whole_parameters_have_equal_bits_after_20_steps():
-    run_ranks(_many_steps, 4, timeout=120)
+    run_ranks(_many_steps, 4)
 
 
 def _train(engine, expected, data_rank: int) -> None:
@@ -92,4 +92,4 @@ def _meshes():
 
 
 def test_a_mesh_of_the_program():
-    run_ranks(_meshes, 4, timeout=120)
+    run_ranks(_meshes, 4)

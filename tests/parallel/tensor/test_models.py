@@ -168,4 +168,4 @@ def _by_hand():
 
 
 def test_own_rules_and_what_is_refused():
-    run_ranks(_by_hand, 2, timeout=120)
+    run_ranks(_by_hand, 2)

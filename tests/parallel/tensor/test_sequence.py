@@ -86,7 +86,7 @@ def _trained(size: int, stages: tuple[int, ...]):
 
 
 def test_the_same_numbers():
-    run_ranks(_trained, 4, 2, (1, 3), timeout=120)
+    run_ranks(_trained, 4, 2, (1, 3))
 
 
 def _counted():

@@ -55,7 +55,7 @@ def _batches():
 
 
 def test_tensor_ranks_see_the_same_batch():
-    run_ranks(_batches, 4, timeout=120)
+    run_ranks(_batches, 4)
 
 
 class Dropping(nn.Module):
@@ -126,7 +126,7 @@ def _precisions():
 
 
 def test_precisions_and_offload():
-    run_ranks(_precisions, 2, timeout=120)
+    run_ranks(_precisions, 2)
 
 
 def _adapters():
@@ -166,7 +166,7 @@ def _adapters():
 
 def test_adapters_on_a_frozen_base():
     pytest.importorskip("peft")
-    run_ranks(_adapters, 2, timeout=120)
+    run_ranks(_adapters, 2)
 
 
 def _requests():

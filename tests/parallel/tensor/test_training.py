@@ -67,7 +67,7 @@ def _stages(size: int, stages: tuple[int, ...]):
 
 
 def test_two_ranks_share_each_layer():
-    run_ranks(_stages, 4, 2, (0, 1, 2, 3), timeout=120)
+    run_ranks(_stages, 4, 2, (0, 1, 2, 3))
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_four_ranks_share_each_layer_and_two_data_ranks_the_batch():
 
 
 def test_four_ranks_share_each_layer_and_two_of_them_a_key_value_head():
-    run_ranks(_stages, 4, 4, (1, 3), timeout=120)
+    run_ranks(_stages, 4, 4, (1, 3))
 
 
 def _built_sharded():
@@ -102,7 +102,7 @@ def _built_sharded():
 
 
 def test_a_model_that_was_built_sharded_is_cut():
-    run_ranks(_built_sharded, 4, timeout=120)
+    run_ranks(_built_sharded, 4)
 
 
 def _awkward():
@@ -126,4 +126,4 @@ def _awkward():
 
 
 def test_tied_and_frozen_weights_accumulation_and_a_parallel_loss():
-    run_ranks(_awkward, 2, timeout=120)
+    run_ranks(_awkward, 2)

@@ -75,11 +75,11 @@ def _accessors(size: int, stages: tuple[int, ...]):
 
 
 def test_accessors_deal_in_whole_parameters():
-    run_ranks(_accessors, 4, 2, (0, 2, 3), timeout=120)
+    run_ranks(_accessors, 4, 2, (0, 2, 3))
 
 
 def test_accessors_where_ranks_share_a_key_value_head():
-    run_ranks(_accessors, 4, 4, (1,), timeout=120)
+    run_ranks(_accessors, 4, 4, (1,))
 
 
 def _everything(engine) -> dict[str, torch.Tensor]:
@@ -109,9 +109,9 @@ def test_any_cut_and_stage_loads_any_other(tmp_path):
     from transformers import LlamaForCausalLM
 
     folder = str(tmp_path)
-    saved = run_ranks(_save, 4, folder, 4, 2, timeout=120)[0]
+    saved = run_ranks(_save, 4, folder, 4, 2)[0]
     for ranks, size, stage in ((4, 2, 3), (2, 2, 0), (1, 1, 1)):
-        for found in run_ranks(_load, ranks, folder, size, stage, timeout=120):
+        for found in run_ranks(_load, ranks, folder, size, stage):
             assert_states_equal(found, saved)
     whole = get_fp32_state_dict_from_zero_checkpoint(folder, "one")
     weights = load_file(f"{folder}/model.safetensors")

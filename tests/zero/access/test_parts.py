@@ -124,8 +124,8 @@ def _saved_weight() -> None:
 
 
 def test_parts_are_called_by_themselves():
-    run_ranks(_parts, 2, timeout=60)
+    run_ranks(_parts, 2)
 
 
 def test_a_saved_weight_knows_its_status():
-    run_ranks(_saved_weight, 2, timeout=60)
+    run_ranks(_saved_weight, 2)

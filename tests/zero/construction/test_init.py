@@ -265,7 +265,7 @@ def _different_models():
 
 
 def test_ranks_that_build_different_models_all_raise():
-    for message in run_ranks(_different_models, 2, timeout=30):
+    for message in run_ranks(_different_models, 2):
         assert "(4, 3)" in message and "(5, 3)" in message
 
 

@@ -168,4 +168,4 @@ def _refused(folder):
 
 
 def test_files_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
-    run_ranks(_refused, 2, str(tmp_path), timeout=120)
+    run_ranks(_refused, 2, str(tmp_path))

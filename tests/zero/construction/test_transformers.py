@@ -138,7 +138,7 @@ def _half_precision(folder):
 
 
 def test_half_precision_keeps_rotary_tables(tmp_path):
-    run_ranks(_half_precision, 2, str(tmp_path), timeout=120)
+    run_ranks(_half_precision, 2, str(tmp_path))
 
 
 def _missing_and_resized(folder):
@@ -173,7 +173,7 @@ def _missing_and_resized(folder):
 
 
 def test_missing_keys_and_resized_embeddings(tmp_path):
-    run_ranks(_missing_and_resized, 2, str(tmp_path), timeout=120)
+    run_ranks(_missing_and_resized, 2, str(tmp_path))
 
 
 def _single_tensors(folder):
@@ -204,7 +204,7 @@ def _single_tensors(folder):
 
 @pytest.mark.slow
 def test_models_that_gather_single_tensors(tmp_path):
-    run_ranks(_single_tensors, 2, str(tmp_path), timeout=120)
+    run_ranks(_single_tensors, 2, str(tmp_path))
 
 
 def _adapters():
@@ -239,4 +239,4 @@ def _adapters():
 
 def test_adapters_on_a_sharded_model():
     pytest.importorskip("peft")
-    run_ranks(_adapters, 2, timeout=120)
+    run_ranks(_adapters, 2)

@@ -127,7 +127,7 @@ def _passes():
 
 
 def test_the_values_are_those_of_an_unsharded_model():
-    run_ranks(_passes, 2, timeout=120)
+    run_ranks(_passes, 2)
 
 
 def _load_and_train(folder):
@@ -172,4 +172,4 @@ def _load_and_train(folder):
 
 
 def test_weights_under_weight_norm_load_and_train(tmp_path):
-    run_ranks(_load_and_train, 2, str(tmp_path), timeout=120)
+    run_ranks(_load_and_train, 2, str(tmp_path))

@@ -96,7 +96,7 @@ FORMS = {"before": _before, "units before": _units_before, "engine": _engine}
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled(form):
     stages = [EVERY_STAGE[0], EVERY_STAGE[2], *STAGE_3]
-    run_ranks(FORMS[form], 2, "aot_eager", stages, timeout=120)
+    run_ranks(FORMS[form], 2, "aot_eager", stages)
 
 
 def _pieces(form, limits):
@@ -124,7 +124,7 @@ def _pieces(form, limits):
 )
 def test_a_root_that_uses_parameters_itself(form, limits):
     """The numbers are those of plain torch, and what is between two gathers is compiled."""
-    graphs = run_ranks(_pieces, 2, form, limits, timeout=120)[0]
+    graphs = run_ranks(_pieces, 2, form, limits)[0]
     operations = [operation for graph in graphs for operation in graph]
     assert {"matmul", "tanh", "mean"} <= set(operations), graphs
     # Torch 2.11 leaves a library layer alone where a hook of it may not be compiled.
@@ -146,7 +146,7 @@ def _refused():
 
 
 def test_one_graph_is_refused_at_stage_3():
-    before, after = run_ranks(_refused, 2, timeout=60)[0]
+    before, after = run_ranks(_refused, 2)[0]
     assert before.startswith("initialize(model=...), module '0': Direct is to be compiled with fullgraph=True")
     assert after.startswith("engine.compile(compile_kwargs=...): Direct") and "Leave fullgraph out" in after
 
@@ -197,7 +197,7 @@ def _fails(how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["before", "engine", "outside"])
 def test_a_compiled_forward_that_fails(how):
-    run_ranks(_fails, 2, how, timeout=120)
+    run_ranks(_fails, 2, how)
 
 
 def _evaluates():
@@ -217,7 +217,7 @@ def _evaluates():
 
 
 def test_a_compiled_engine_evaluates():
-    assert run_ranks(_evaluates, 2, timeout=60) == [2, 2]
+    assert run_ranks(_evaluates, 2) == [2, 2]
 
 
 @pytest.mark.slow

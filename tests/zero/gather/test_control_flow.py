@@ -70,7 +70,7 @@ def _forms():
 
 
 def test_anything_may_be_returned_and_units_run_twice_or_never():
-    run_ranks(_forms, 2, timeout=60)
+    run_ranks(_forms, 2)
 
 
 class Sequence(nn.Module):
@@ -100,7 +100,7 @@ def _dynamic():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shapes_that_change(ranks):
-    run_ranks(_dynamic, ranks, timeout=60)
+    run_ranks(_dynamic, ranks)
 
 
 # -- frozen and unfrozen between steps -------------------------------------------------------------------------------
@@ -142,14 +142,14 @@ def _frozen_in_bf16():
 
 
 def test_parameters_frozen_and_unfrozen_between_steps():
-    run_ranks(_frozen, 2, EVERY_STAGE, timeout=60)
-    run_ranks(_frozen, 1, EVERY_STAGE[2:4], timeout=60)
+    run_ranks(_frozen, 2, EVERY_STAGE)
+    run_ranks(_frozen, 1, EVERY_STAGE[2:4])
 
 
 def test_unfreezing_in_bf16_and_in_groups():
     groups = [(3, {**STAGE_3[0][1], key: 2}) for key in ("zero_hpz_partition_size", "mics_shard_size")]
-    run_ranks(_frozen, 4, groups, timeout=60)
-    run_ranks(_frozen_in_bf16, 2, timeout=60)
+    run_ranks(_frozen, 4, groups)
+    run_ranks(_frozen_in_bf16, 2)
 
 
 def _memory_and_files(folder):
@@ -173,7 +173,7 @@ def _memory_and_files(folder):
 
 
 def test_what_is_unfrozen_is_counted_and_saved(tmp_path):
-    run_ranks(_memory_and_files, 2, str(tmp_path), timeout=60)
+    run_ranks(_memory_and_files, 2, str(tmp_path))
 
 
 def _without_owner():
@@ -285,11 +285,11 @@ def _inside(autocast, transforms):
 
 
 def test_autocast_and_no_grad_inside_forward():
-    run_ranks(_inside, 2, True, [""], timeout=60)
+    run_ranks(_inside, 2, True, [""])
 
 
 def test_function_transforms_that_see_no_parameters():
-    run_ranks(_inside, 2, False, ["vmap", "grad", "jvp", "jacrev", "functional_call"], timeout=90)
+    run_ranks(_inside, 2, False, ["vmap", "grad", "jvp", "jacrev", "functional_call"])
 
 
 class Experts(nn.Module):
@@ -333,5 +333,5 @@ def _mixture(leaf):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_may_pick_different_experts_inside_a_unit(ranks):
-    run_ranks(_mixture, ranks, True, timeout=60)
-    run_ranks(_mixture, ranks, False, timeout=60)
+    run_ranks(_mixture, ranks, True)
+    run_ranks(_mixture, ranks, False)

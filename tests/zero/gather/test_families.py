@@ -89,7 +89,7 @@ def test_every_family_at_every_stage():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(reentrant):
     names = ["gpt2", "llama", "mixtral"] if reentrant else FAMILIES
-    run_ranks(_train, 2, names, STAGE_3[:1], reentrant, timeout=120)
+    run_ranks(_train, 2, names, STAGE_3[:1], reentrant)
 
 
 def _compiled(name, how):
@@ -124,7 +124,7 @@ def _adapted():
 
 def test_adapters_train_as_without_sharding():
     pytest.importorskip("peft")
-    run_ranks(_adapted, 2, timeout=120)
+    run_ranks(_adapted, 2)
 
 
 def _generates(names):
@@ -153,7 +153,7 @@ def _generates(names):
 
 
 def test_generation_between_steps():
-    run_ranks(_generates, 2, ["gpt2", "llama", "t5", "mixtral"], timeout=120)
+    run_ranks(_generates, 2, ["gpt2", "llama", "t5", "mixtral"])
 
 
 def _policy():
@@ -202,4 +202,4 @@ def _policy():
 
 
 def test_policy_reference_and_reward_in_one_process():
-    run_ranks(_policy, 2, timeout=120)
+    run_ranks(_policy, 2)

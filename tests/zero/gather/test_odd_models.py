@@ -54,7 +54,7 @@ def _dtypes():
 
 
 def test_unusual_dtypes_stay_as_they_are_and_complex_ones_are_not_trained():
-    run_ranks(_dtypes, 2, timeout=60)
+    run_ranks(_dtypes, 2)
 
 
 def _evaluates():
@@ -72,4 +72,4 @@ def _evaluates():
 
 
 def test_attention_evaluates():
-    run_ranks(_evaluates, 2, timeout=60)
+    run_ranks(_evaluates, 2)

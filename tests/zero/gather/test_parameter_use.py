@@ -98,7 +98,7 @@ def _used():
 
 
 def test_borrowed_hooked_and_parametrized_weights():
-    run_ranks(_used, 2, timeout=100)
+    run_ranks(_used, 2)
 
 
 class Writing(nn.Module):
@@ -140,7 +140,7 @@ def _written():
 
 
 def test_what_a_forward_writes_is_kept():
-    run_ranks(_written, 2, timeout=100)
+    run_ranks(_written, 2)
 
 
 def _written_in_groups(folder):
@@ -157,7 +157,7 @@ def _written_in_groups(folder):
 
 
 def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
-    run_ranks(_written_in_groups, 4, str(tmp_path), timeout=100)
+    run_ranks(_written_in_groups, 4, str(tmp_path))
 
 
 def _penalised(model, step, of):
@@ -186,4 +186,4 @@ def _differentiated_twice():
 
 
 def test_a_gradient_penalty():
-    run_ranks(_differentiated_twice, 2, timeout=100)
+    run_ranks(_differentiated_twice, 2)

@@ -127,7 +127,7 @@ def _default():
 
 
 def test_weights_that_are_computed_train_at_stage_3():
-    run_ranks(_default, 2, timeout=100)
+    run_ranks(_default, 2)
 
 
 @pytest.mark.slow

@@ -93,11 +93,11 @@ NOTHING_AHEAD = {
 def test_inner_choices_differ_between_ranks(stage):
     """A rank that has not used a parameter holds its bucket back until the end of backward; nobody may wait for it."""
     for ranks in (2, 3):
-        run_ranks(_train, ranks, stage, NOTHING_AHEAD, timeout=30)
+        run_ranks(_train, ranks, stage, NOTHING_AHEAD)
 
 
 def test_with_default_limits():
-    run_ranks(_train, 2, 3, {}, timeout=30)
+    run_ranks(_train, 2, 3, {})
 
 
 class LeavingOut(Tower):
