@@ -1,22 +1,21 @@
-"""Jobs of forked ranks that may be killed: torch is imported once, so a rank starts in milliseconds.
-
-``python -m tests.elasticity.jobs FOLDER`` reads what to run from ``FOLDER/job.json`` and leaves the results there.
-"""
+"""Jobs of forked ranks that may be killed, children of a new process of the pool: a rank starts in milliseconds."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness import run_ranks
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -53,13 +52,8 @@ def run_job(folder: Path, ranks: int, arguments: dict[str, Any], timeout: float 
         **more: ``joins``: names of processes that join as soon as the run goes. ``replaces``: whether a process joins
             for each one that is killed.
     """
-    (folder / "job.json").write_text(json.dumps({"ranks": ranks, "arguments": arguments, **more}))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "tests.elasticity.jobs", str(folder)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, timeout=timeout, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    env = {"DS_ACCELERATOR": "cpu"}
+    run_ranks(main, 1, folder, ranks, arguments, backend=None, fresh=True, timeout=timeout, env=env, **more)
     codes = json.loads((folder / "codes.json").read_text())
     lines: dict[str, list[dict[str, Any]]] = {}
     losses: dict[int, float] = {}
@@ -164,25 +158,23 @@ class RunningJob:
             time.sleep(0.02)
 
 
-def main(folder: Path) -> None:
-    """Runs the job that ``folder/job.json`` describes."""
+def main(
+    folder: Path, ranks: int, arguments: dict[str, Any], joins: Sequence[str] = (), replaces: bool = False
+) -> None:
+    """Runs a job in this process, which has been started for it."""
     import deepspeed.elasticity.feature  # noqa: F401 - once for all ranks
     import tests.elasticity.program  # noqa: F401
     from deepspeed.ports import free_port
 
-    job = json.loads((folder / "job.json").read_text())
-    ranks = job["ranks"]
-    running = RunningJob(folder, job["arguments"])
+    for name in PLACE:
+        os.environ.pop(name, None)
+    running = RunningJob(folder, arguments)
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         running.start(f"r{rank}", {**common, **place})
-    for number, name in enumerate(job.get("joins", ())):
+    for number, name in enumerate(joins):
         running.join(name, ranks + number)
-    if job.get("replaces"):
+    if replaces:
         running.replace_killed(ranks)
     running.reap()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -177,7 +177,9 @@ def _import_much() -> None:
 
     import deepspeed.engine.initialize  # noqa: F401
     import tests.harness.state  # noqa: F401
+    from deepspeed.config import parse
 
+    parse({"train_batch_size": 1, "optimizer": {"type": "AdamW"}}, dp_world_size=1)  # pydantic makes its schemas here
     torch.set_num_threads(1)
     threads = Path("/proc/self/task")
     if threads.is_dir() and len(list(threads.iterdir())) > 1:
