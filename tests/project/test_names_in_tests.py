@@ -1,4 +1,4 @@
-"""Names of the package that tests use exist: a renaming finds its tests here, before they are run.
+"""Names of the package that tests and examples use exist: a renaming finds its tests here, before they are run.
 
 Only what can be seen without running a test is looked at: imports, those inside functions too; attributes of imported
 modules and classes; and what ``monkeypatch.setattr(module, "name", ...)`` replaces.
@@ -74,8 +74,9 @@ def missing_names(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}:{node.lineno}: there is no {shown}"
 
 
-def test_names_that_tests_use_exist():
-    missing = [line for path in sorted((ROOT / "tests").rglob("*.py")) for line in missing_names(path)]
+def test_names_that_tests_and_examples_use_exist():
+    files = [path for folder in ("tests", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    missing = [line for path in files for line in missing_names(path)]
     assert not missing, "\n".join(missing)
 
 
