@@ -75,6 +75,7 @@ def test_run_tunes_a_dict_of_the_script_and_then_trains_with_the_best(tmp_path):
     assert "cmd_optimal.txt" in text and "train.py" in (results / "cmd_optimal.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_script_with_a_batch_of_its_own_says_so_and_keeps_its_micro_batch(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({**ADAM, "zero_optimization": {"stage": 1}}))
     arguments = ["--batch", "4", "--deepspeed_config", "ds.json"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ from tests.harness import assert_states_equal, run_ranks
 RANKS = (1, 2, 3, 4)
 CELLS = ((0, "none"), *((stage, home) for stage in (1, 2, 3) for home in ("none", "cpu", "nvme")))
 """Stage, and home of the optimizer's states; at stage 3 the parameters live there too."""
+EVERY_CELL = range(len(CELLS))
+DAILY = tuple(CELLS.index(cell) for cell in ((0, "none"), (1, "nvme"), (2, "cpu"), (3, "none"), (3, "nvme")))
+"""The cells outside of the slow tests: every stage, every home."""
 SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 300}}
 
 
@@ -37,14 +40,12 @@ def tag_of(ranks: int, cell: int) -> str:
 def pairwise() -> dict[int, list[tuple[int, list[str]]]]:
     """Per number of reading ranks the reading cells, each with the checkpoints that it loads.
 
-    100 loads in which any two of (ranks that wrote, cell that wrote, ranks that read, cell that reads) meet in every
-    combination; all 1600 are the slow test.
+    25 loads in which every two of the cells meet, and every two numbers of ranks; all 1600 are the slow test.
     """
     plan: dict[int, dict[int, list[str]]] = {ranks: {} for ranks in RANKS}
-    for writing in range(len(CELLS)):
-        for reading in range(len(CELLS)):
-            writers = RANKS[(writing + reading + writing // 4) % 4]
-            readers = RANKS[(writing + reading + reading // 4) % 4]
+    for number, writing in enumerate(DAILY):
+        for other, reading in enumerate(DAILY):
+            writers, readers = RANKS[(number + other) % 4], RANKS[(number + 2 * other) % 4]
             plan[readers].setdefault(reading, []).append(tag_of(writers, writing))
     return {ranks: list(cells.items()) for ranks, cells in plan.items()}
 
@@ -56,10 +57,10 @@ def build(cell: int, files: str, *, seed: int = 3, small_buckets: bool = False):
     return engine(stage, "bf16", seed=seed, zero_optimization=zero)
 
 
-def write_all(folder: str, ranks: int, files: str):
+def write_all(folder: str, ranks: int, files: str, cells: Sequence[int]):
     """Trains and saves in each cell; returns what was saved."""
     saved = {}
-    for cell in range(len(CELLS)):
+    for cell in cells:
         run = build(cell, files)
         train(run, range(3))
         run.save_checkpoint(folder, tag=tag_of(ranks, cell))
@@ -96,16 +97,25 @@ def merge(results: list[dict]) -> dict:
     return made
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A folder with checkpoints of all topologies, and what they hold."""
+def write_checkpoints(tmp_path_factory, cells: Sequence[int]):
+    """A folder with checkpoints of these cells by all numbers of ranks, and what they hold."""
     folder = str(tmp_path_factory.mktemp("written"))
     files = str(tmp_path_factory.mktemp("files"))
     saved: dict = {}
     for ranks in RANKS:
-        saved.update(merge(run_ranks(write_all, ranks, folder, ranks, files)))
-    assert len(saved) == 40
+        saved.update(merge(run_ranks(write_all, ranks, folder, ranks, files, cells)))
+    assert len(saved) == len(RANKS) * len(cells)
     return folder, saved
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_checkpoints(tmp_path_factory, DAILY)
+
+
+@pytest.fixture(scope="module")
+def all_written(tmp_path_factory):
+    return write_checkpoints(tmp_path_factory, EVERY_CELL)
 
 
 def check(ranks: int, jobs: list[tuple[int, list[str]]], written, files: str) -> int:
@@ -125,14 +135,14 @@ def check(ranks: int, jobs: list[tuple[int, list[str]]], written, files: str) ->
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_topology_reads_every_other_pairwise(ranks, written, tmp_path):
     jobs = pairwise()[ranks]
-    assert check(ranks, jobs, written, str(tmp_path)) == sum(len(tags) for _, tags in jobs) > 20
+    assert check(ranks, jobs, written, str(tmp_path)) == sum(len(tags) for _, tags in jobs) > 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reading", range(len(CELLS)), ids=["-".join(map(str, cell)) for cell in CELLS])
+@pytest.mark.parametrize("reading", EVERY_CELL, ids=["-".join(map(str, cell)) for cell in CELLS])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_topology_reads_every_other(ranks, reading, written, tmp_path):
-    assert check(ranks, [(reading, list(written[1]))], written, str(tmp_path)) == 40
+def test_every_topology_reads_every_other(ranks, reading, all_written, tmp_path):
+    assert check(ranks, [(reading, list(all_written[1]))], all_written, str(tmp_path)) == 40
 
 
 def test_the_plan_meets_every_pair():
@@ -142,9 +152,9 @@ def test_the_plan_meets_every_pair():
         for cell, tags in jobs
         for tag in tags
     ]
-    assert len(loads) == len(set(loads)) == 100
-    counts = [len({(load[a], load[b]) for load in loads}) for a, b in itertools.combinations(range(4), 2)]
-    assert counts == [40, 16, 40, 40, 100, 40]
+    assert len(loads) == len(set(loads)) == 25
+    writers, cells = [load[0] for load in loads], [(load[1], load[3]) for load in loads]
+    assert len(set(cells)) == 25 and len({(load[0], load[2]) for load in loads}) == 16 and set(writers) == set("1234")
 
 
 def precision_tag(stage: int, precision: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import deepspeed
@@ -52,6 +53,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "pipeline": {"stage": 1, "accumulation": 8, "plan": {"pipe": 2}},
 }
 """What each adds to the configuration, and in "plan" to the plan."""
+
+SLOW = ("stage 0", "optimizer on the host", "both on the host", "Muon", "inference over tensor ranks")
+"""Those whose parts the others have too."""
 
 ASIDE = {"tensor": 8 * WORDS, "inference over tensor ranks": 8 * WORDS}
 """Bytes that are there for values only, which a plan has not: by which tensor ranks compare their batches."""
@@ -192,9 +196,9 @@ INFERENCE: dict[str, dict[str, Any]] = {
 }
 
 
-def _all(folder: str, device: Device | None = None) -> dict[str, dict[str, Any]]:
+def _all(folder: str, names: list[str], device: Device | None = None) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in (*FEATURES, *INFERENCE):
+    for name in names:
         for _ in range(3):  # parameters whose graph is freed in one pass are freed in the next
             gc.collect()
         if device is not None:
@@ -207,9 +211,9 @@ def _all(folder: str, device: Device | None = None) -> dict[str, dict[str, Any]]
     return found
 
 
-def _all_on_devices(folder: str) -> dict[str, dict[str, Any]]:
+def _all_on_devices(folder: str, names: list[str]) -> dict[str, dict[str, Any]]:
     with simulated_rank() as device:
-        return _all(folder, device)
+        return _all(folder, names, device)
 
 
 def _bytes_of_inference(name: str) -> int:
@@ -226,11 +230,13 @@ def _bytes_of_inference(name: str) -> int:
     return 4 * (embedding + (blocks + head) // 2 + norms + samples * largest)
 
 
-def test_losses_are_those_of_the_cpu_and_memory_is_that_of_the_plan(tmp_path: Path) -> None:
-    devices = run_ranks(_all_on_devices, 2, str(tmp_path), backend=None, timeout=150)
-    on_cpu = run_ranks(_all, 2, str(tmp_path))
+@pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_losses_are_those_of_the_cpu_and_memory_is_that_of_the_plan(tmp_path: Path, is_slow: bool) -> None:
+    names = [name for name in (*FEATURES, *INFERENCE) if (name in SLOW) == is_slow]
+    devices = run_ranks(_all_on_devices, 2, str(tmp_path), names, backend=None)
+    on_cpu = run_ranks(_all, 2, str(tmp_path), names)
     wrong = []
-    for number, name in enumerate((*FEATURES, *INFERENCE)):
+    for number, name in enumerate(names):
         for place in (0, 1) if name == "pipeline" else (number % 2,):
             found = devices[place][name]
             if not torch.allclose(*(torch.tensor(run[place][name]["losses"]) for run in (devices, on_cpu)), rtol=1e-4):

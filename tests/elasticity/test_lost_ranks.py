@@ -196,7 +196,7 @@ def test_a_rank_joins_and_another_one_is_killed(tmp_path, stage):
 
 @pytest.mark.parametrize(
     ("stage", "kills", "seed"),
-    [(3, 20, 0), slow(0, 25, 1), slow(1, 25, 2), slow(2, 25, 3), slow(3, 25, 4)],
+    [(3, 8, 0), slow(0, 25, 1), slow(1, 25, 2), slow(2, 25, 3), slow(3, 25, 4)],
 )
 def test_kills_at_random_moments(tmp_path, stage, kills, seed):
     """A process joins for each one that is killed; some die while the others are still recovering from a death."""

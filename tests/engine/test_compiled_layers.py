@@ -24,9 +24,9 @@ AXES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def _trains() -> None:
+def _trains(axes: list[Any]) -> None:
     tokens = torch.randint(1, 23, (2, 16), generator=torch.Generator().manual_seed(0))
-    for kind, axis in AXES:
+    for kind, axis in axes:
         model, plain = llama(**kind), llama(**kind)
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
@@ -51,5 +51,6 @@ def _trains() -> None:
         deepspeed.utils.groups.set_mesh(None)
 
 
-def test_compiled_layers_on_every_axis():
-    run_ranks(_trains, 2, timeout=180)
+@pytest.mark.parametrize("axes", [AXES[::3], pytest.param(AXES[1:3], marks=pytest.mark.slow)])
+def test_compiled_layers_on_every_axis(axes):
+    run_ranks(_trains, 2, axes, timeout=180)

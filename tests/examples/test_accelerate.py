@@ -34,6 +34,7 @@ def _launch(desk, config, *more):
     return shown, [float(loss) for loss in re.findall(r"epoch \d: loss (\d\.\d+)", shown)]
 
 
+@pytest.mark.slow
 def test_stage_3_with_offload_by_config_file(desk):
     shown, losses = _launch(desk, "file_stage3_offload.yaml", "--output_dir", "out")
     assert "2 rank(s), ZeRO stage 3" in shown and losses[1] < losses[0] < 6

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.examples.support import Desk, commands_of
 
 
+@pytest.mark.slow
 def test_the_model_gets_smaller_and_stays_right(tmp_path):
     desk = Desk(tmp_path, "compression")
     line = "deepspeed --num_gpus 2 train.py"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.examples.support import Desk, commands_of
 
 
+@pytest.mark.slow
 def test_needles_are_found(tmp_path):
     desk = Desk(tmp_path, "needle")
     line = "deepspeed --num_gpus 2 train.py"

@@ -20,12 +20,15 @@ def _run(folder, parts: str) -> dict[str, dict]:
     return found
 
 
-def test_played_ranks_and_operations(tmp_path):
-    found = _run(tmp_path, "CE")
-    (played,) = found["C"]["tables"]
+def test_operations(tmp_path):
+    assert [table["title"] for table in _run(tmp_path, "E")["E"]["tables"]][0] == "AdamW over one flat run"
+
+
+@pytest.mark.slow
+def test_played_ranks(tmp_path):
+    (played,) = _run(tmp_path, "C")["C"]["tables"]
     assert [row[0] for row in played["rows"]] == ["ours-3", "fsdp2"]
     assert all(row[1] > 0 for row in played["rows"])
-    assert [table["title"] for table in found["E"]["tables"]][0] == "AdamW over one flat run"
 
 
 @pytest.mark.slow

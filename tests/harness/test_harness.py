@@ -273,6 +273,7 @@ def test_a_function_that_workers_cannot_import_is_refused():
         run_ranks(lambda: None, 2)
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them():
     script = "import tests.harness.test_harness as t; t.run_ranks(t._print_pid, 2); import os; os.kill(os.getpid(), 9)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -74,7 +74,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=3")
 @pytest.mark.parametrize(
     ("command", "agents", "killed"),
     [
-        pytest.param((*TORCHRUN, "--nproc-per-node=2", "--master-port={port}"), 1, (1,), id="torchrun"),
+        pytest.param(
+            (*TORCHRUN, "--nproc-per-node=2", "--master-port={port}"), 1, (1,), id="torchrun", marks=pytest.mark.slow
+        ),
         pytest.param(
             (*TORCHRUN, "--nproc-per-node=2", "--standalone"), 1, (1, 3), id="standalone", marks=pytest.mark.slow
         ),

@@ -60,7 +60,7 @@ def _compare(cells: list[tuple[Cell, int, int]]) -> None:
 
 
 def test_against_real_ranks():
-    _compare([(Cell(1, accumulation=2), 2, 1), (Cell(3), 1, 2), (Cell(3), 2, 2)])
+    _compare([(Cell(1, accumulation=2), 2, 1), (Cell(3), 2, 2)])
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def _measure_llama(cells: list[tuple[Cell, int, int]]) -> list[dict[str, Any]]:
 
 
 def test_a_model_of_transformers():
-    cells = [(Cell(1), 2, 1), (Cell(3), 1, 2), (_CUT_NORMS, 2, 1)]
+    cells = [(Cell(3), 1, 2), (_CUT_NORMS, 2, 1)]
     real = run_ranks(_measure_llama, RANKS, cells, timeout=240)
     for number, cell in enumerate(cells):
         found = _planned(*cell, rank=2, model=_llama())

@@ -114,9 +114,16 @@ def test_a_model_whose_experts_the_configuration_spreads():
         assert_as_counted(plan, real[1][number], config)
 
 
-def test_against_real_ranks():
+@pytest.mark.parametrize(
     # The last one runs after models whose layers talked in their backward, as if there had been none.
-    _compare([(Cell(1, accumulation=2), 2), (Cell(3), 4), (Cell(0, accumulation=2), 1)])
+    "cells",
+    [
+        [(Cell(3), 4), (Cell(0, accumulation=2), 1)],
+        pytest.param([(Cell(1, accumulation=2), 2)], marks=pytest.mark.slow),
+    ],
+)
+def test_against_real_ranks(cells):
+    _compare(cells)
 
 
 @pytest.mark.slow

@@ -102,20 +102,21 @@ TRANSFORMERS = [
 ]
 
 
-def _measure_transformers() -> list[dict[str, Any]]:
+def _measure_transformers(cells: list[Any]) -> list[dict[str, Any]]:
     return [
         _run(
             cell,
             lambda tied=tied, name=name: PipelineModule.from_transformers(_llama(tied), num_stages=2, schedule=name),
         )
-        for cell, tied, name in TRANSFORMERS
+        for cell, tied, name in cells
     ]
 
 
-def test_transformers_models_and_schedules_of_several_chunks_against_real_ranks():
+@pytest.mark.parametrize("cells", [TRANSFORMERS[1:], pytest.param(TRANSFORMERS[:1], marks=pytest.mark.slow)])
+def test_transformers_models_and_schedules_of_several_chunks_against_real_ranks(cells):
     """Values that skip stages, a head tied to the embedding, chunks in rows and in a V, backwards in two parts."""
-    real = run_ranks(_measure_transformers, 2)
-    for number, (cell, tied, name) in enumerate(TRANSFORMERS):
+    real = run_ranks(_measure_transformers, 2, cells)
+    for number, (cell, tied, name) in enumerate(cells):
         for rank in (0, 1):
             plan = deepspeed.plan(
                 _llama(tied), cell.config(""), devices_per_node=2, device="cpu", device_memory="8GiB",
@@ -135,18 +136,19 @@ def _cut_config(cell: Cell, cut: dict[str, Any]) -> dict[str, Any]:
     return {**cell.config(""), "tensor_parallel": {"autotp_size": 2, "verify": False, **cut}}
 
 
-def _measure_cut() -> list[dict[str, Any]]:
+def _measure_cut(cells: list[Any]) -> list[dict[str, Any]]:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
     return [
         _run(cell, lambda tied=tied: PipelineModule.from_transformers(_llama(tied), topology=topology), cut)
-        for cell, tied, cut in CUT
+        for cell, tied, cut in cells
     ]
 
 
-def test_stages_whose_layers_are_cut_against_real_ranks():
+@pytest.mark.parametrize("cells", [CUT[2:], pytest.param(CUT[:2], marks=pytest.mark.slow)])
+def test_stages_whose_layers_are_cut_against_real_ranks(cells):
     """Embedding and head over two ranks, tied over the stages or not; parts of sequences between blocks and stages."""
-    real = run_ranks(_measure_cut, 4)
-    for number, (cell, tied, cut) in enumerate(CUT):
+    real = run_ranks(_measure_cut, 4, cells)
+    for number, (cell, tied, cut) in enumerate(cells):
         for rank in (1, 2):
             plan = deepspeed.plan(
                 _llama(tied), _cut_config(cell, cut), devices_per_node=4, device="cpu", device_memory="8GiB",

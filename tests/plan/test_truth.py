@@ -43,16 +43,12 @@ def _compare(cells, ranks, folder):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4))])
 def test_stages(ranks, tmp_path):
     _compare([*STAGES, *(Cell(stage, more=MUON) for stage in range(4))], ranks, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4))])
 def test_offload(ranks, tmp_path):
     _compare(OFFLOADS, ranks, tmp_path)
 

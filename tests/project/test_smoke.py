@@ -52,7 +52,7 @@ def run(command: list[str], environ: dict[str, str], folder: Path, timeout: floa
     ("launcher", "ranks"),
     [
         pytest.param(DEEPSPEED, 2, id="deepspeed", marks=pytest.mark.slow),  # the README's example starts so
-        pytest.param(TORCHRUN, 2, id="torchrun"),
+        pytest.param(TORCHRUN, 2, id="torchrun", marks=pytest.mark.slow),  # accelerate launch starts so
         pytest.param(PLAIN, 1, id="python"),
     ],
 )

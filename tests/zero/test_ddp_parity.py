@@ -117,7 +117,7 @@ def _with(limits, cells=CELLS):
     return [cell for cell in cells if cell[1] == limits]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_fp32_step_by_step(ranks):
     """The third step leaves the branch out, the fourth takes it again."""
     cells = CELLS if ranks == 2 else HALF
@@ -134,9 +134,7 @@ def test_fp32_over_six_steps():
     run_ranks(_every, 2, _with("small"), torch.float32, False, 6, (1e-5, 1e-2))
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
 def test_bf16_step_by_step(ranks):
     cells = _with("small") if ranks == 2 else _with("small", HALF)
     run_ranks(_every, ranks, cells, torch.bfloat16, True, 4, (1e-3, 2e-2))

@@ -86,9 +86,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_reference_on_four_ranks(kind):
-    problems = run_ranks(run_cells, 4, _cells(kind, ROWS), timeout=150)[0]
+@pytest.mark.parametrize(("kind", "rows"), [("hpZ", (0, 2, 3)), ("MiCS", (1, 3, 4))])
+def test_equals_the_reference_on_four_ranks(kind, rows):
+    problems = run_ranks(run_cells, 4, _cells(kind, [ROWS[row] for row in rows]), timeout=150)[0]
     assert not problems, "\n".join(problems)
 
 

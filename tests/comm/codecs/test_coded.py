@@ -14,7 +14,7 @@ from deepspeed.comm.transports.transport import LocalTransport, Reduction
 from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks
 
-ROUNDS, SLICE = 60, 576
+ROUNDS, SLICE = 20, 576
 CODECS: tuple[Codec, ...] = (SignCodec(64), WholeSignCodec(), Int8Codec(64), Int4Codec(64))
 
 

@@ -100,5 +100,12 @@ def test_two_ranks_share_a_sequence_and_the_experts():
     run_ranks(_cells, 2, [(stage, 2, 2, False) for stage in (0, 1, 2, 3)])
 
 
-def test_experts_over_data_and_sequence_ranks():
-    run_ranks(_cells, 4, [(1, 2, 4, False), (3, 2, 4, False), (2, 2, 2, False), (3, 2, 2, True)], timeout=200)
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(1, 2, 4, False), (3, 2, 2, True)],
+        pytest.param([(3, 2, 4, False), (2, 2, 2, False)], marks=pytest.mark.slow),
+    ],
+)
+def test_experts_over_data_and_sequence_ranks(cells):
+    run_ranks(_cells, 4, cells, timeout=200)

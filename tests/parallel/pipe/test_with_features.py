@@ -34,10 +34,14 @@ def _cells(folder: str) -> dict[str, dict[str, Any]]:
             "schedule": "zbv",
             "more": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
         },
-        "compiled": {"stage": 1, "backend": "eager"},
         "compiled, stage 3": {"stage": 3, "backend": "eager", "schedule": "zb-h1"},
-        "compiled backward too": {"stage": 2, "backend": "aot_eager"},
     }
+
+
+MORE_COMPILED: dict[str, dict[str, Any]] = {
+    "compiled": {"stage": 1, "backend": "eager"},
+    "compiled backward too": {"stage": 2, "backend": "aot_eager"},
+}
 
 
 def _train(stages: int, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -54,8 +58,9 @@ def _train(stages: int, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return told
 
 
-def test_like_one_process(tmp_path):
-    cells = _cells(str(tmp_path))
+@pytest.mark.parametrize("more", [None, pytest.param(MORE_COMPILED, marks=pytest.mark.slow)])
+def test_like_one_process(tmp_path, more):
+    cells = more or _cells(str(tmp_path))
     expected, _ = run_ranks(support.reference, 1, 1, 3)[0]
     first, second = run_ranks(_train, 2, 2, cells, timeout=200)
     for name in cells:

@@ -73,8 +73,9 @@ def _stages(stages: tuple[int, ...], size: int, folder: str):
         again.destroy()
 
 
-def test_parallelize_module(tmp_path):
-    run_ranks(_stages, 4, (0, 1, 2, 3), 2, str(tmp_path))
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_parallelize_module(tmp_path, stages):
+    run_ranks(_stages, 4, stages, 2, str(tmp_path))
 
 
 class _Skips(torch.nn.Module):

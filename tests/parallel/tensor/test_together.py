@@ -129,7 +129,7 @@ def test_precisions_and_offload():
     run_ranks(_precisions, 2)
 
 
-def _adapters():
+def _adapters(cells):
     """LoRA on a frozen base, on column- and row-parallel layers, without and with ``torch.compile``."""
     from peft import LoraConfig, get_peft_model
 
@@ -146,7 +146,7 @@ def _adapters():
         return model
 
     expected = plain_run(adapted(), 3, 1)
-    for stage, is_compiled in ((0, False), (3, False), (1, True)):
+    for stage, is_compiled in cells:
         model = adapted()
         engine = _engine(model, 2, stage)
         for block in model.base_model.model.model.layers if is_compiled else ():
@@ -164,9 +164,10 @@ def _adapters():
         torch._dynamo.reset()
 
 
-def test_adapters_on_a_frozen_base():
+@pytest.mark.parametrize("cells", [[(0, False), (3, False)], pytest.param([(1, True)], marks=pytest.mark.slow)])
+def test_adapters_on_a_frozen_base(cells):
     pytest.importorskip("peft")
-    run_ranks(_adapters, 2)
+    run_ranks(_adapters, 2, cells)
 
 
 def _requests():

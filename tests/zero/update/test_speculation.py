@@ -187,7 +187,7 @@ def _with_interference(stage: int, precision: str, folder: str, kinds: tuple[str
             assert_states_equal(getattr(found[1], part), getattr(found[0], part))
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [pytest.param(1, "fp32", marks=pytest.mark.slow), (3, "bf16")])
 def test_what_a_program_does_after_backward_counts(stage: int, precision: str, tmp_path: Path) -> None:
     run_ranks(_with_interference, 2, stage, precision, str(tmp_path), INTERFERENCES)
 
