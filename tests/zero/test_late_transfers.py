@@ -54,7 +54,7 @@ def test_a_few_seeds(stage):
 
 
 def test_three_ranks():
-    run_ranks(_seeds, 3, 3, 0, 3)
+    run_ranks(_seeds, 3, 3, 0, 2)
 
 
 @pytest.mark.slow

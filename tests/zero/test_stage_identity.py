@@ -72,8 +72,7 @@ def _compare(pairs, precisions, limits, accumulation, optimizer="AdamW"):
     [
         pytest.param(1, PRECISIONS, id="1"),
         pytest.param(2, PRECISIONS, id="2"),
-        pytest.param(3, ["bf16"], id="3-bf16"),
-        pytest.param(3, ["fp32", "fp16"], id="3-others", marks=pytest.mark.slow),
+        pytest.param(3, PRECISIONS, id="3", marks=pytest.mark.slow),
         pytest.param(4, ["fp16"], id="4-fp16"),
         pytest.param(4, ["fp32", "bf16"], id="4-others", marks=pytest.mark.slow),
     ],

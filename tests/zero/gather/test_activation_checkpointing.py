@@ -64,8 +64,10 @@ def _compare(reentrant, per_checkpoint):
             assert_states_equal(recomputed, plain)
 
 
-@pytest.mark.parametrize("per_checkpoint", [1, 2])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("reentrant", "per_checkpoint"),
+    [(False, 2), (True, 1), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((False, 1), (True, 2)))],
+)
 def test_bitwise_equal_to_the_plain_forward(reentrant, per_checkpoint):
     run_ranks(_compare, 2, reentrant, per_checkpoint)
 

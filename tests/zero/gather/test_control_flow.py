@@ -98,7 +98,7 @@ def _dynamic():
     compare(Sequence, _lengths, steps=4)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_shapes_that_change(ranks):
     run_ranks(_dynamic, ranks)
 
@@ -331,7 +331,7 @@ def _mixture(leaf):
     compare(Mixture, loss, steps=4, stages=STAGE_3 if leaf else STAGE_3[1:], prepare=prepare)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_may_pick_different_experts_inside_a_unit(ranks):
     run_ranks(_mixture, ranks, True)
     run_ranks(_mixture, ranks, False)
