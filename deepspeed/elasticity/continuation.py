@@ -400,6 +400,14 @@ class Continuation:
             )
         ]
         self._engine.monitor.write_events(events)
+        self._engine._progress.event(
+            "recovery",
+            step=recovery.step,
+            seconds=round(recovery.total, 3),
+            ranks_before=recovery.ranks[0],
+            ranks_now=recovery.ranks[1],
+            repeated_steps=recovery.repeated,
+        )
         for name in recovery.lost:
             log_dist(f"elastic: {name}", level=logging.WARNING)
         log_dist(

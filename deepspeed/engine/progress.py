@@ -142,6 +142,11 @@ class ProgressLog:
         for tracker in self._trackers:
             tracker.event(phase, seconds=round(time.perf_counter() - started, 3), **values)
 
+    def event(self, name: str, **values: Any) -> None:
+        """Records something that is no step and has no length of its own here, such as a recovery."""
+        for tracker in self._trackers:
+            tracker.event(name, **values)
+
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Records what runs inside as a part of a phase, such as one micro-batch of a pipeline's stage."""
@@ -233,12 +238,13 @@ class ProgressLog:
                 parts.append(f"{self._report.per_second(tokens, now):11,.0f} tokens/s")
             parts.append(f"data {self._report.outside_share(now):3.0%}")
         parts.append(f"{get_accelerator().max_memory_allocated() / 2**30:6.2f} GiB")
-        parts.append(f"lr [{', '.join(f'{value:.3g}' for value in facts.lr)}]")
+        rates = f"lr [{', '.join(f'{value:.3g}' for value in facts.lr)}]"
+        parts.append(rates.ljust(len("lr") + len(" [0.00012]") * max(len(facts.lr), 1)))
         if facts.norm is not None:
-            parts.append(f"gradient norm {facts.norm:.3g}")
+            parts.append(f"gradient norm {facts.norm:<8.3g}")
         if facts.loss_scale is not None:
-            parts.append(f"loss scale {facts.loss_scale:g}")
-        return " | ".join([*parts, f"{facts.skipped} skipped"])
+            parts.append(f"loss scale {facts.loss_scale:<8g}")
+        return " | ".join([*parts, f"{facts.skipped:3d} skipped"])
 
 
 class _Interval:

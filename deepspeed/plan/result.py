@@ -317,6 +317,7 @@ class Plan:
             "nodes": machine.nodes,
             "devices_per_node": machine.devices_per_node,
             "device": machine.device.name,
+            "device_flops": machine.device.flops,
             "device_memory": machine.device_memory,
             "usable_device_memory": machine.usable,
             "host_memory": machine.host_memory,

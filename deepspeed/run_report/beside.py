@@ -42,6 +42,15 @@ def bytes_beside_plan(run: RunData) -> list[Row]:
     return [_row(axis, planned.get(axis), int(median(line["bytes"].get(axis, 0) for line in lines))) for axis in axes]
 
 
+def flops_share(run: RunData, step_seconds: float) -> float | None:
+    """Returns the planned operations of a step per second over the device's rate; None without a plan that has both.
+
+    Operations that recomputation repeats count, so with it the share is that of the hardware.
+    """
+    flops, rate = _number(run.plan, "flops"), _number(run.plan, "device_flops")
+    return flops / step_seconds / rate if flops and rate and step_seconds else None
+
+
 def _row(what: str, planned: float | None, found: float) -> Row:
     return (
         (what, "", found, "")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -34,6 +38,33 @@ def describe_exception(ignored: BaseException | None) -> dict[str, Any]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return {}
     return {"error": type(error).__name__, "message": str(error)[:_LONGEST]}
+
+
+def before_termination(action: Callable[[str], Any]) -> Callable[[], None]:
+    """Calls ``action`` with the signal's name when SIGTERM is about to end this process; returns what undoes it.
+
+    The process ends by the signal all the same. Nothing is done where the program or a feature handles the signal, in a
+    thread (Python allows it in the main one only), and in processes that are forked later, such as a loader's workers.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return lambda: None
+    owner = os.getpid()
+
+    def handle(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        try:
+            if os.getpid() == owner:
+                action(signal.Signals(number).name)
+        finally:
+            os.kill(os.getpid(), number)
+
+    def undo() -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, handle)
+    return undo
 
 
 def find_failures(run: RunData) -> list[Line]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.logging import log_dist
 from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing
-from deepspeed.run_report.beside import bytes_beside_plan, memory_beside_plan, time_beside_plan
+from deepspeed.run_report.beside import bytes_beside_plan, flops_share, memory_beside_plan, time_beside_plan
 from deepspeed.run_report.charts import heat_map, line_chart, stacked_chart
 from deepspeed.run_report.failures import FAILURE, find_failures
 from deepspeed.run_report.rank_file import PATTERN, has_end
@@ -148,12 +148,12 @@ def all_events(run: RunData) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: event["time"])
 
 
-_OF_ALL_RANKS = ("save", "load")
+_OF_ALL_RANKS = ("save", "load", "recovery")
 """Events that every rank writes about the same thing."""
 
 
 def _events_of_all_ranks(run: RunData) -> list[dict[str, Any]]:
-    """Returns each save and load once, with the rank that took longest."""
+    """Returns each save, load and recovery once, with the rank that took longest."""
     slowest: dict[Any, dict[str, Any]] = {}
     for rank in run.ranks.values():
         times_before: dict[Any, int] = defaultdict(int)  # after a restart, a step may be saved again
@@ -216,10 +216,13 @@ def _tiles(run: RunData, analysis: RunSummary) -> str:
     ]
     if analysis.tokens_per_second:
         tiles.insert(1, ("tokens per second", f"{analysis.tokens_per_second:,.0f}"))
+    if (share := flops_share(run, analysis.step_seconds)) is not None:
+        tiles.append(("of the device's FLOP/s (MFU, by the plan)", f"{share:.1%}"))
     if losses:
         tiles.insert(0, ("loss", f"{losses[0][1]:.4g} to {losses[-1][1]:.4g}"))
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
-    return f"<div class=tiles>{cells}</div>"
+    more = "" if run.plan else "<p class=none>No MFU: it takes the operations and the rate in run_report.plan.</p>"
+    return f"<div class=tiles>{cells}</div>{more}"
 
 
 def _moments(analysis: RunSummary) -> str:
@@ -291,6 +294,27 @@ def _heat_maps(run: RunData) -> list[str]:
 
 
 def _experts(run: RunData) -> str:
+    """Returns the loads of experts over the steps, of the worst layer, and all further values of the last step."""
+    steps, charts = run.first.steps, []
+    for name, label in _EXPERT_CURVES.items():
+        points = []
+        for number in sorted(steps):
+            found = [v for key, v in steps[number].get("more", {}).items() if key.endswith(f"/{name}")]
+            if found:
+                points.append((float(number), float(max(found))))
+        if points:
+            charts.append(line_chart(points, label))
+    heading = "<h2>Loads of experts</h2>" if charts else ""
+    return f"{heading}{''.join(charts)}{_last_values(run)}"
+
+
+_EXPERT_CURVES = {
+    "imbalance": "routes of the most loaded expert over the mean, the layer where it is highest, tokens of rank 0",
+    "dropped_percent": "routes dropped for want of capacity, percent, the layer where it is highest, tokens of rank 0",
+}
+
+
+def _last_values(run: RunData) -> str:
     last = run.first.steps[max(run.first.steps)] if run.first.steps else {}
     rows = [(name, f"{value:.4g}") for name, value in last.get("more", {}).items()]
     return f"<h2>Further values of the last step</h2>{_table(('value', ''), rows)}" if rows else ""

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
-from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
+from deepspeed.run_report.failures import FAILURE, before_termination, describe_exception, uncaught_exception
 from deepspeed.run_report.rank_file import RankFile
 
 _MANY = 4096
@@ -71,6 +71,7 @@ class _StepWriter:
         self._on_close = on_close
         self._unread: _OpenStep | None = None
         self._earlier_exception = uncaught_exception()
+        self._stop_listening = before_termination(self._take_signal)
 
     def take(self, step: _OpenStep | None) -> None:
         """Writes the step before ``step``."""
@@ -80,7 +81,14 @@ class _StepWriter:
 
     def close(self) -> None:
         """Writes what is left and the exception that ends the program, if there is one, and closes the file."""
-        if failure := describe_exception(self._earlier_exception):
+        self._end(describe_exception(self._earlier_exception))
+
+    def _take_signal(self, name: str) -> None:
+        self._end({"error": name, "message": "the process was told to end"})
+
+    def _end(self, failure: Mapping[str, Any]) -> None:
+        self._stop_listening()
+        if failure:
             # First: after some failures the device cannot be read any more.
             step = {} if self._unread is None else {"step": self._unread.values["step"]}
             self.file.write("event", name=FAILURE, **step, **failure)

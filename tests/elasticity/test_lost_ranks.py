@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed.run_report.page import all_events
+from deepspeed.run_report.run_data import read_run
 from tests.elasticity.jobs import JobResult, run_job
 from tests.elasticity.program import make_config, plain_losses
 
@@ -34,7 +36,8 @@ def test_three_of_five_are_killed_one_after_the_other(tmp_path, stage):
     Five ranks have different numbers of the twelve micro-batches. What forwards change is as if no step had been broken
     off.
     """
-    result = run_job(tmp_path, 5, {"config": make_config(stage), "total": TOTAL, "die": DEATHS, "model": "awkward"})
+    config = make_config(stage, run_report={"path": str(tmp_path / "report")})
+    result = run_job(tmp_path, 5, {"config": config, "total": TOTAL, "die": DEATHS, "model": "awkward"})
     assert result.codes == {"r0": -9, "r1": -9, "r2": 0, "r3": -9, "r4": 0}, result.errors
     check(result, kind="awkward")
     assert [tuple(r["ranks"]) for r in result.recoveries] == [(5, 4), (4, 3), (3, 2)]
@@ -43,6 +46,8 @@ def test_three_of_five_are_killed_one_after_the_other(tmp_path, stage):
         assert lines[-1]["buffers"] == {"forwards": sum(-(-12 // count) for count in ranks.values())}
     assert all(r["repeated"] <= 1 for r in result.recoveries)  # 1: not all ranks had copied yet
     assert "pid" in result.recoveries[0]["words"][0] and "host" in result.recoveries[0]["words"][0]
+    seen = [event for event in all_events(read_run(tmp_path / "report")) if event["name"] == "recovery"]
+    assert [(event["ranks_before"], event["ranks_now"]) for event in seen] == [(5, 4), (4, 3), (3, 2)]
 
 
 @pytest.mark.parametrize(

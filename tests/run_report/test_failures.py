@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from deepspeed.run_report.page import write_report
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
+from tests.harness import run_ranks
 from tests.run_report.runs import step_line, write_rank
 
 _PROGRAM = """
@@ -106,3 +108,41 @@ def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, 
     lines = [json.loads(line) for line in recorder._writer.file.path.read_text().splitlines()]
     assert [line["error"] for line in lines if line["kind"] == "event"] == said
     assert lines[-1]["kind"] == "end"
+
+
+def _end_by_signal(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    recorder = StepRecorder(Path(folder), 0, {"pid": os.getpid()}, on_close=lambda: write_report(Path(folder)))
+    child = os.fork()  # such as a loader's worker, which its parent ends by the same signal
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    recorder.event("save", step=1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_terminated_rank_writes_its_page_and_ends_by_the_signal(tmp_path):
+    with pytest.raises(Exception, match="SIGTERM|signal 15|-15"):
+        run_ranks(_end_by_signal, 1, str(tmp_path), fresh=True)
+    lines = [json.loads(text) for text in (tmp_path / "rank-00000.jsonl").read_text().splitlines()]
+    assert [line.get("name", line["kind"]) for line in lines] == ["start", "save", "failure", "end"]
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert failure["text"].endswith("SIGTERM: the process was told to end")
+
+
+def test_a_handler_of_the_program_stays(tmp_path):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        recorder = StepRecorder(tmp_path, 0, {})
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        other = StepRecorder(tmp_path, 1, {})
+        assert callable(signal.getsignal(signal.SIGTERM))
+        recorder.close()
+        other.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -91,6 +91,29 @@ def test_a_long_step_is_a_moment_on_the_page(tmp_path):
     assert "step 5 took 9 s, 18 times the median: rank 0, outside the engine" in text
 
 
+def test_loads_of_experts_and_recoveries_are_curves_and_marks(tmp_path):
+    more = {"experts/0/imbalance": 1.5, "experts/1/imbalance": 2.5, "experts/0/dropped_percent": 3.0}
+    for rank in (0, 1):
+        file = write_rank(tmp_path, rank, [step_line(n, loss=1.0, more=more) for n in (1, 2, 3)], has_ended=False)
+        file = type(file)(tmp_path, rank)
+        file.write("event", name="recovery", step=2, seconds=0.25 + rank, ranks_before=3, ranks_now=2, repeated_steps=1)
+        file.write("end")
+        file.close()
+    page = write_report(tmp_path).read_text()
+    assert "Loads of experts" in page and "routes dropped" in page and ">2.5</text>" in page
+    assert page.count('class="mark recovery"') == 1
+    assert "recovery: seconds 1.25, ranks_before 3, ranks_now 2, repeated_steps 1, the slowest rank" in page
+
+
+@pytest.mark.parametrize(("plan", "says"), [({"flops": 5e9, "device_flops": 1e11}, "10.0%"), ({"flops": 5e9}, "")])
+def test_the_share_of_the_devices_rate_is_by_the_plan(plan, says, tmp_path):
+    write_rank(tmp_path, 0, [step_line(n, seconds=0.5) for n in range(1, 6)])
+    assert "No MFU" in write_report(tmp_path).read_text()
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    page = write_report(tmp_path).read_text()
+    assert says in page and ("MFU, by the plan" in page) == bool(says)
+
+
 def test_the_command_prints_where_the_page_is(folder, capsys):
     report_run.main([str(folder)])
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
