@@ -117,7 +117,7 @@ def test_who_sends_no_sign_of_life_is_lost(linked):
     linked[2]._accept = is_free.wait  # type: ignore[method-assign]
     for each in linked:
         each.expect_beats(2.0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while None in (linked[0]._links[2].heard, linked[1]._links[2].heard) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not linked[0].lost
@@ -127,7 +127,7 @@ def test_who_sends_no_sign_of_life_is_lost(linked):
     lost = linked[0].lost
     assert not lost[2].is_certain
     assert lost[2].cause == "it has sent no sign of life for 2 s (elasticity.heartbeat)"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not linked[2].is_dropped and time.monotonic() < deadline:
         time.sleep(0.01)
     assert linked[2].is_dropped

@@ -74,7 +74,6 @@ def run(folder, script, nodes, *, waits=False, nodelist="localhost", **variables
     return done, found, requeued
 
 
-@pytest.mark.timeout(120)
 def test_tasks_save_and_the_job_is_put_into_the_queue_again(tmp_path):
     done, found, requeued = run(tmp_path, "tasks.sbatch", [1, 1], waits=True)
     assert (done.returncode, requeued) == (75, ["requeue", "4711"]), done.stderr
@@ -82,7 +81,6 @@ def test_tasks_save_and_the_job_is_put_into_the_queue_again(tmp_path):
     assert [record[:4] for record in found] == [[2, 0, "localhost", port], [2, 0, "localhost", port]]
 
 
-@pytest.mark.timeout(120)
 def test_members_of_an_array_have_folders_and_runs_of_their_own(tmp_path):
     variables = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "4700"}
     done, found, requeued = run(tmp_path, "array.sbatch", [2], **variables)
@@ -91,7 +89,6 @@ def test_members_of_an_array_have_folders_and_runs_of_their_own(tmp_path):
     assert found[0][4:] == ["Slurm step 4711.0", "checkpoints-3"]
 
 
-@pytest.mark.timeout(120)
 def test_nodes_may_have_different_numbers_of_tasks(tmp_path):
     done, found, _ = run(tmp_path, "different_nodes.sbatch", [2, 1], nodelist="big1,small[01-02]")
     assert done.returncode == 0, done.stderr

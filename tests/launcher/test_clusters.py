@@ -4,8 +4,6 @@ import base64
 import json
 import shlex
 
-import pytest
-
 from deepspeed.launcher import runner
 from deepspeed.launcher.failure_file import find_failure_file, write_failure
 from deepspeed.ports import free_port
@@ -52,7 +50,6 @@ def test_options_count_more_than_the_cluster(capsys, monkeypatch):
     assert command(capsys, monkeypatch, SKY, *options) == ("0", "b", None, [1, 1])
 
 
-@pytest.mark.timeout(60)
 def test_the_reason_of_a_failure_is_left_in_the_file(tmp_path):
     file = tmp_path / "reason"
     launcher = Launcher(

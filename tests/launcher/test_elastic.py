@@ -12,8 +12,6 @@ from deepspeed.launcher.resources import LauncherError
 from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_the_agent_is_told_what_was_asked():
     command = agent_command(Elastic(1, 3), 4, "host-a", 77, "name", ("x.py", "--a"), ("--no_python",))
@@ -144,7 +142,7 @@ def test_a_machine_that_is_lost_leaves_a_smaller_run(tmp_path):
     assert code == 0, err
     assert "alone 0 1" in out
     nodes[1].finish()
-    wait_until(lambda: not nodes[0].processes(), 5, "end of all processes")
+    wait_until(lambda: not nodes[0].processes(), 100, "end of all processes")
 
 
 @pytest.mark.slow
@@ -154,4 +152,4 @@ def test_stopping_the_launcher_stops_agent_and_ranks(tmp_path):
     launcher.wait_for_files("up0", "up1")
     launcher.process.terminate()
     assert launcher.finish()[0] == 143
-    wait_until(lambda: not launcher.processes(), 5, "end of all processes")
+    wait_until(lambda: not launcher.processes(), 100, "end of all processes")

@@ -14,8 +14,6 @@ from deepspeed.launcher.devices import usable_cores
 from deepspeed.launcher.resources import encode_world_info
 from tests.launcher.processes import Launcher
 
-pytestmark = pytest.mark.timeout(60)
-
 DUMP = "open(f'rank{rank}.json', 'w').write(__import__('json').dumps({'argv': sys.argv[1:], 'env': dict(os.environ)}))"
 
 

@@ -134,7 +134,6 @@ def test_wrong_sections(section, message):
         parse({"train_batch_size": 1, "preemption": section})
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, ("--grace=30",)), (signal.SIGUSR1, ())])
 def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(tmp_path, number, options):
     """The ranks take longer than the usual grace of a stop only where it was given."""
