@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import xml.dom.minidom
 
+import pytest
+
 from tests.examples.support import Desk, commands_of
 
 
+@pytest.mark.slow
 def test_curves_and_loads_are_drawn(tmp_path):
     desk = Desk(tmp_path, "experts")
     line = "deepspeed --num_gpus 2 train.py"

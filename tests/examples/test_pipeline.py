@@ -14,6 +14,7 @@ def desk(tmp_path):
     return Desk(tmp_path, "pipeline")
 
 
+@pytest.mark.slow
 def test_alexnet(desk):
     line = "deepspeed --num_gpus 2 alexnet.py --stages 2"
     assert line in commands_of("pipeline")
