@@ -22,12 +22,12 @@ from deepspeed.comm.members.run_members import RunMembership
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.elasticity.copies import (
+    BuddyLink,
     CopyLayout,
     CopyStore,
     ForwardStates,
     copy_states,
     newest_whole,
-    send_to_buddy,
 )
 from deepspeed.elasticity.rebuild import build_again, take_apart
 from deepspeed.elasticity.restore import restore
@@ -80,10 +80,19 @@ class Recovery:
 
 @dataclass
 class CopyCost:
-    """What copies have cost so far: number, bytes sent by this rank, seconds, and bytes of host memory now."""
+    """What copies have cost this rank so far.
+
+    Attributes:
+        count: How many it has made.
+        nbytes: Their bytes.
+        sent: Those of them that were sent to the buddy; it opens memory of its own host itself.
+        seconds: Spent in making and sending them, waits for neighbours included.
+        held: Bytes of host memory that its copies, and those of the rank before, have now.
+    """
 
     count: int = 0
     nbytes: int = 0
+    sent: int = 0
     seconds: float = 0.0
     held: int = 0
 
@@ -154,6 +163,7 @@ class Continuation:
         self.filled_in = 0.0  # seconds
         self.came = 0  # bytes from other ranks
         self._is_valid = False  # the engine's states are those of a whole number of updates
+        self._buddy = BuddyLink(transport, run.held)
         plan = run.members.plan
         self._layout = CopyLayout.of(run_state_of(engine), plan.epoch, [member.number for member in plan.members])
 
@@ -249,13 +259,15 @@ class Continuation:
         run = self.run
         run_state_of(self._engine).settle()
         own = copy_states(run_state_of(self._engine), self._layout, run.members.links.number, run.held)
-        theirs = None if self._layout.has_replicas else send_to_buddy(own, self._transport, run.held)
+        sent = self._buddy.sent
+        theirs = None if self._layout.has_replicas else self._buddy.exchange(own)
         for copy in (own, theirs):
             if copy is not None:
                 run.held.put(copy)
         cost = run.cost
         cost.count += 1
-        cost.nbytes += own.nbytes if theirs is not None else 0
+        cost.nbytes += own.nbytes
+        cost.sent += self._buddy.sent - sent
         cost.seconds += time.monotonic() - started
         cost.held = run.held.nbytes
 

@@ -2,8 +2,9 @@
 
 After a step every rank copies its masters, optimizer states and small states, and sends the copy to the next rank, its
 *buddy*. The two newest generations are kept, so that a death while copies travel leaves the one before whole. Where
-other ranks have the same slices (MiCS) nothing is sent: their own copies serve. Where every rank has everything (stage
-0) nothing is copied ahead: the states of any rank that is left will do.
+other ranks have the same slices (MiCS) nothing is sent: their own copies serve. A buddy on the same host opens the
+memory itself, so that a copy is made once and not sent. Where every rank has everything (stage 0) nothing is copied
+ahead: the states of any rank that is left will do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from deepspeed.checkpoint.run_state import RunState
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.elasticity.copy_memory import CopyMemory, open_memory
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
 
@@ -142,6 +144,7 @@ class StateCopy:
         pieces: Where each run lies in ``data``, by kind.
         small: Pickled :class:`SmallStates`.
         data: The values as bytes, in host memory.
+        memory: Which is this, where this process made it.
     """
 
     generation: int
@@ -150,6 +153,7 @@ class StateCopy:
     pieces: dict[str, tuple[SavedRun, ...]]
     small: bytes
     data: torch.Tensor
+    memory: CopyMemory | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -191,17 +195,20 @@ class CopyStore:
         """Forgets everything: what is held belongs to states that were replaced."""
         self._held.clear()
 
-    def spare(self, owner: int, size: int, epoch: int) -> torch.Tensor:
-        """Returns memory for a copy of ``owner``: that of a generation which nobody needs any more, if it fits.
+    def drop_oldest(self, owner: int, epoch: int) -> StateCopy | None:
+        """Forgets the copy of ``owner`` that nobody needs once there is a further one, and returns it.
 
         Copies of former jobs are not touched: a recovery that is broken off begins with them again.
         """
         mine = sorted((key for key, of in self._held if of == owner and key[1] == epoch), reverse=True)
-        if len(mine) >= _KEPT:
-            oldest = self._held.pop((mine[-1], owner))
-            if oldest.data.numel() == size:
-                return oldest.data
-        return torch.empty(size, dtype=torch.uint8)
+        return self._held.pop((mine[-1], owner)) if len(mine) >= _KEPT else None
+
+    def spare(self, owner: int, size: int, epoch: int) -> CopyMemory:
+        """Returns memory for a copy of ``owner``: that of the one which nobody needs any more, if it fits."""
+        oldest = self.drop_oldest(owner, epoch)
+        if oldest is not None and oldest.memory is not None and oldest.data.numel() == size:
+            return oldest.memory
+        return CopyMemory(size)
 
     def listed(self) -> list[list[Any]]:
         """Returns key, part and number of all parts, of each copy: for messages."""
@@ -320,44 +327,77 @@ def copy_states(
             pieces.setdefault(kind, []).append(piece)
             found.append((piece, values))
             size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-    data = held.spare(owner, size, layout.epoch)
+    memory = held.spare(owner, size, layout.epoch)
     for piece, values in found:
-        data[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(values)
+        memory.data[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(values)
     tupled = {kind: tuple(listed) for kind, listed in pieces.items()}
     small = small_states(run_state, forward)
-    return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small, data)
+    return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small, memory.data, memory)
 
 
-def send_to_buddy(copy: StateCopy, transport: Transport, held: CopyStore) -> StateCopy | None:
-    """Sends a copy to the next rank and returns that of the rank before. Every rank of the job must call it.
+class BuddyLink:
+    """Brings the copies of one job to the next rank, and those of the rank before here.
+
+    A copy is sent the first time that its memory is used. If the buddy finds the same in the memory itself, it keeps
+    that open, and later copies there are not sent: only what they are of. A rank makes its copy over the one before the
+    last, which nobody needs: it has the word of all ranks on the update, which each gave when it had all copies of the
+    one before.
 
     Args:
-        copy: Of this rank.
         transport: Over host memory.
         held: Has memory to spare.
-
-    Returns:
-        None where there is no other rank.
     """
-    rank, size, owners = transport.rank, transport.size, copy.layout.owners
-    if size == 1:
-        return None
-    following, before = (rank + 1) % size, (rank - 1) % size
-    told = torch.frombuffer(bytearray(pickle.dumps((copy.generation, copy.pieces, copy.small))), dtype=torch.uint8)
-    lengths = torch.tensor([told.numel(), copy.data.numel()])
-    theirs = torch.zeros_like(lengths)
-    doing = "copies of model states for the buddy"
-    transport.move([Piece(rank, following, lengths), Piece(before, rank, theirs)], label=doing)
-    told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
-    data = held.spare(owners[before], int(theirs[1]), copy.layout.epoch)
-    transport.move(
-        [
-            Piece(rank, following, told),
-            Piece(rank, following, copy.data),
-            Piece(before, rank, told_there),
-            Piece(before, rank, data),
-        ],
-        label=doing,
-    )
-    generation, pieces, small = pickle.loads(told_there.numpy().tobytes())
-    return StateCopy(generation, owners[before], copy.layout, pieces, small, data)
+
+    def __init__(self, transport: Transport, held: CopyStore) -> None:
+        self._transport = transport
+        self._held = held
+        self._opened: dict[int, torch.Tensor] = {}  # memory of the rank before, by its serial number
+        self.sent = 0
+        """Bytes of model states sent."""
+
+    def exchange(self, copy: StateCopy) -> StateCopy | None:
+        """Hands over a copy of this rank, and returns that of the rank before. Every rank of the job must call it.
+
+        Returns:
+            None where there is no other rank.
+        """
+        transport, owners = self._transport, copy.layout.owners
+        rank, size = transport.rank, transport.size
+        if size == 1:
+            return None
+        following, before = (rank + 1) % size, (rank - 1) % size
+        address = copy.memory.address if copy.memory is not None else None
+        words = pickle.dumps((copy.generation, copy.pieces, copy.small, address))
+        told = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        lengths = torch.tensor([told.numel(), copy.data.numel()])
+        opened = torch.tensor([*self._opened, -1, -1][:_KEPT])
+        theirs, opened_there = torch.zeros_like(lengths), torch.zeros_like(opened)
+        doing = "copies of model states for the buddy"
+        transport.move(
+            [
+                Piece(rank, following, lengths),
+                Piece(rank, before, opened),
+                Piece(before, rank, theirs),
+                Piece(following, rank, opened_there),
+            ],
+            label=doing,
+        )
+        told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
+        transport.move([Piece(rank, following, told), Piece(before, rank, told_there)], label=doing)
+        generation, pieces, small, place = pickle.loads(told_there.numpy().tobytes())
+        data = self._opened.get(place.serial) if place is not None else None
+        memory, moved = None, []
+        if data is None:
+            memory = self._held.spare(owners[before], int(theirs[1]), copy.layout.epoch)
+            data = memory.data
+            moved.append(Piece(before, rank, data))
+        else:
+            self._held.drop_oldest(owners[before], copy.layout.epoch)
+        if address is None or address.serial not in opened_there.tolist():
+            moved.append(Piece(rank, following, copy.data))
+            self.sent += copy.data.numel()
+        transport.move(moved, label=doing)
+        if memory is not None and place is not None and (found := open_memory(place, data)) is not None:
+            self._opened = dict([*self._opened.items(), (place.serial, found)][-_KEPT:])
+            data, memory = found, None
+        return StateCopy(generation, owners[before], copy.layout, pieces, small, data, memory)
