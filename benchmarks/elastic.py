@@ -75,13 +75,16 @@ def elastic_worker(folder: Path, width: int) -> None:
     data = list(torch.randn(256, width))
     marks, steps = Marks(folder), ElasticSteps(engine, data, STEPS)
     for step in steps:
+        busy, copying = time.process_time(), steps.copy_cost.processor
         with step:
             for x in step:
                 engine.backward(engine(x.bfloat16()).float().pow(2).mean())
                 if step.number == DEATH:
                     die_once(folder, marks)
                 engine.step()
-        marks.write(event="step", step=step.number, done=step.is_done, seconds=step.seconds)
+        busy, copying = time.process_time() - busy, steps.copy_cost.processor - copying
+        times = {"seconds": step.seconds, "processor": busy, "copying": copying}
+        marks.write(event="step", step=step.number, done=step.is_done, **times)
     cost = steps.copy_cost
     for recovery in steps.recoveries:
         marks.write(event="recovery", cost=vars(cost), **vars(recovery))
@@ -144,7 +147,8 @@ def measure(ranks: int, width: int, *, with_torchrun: bool) -> dict[str, Any]:
     lines = run("elastic", ranks, width)
     recoveries = [line for line in lines if line["event"] == "recovery"]
     slowest = max(recoveries, key=lambda line: line["regrouped"] + line["rebuilt"] + line["moved"])
-    times = sorted(line["seconds"] for line in lines if line["event"] == "step" and 2 < line["step"] < DEATH)
+    calm = [line for line in lines if line["event"] == "step" and 2 < line["step"] < DEATH]
+    times = sorted(line["seconds"] for line in calm)
     cost = slowest["cost"]
     row = {
         "ranks": ranks,
@@ -157,7 +161,9 @@ def measure(ranks: int, width: int, *, with_torchrun: bool) -> dict[str, Any]:
         "back after": seconds_lost(lines),
         "step": times[len(times) // 2],
         "copy seconds": cost["seconds"] / cost["count"],
+        "copy share": sum(line["copying"] for line in calm) / sum(line["processor"] for line in calm),
         "copy bytes": cost["nbytes"] // cost["count"],
+        "sent bytes": cost["sent"] // cost["count"],
         "host memory bytes": cost["held"],
     }
     if with_torchrun:
@@ -187,7 +193,9 @@ def report(rows: list[dict[str, Any]], width: int) -> str:
         "Seconds, of the slowest rank that was left. `detected`: from the closed socket until the training thread knew."
         " `back after`: from the kill until a rank had finished the step that was under way, by the clock of the "
         "machine. `copy seconds` and `copy bytes`: per update and rank, `step` is its median before the death, copies "
-        "included. `torchrun back after`: the same loss with `--max-restarts 1` and a checkpoint after every step; all "
+        "included. `copy share`: processor time of copies in that of steps 3 to 11, all ranks. `sent bytes`: those "
+        "that went to the neighbour, the first time that the memory was used; later it sees that memory itself. "
+        "`torchrun back after`: the same loss with `--max-restarts 1` and a checkpoint after every step; all "
         "ranks are started again (importing torch is most of it).",
     ]
     return "\n".join(lines) + "\n"

@@ -87,6 +87,7 @@ class CopyCost:
         nbytes: Their bytes.
         sent: Those of them that were sent to the buddy; it opens memory of its own host itself.
         seconds: Spent in making and sending them, waits for neighbours included.
+        processor: Processor time of this process meanwhile, in seconds.
         held: Bytes of host memory that its copies, and those of the rank before, have now.
     """
 
@@ -94,6 +95,7 @@ class CopyCost:
     nbytes: int = 0
     sent: int = 0
     seconds: float = 0.0
+    processor: float = 0.0
     held: int = 0
 
 
@@ -255,7 +257,7 @@ class Continuation:
         self.is_replaced = False
 
     def _copy(self) -> None:
-        started = time.monotonic()
+        started, busy = time.monotonic(), time.process_time()
         run = self.run
         run_state_of(self._engine).settle()
         own = copy_states(run_state_of(self._engine), self._layout, run.members.links.number, run.held)
@@ -269,6 +271,7 @@ class Continuation:
         cost.nbytes += own.nbytes
         cost.sent += self._buddy.sent - sent
         cost.seconds += time.monotonic() - started
+        cost.processor += time.process_time() - busy
         cost.held = run.held.nbytes
 
     def finish(self) -> None:

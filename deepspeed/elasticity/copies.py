@@ -9,14 +9,17 @@ ahead: the states of any rank that is left will do.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.checkpoint.collect import is_per_element
+from deepspeed.checkpoint.disk import bytes_of
 from deepspeed.checkpoint.format import COMPUTE, MASTER, SavedRun, optimizer_kind
 from deepspeed.checkpoint.param_groups import RankGroups
 from deepspeed.checkpoint.random_state import random_state
@@ -252,7 +255,7 @@ def small_states(run_state: RunState, forward: ForwardStates | None = None) -> b
     schedule = run_state.schedule_state()
     names = run_state.group_names()
     hyperparameters = RankGroups.of(optimizer, None).hyperparameters
-    return pickle.dumps(
+    return _pickled(
         SmallStates(
             counters=dict(run_state.counters),
             optimizer=type(optimizer).__name__ if optimizer is not None else None,
@@ -264,6 +267,27 @@ def small_states(run_state: RunState, forward: ForwardStates | None = None) -> b
             forward=forward or ForwardStates.of(run_state),
         )
     )
+
+
+class _TensorPickler(pickle.Pickler):
+    """Writes tensors on the host as their bytes: torch's own way makes an archive of each, ten times slower."""
+
+    @override
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or not value.numel() or value.requires_grad:
+            return NotImplemented
+        flat = value.contiguous().view(-1)
+        return _tensor_of, (bytes(bytes_of(flat)), value.dtype, tuple(value.shape))
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def _pickled(states: SmallStates) -> bytes:
+    written = io.BytesIO()
+    _TensorPickler(written).dump(states)
+    return written.getvalue()
 
 
 def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 
 import pytest
@@ -11,7 +12,16 @@ import torch
 
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
-from deepspeed.elasticity.copies import BuddyLink, CopyLayout, CopyStore, StateCopy, newest_whole
+from deepspeed.elasticity.copies import (
+    BuddyLink,
+    CopyLayout,
+    CopyStore,
+    ForwardStates,
+    SmallStates,
+    StateCopy,
+    _pickled,
+    newest_whole,
+)
 from deepspeed.elasticity.copy_memory import CopyMemory, MemoryAddress, open_memory
 from tests.harness.loopback import LoopbackTransport, run_threads
 
@@ -127,3 +137,19 @@ def test_copies_reach_the_next_rank(size, is_shared):
         assert link.sent == 8 * (2 if is_shared else 6)
 
     run_threads(body, size)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(3.0), torch.arange(6).view(2, 3).T, torch.ones(3, dtype=torch.bfloat16)]
+)
+def test_small_states_are_what_they_were(value):
+    """Tensors of no dimension, of other strides, and of 16 bits."""
+    forward = ForwardStates({"buffer": value, "empty": torch.empty(0)}, {}, {})
+    states = SmallStates(
+        {"global_steps": 3}, "AdamW", [], [(("weight",), {"step": value.clone()})], None, 0, None, forward
+    )
+    found = pickle.loads(_pickled(states))
+    for again in (found.forward.buffers["buffer"], found.scalars[0][1]["step"]):
+        assert again.dtype == value.dtype and torch.equal(again, value)
+        again += 1  # it can be written
+    assert found.forward.buffers["empty"].shape == (0,) and found.counters == {"global_steps": 3}
