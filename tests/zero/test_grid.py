@@ -15,7 +15,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm.job.grid import grid_mesh
-from deepspeed.comm.watch.wait_records import circle_through
+from deepspeed.comm.watch.wait_records import find_circle
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -57,13 +57,13 @@ def test_a_circle_of_waiting_ranks_is_found_and_nothing_else():
         1: _post("group0", 1, [0, 1]),
     }
     for start in range(4):
-        assert sorted(circle_through(start, circle)) == [0, 1, 2, 3]
+        assert sorted(find_circle(circle, start)) == [0, 1, 2, 3]
     late = {**circle, 2: _post("same0", 1, [0, 2], same0=1)}
-    assert not any(circle_through(start, late) for start in range(4)), "rank 2 has issued what rank 0 waits for"
+    assert not any(find_circle(late, start) for start in range(4)), "rank 2 has issued what rank 0 waits for"
     without = {rank: post for rank, post in circle.items() if rank != 3}
-    assert not any(circle_through(start, without) for start in without), "rank 3 is merely late"
+    assert not any(find_circle(without, start) for start in without), "rank 3 is merely late"
     outside = {0: _post("group0", 1, [0, 1]), 2: _post("everyone", 1, [0, 1, 2, 3])}
-    assert not any(circle_through(start, outside) for start in outside), "rank 2 has no part in what rank 0 waits for"
+    assert not any(find_circle(outside, start) for start in outside), "rank 2 has no part in what rank 0 waits for"
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------

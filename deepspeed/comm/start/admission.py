@@ -25,7 +25,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, get_type_hints
 
-from deepspeed.comm.start.batched_store import read_many, those_there, write_many
+from deepspeed.comm.start.batched_store import (
+    MOST_THAT_POLL,
+    read_many,
+    those_there,
+    wait_at_store,
+    write_many,
+)
 from deepspeed.comm.start.environment import Place
 from deepspeed.comm.start.startup import RankInfo, compare_facts, wait_for_readers
 from deepspeed.errors import CommunicationError
@@ -37,7 +43,6 @@ _SCOPE = "deepspeed/reception"
 _HOST = f"{_SCOPE}/host"
 _HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 was started again
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
-_PAUSE_PER_RANK = 1 / 20_000  # a store answers some tens of thousands of questions per second
 _Made = TypeVar("_Made")
 _RANK_ARGUMENT = re.compile(r"^(--?[\w-]*rank)(=\d+)?$")
 # How long who finds a meeting that is over without it waits: the host may be about to call the next one.
@@ -251,7 +256,7 @@ class _Host:
     def receive(self, deadline: float) -> tuple[str, list[RankInfo]]:
         """Lets the ranks in; see :func:`receive_ranks`."""
         self._open()
-        pause = _pauses()
+        pause = _pauses(self._store)
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
         while True:
             self._look_at_arrivals()
@@ -263,7 +268,7 @@ class _Host:
             elif now > impatient_at:
                 impatient_at += _IMPATIENT_SECONDS
                 logger.warning(f"still waiting at {self._where} for {self._named_missing()}")
-            pause()
+            pause("")
         joiners = [self._me, *(self._members[rank][1] for rank in sorted(self._members))]
         self._decision = self._decision or compare_facts([joining.facts for joining in joiners])
         prefix = self._close(joiners)
@@ -399,7 +404,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
     """
     rendezvous: RendezvousPoint | None = None
     number, is_over = 0, False
-    pause = _pauses(joining.world_size)
+    pause = _pauses(store, joining.world_size)
     late_at: float | None = None
     look_at = time.monotonic()
     impatient_at = look_at + _IMPATIENT_SECONDS
@@ -433,14 +438,14 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
                     f"{joining.world_size} processes were started and can reach that address, "
                     "and that no other program holds the port"
                 )
-            pause()
+            pause(_HOST if rendezvous is None else rendezvous.key(f"answer/{number}"))
         answer = _object(store.get(rendezvous.key(f"answer/{number}")))
     except RuntimeError as error:
         if is_over and not isinstance(error, CommunicationError):
             raise StoreLostError(str(error)) from error
         raise
-    store.add(rendezvous.key("read"), 1)
     if "error" in answer:
+        store.add(rendezvous.key("read"), 1)
         raise CommunicationError(printable(str(answer["error"])))
     return str(answer["prefix"])
 
@@ -486,18 +491,21 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _pauses(ranks: int = 1) -> Callable[[], None]:
-    """Sleeps that get longer: short for who has just come, and cheap for the store later.
+def _pauses(store: Any, ranks: int = 1) -> Callable[[str], None]:
+    """Returns sleeps that get longer: short for who has just come, and cheap for the store later.
 
     Args:
-        ranks: Processes that ask the store at once; thousands of them ask less often.
+        store: A torch ``Store``.
+        ranks: Processes that ask the store at once. Thousands of them wait there for the key that a sleep is given.
     """
-    longest = max(_LONGEST_PAUSE, ranks * _PAUSE_PER_RANK)
     seconds = _SHORTEST_PAUSE
 
-    def pause() -> None:
+    def pause(key: str) -> None:
         nonlocal seconds
+        if ranks > MOST_THAT_POLL:
+            wait_at_store(store, key, ranks)
+            return
         time.sleep(seconds)
-        seconds = min(2 * seconds, longest)
+        seconds = min(2 * seconds, _LONGEST_PAUSE)
 
     return pause

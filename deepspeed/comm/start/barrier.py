@@ -6,9 +6,11 @@ So the ranks meet first, where a wait is many short looks: one that goes another
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 from deepspeed.comm.start.batched_store import read_many
@@ -23,7 +25,7 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
         label: What they are about to do, in words; equal on all of them.
         members: Their ranks, in one order; this rank is one.
         timeout: How long to wait.
-        word: Something to tell the others.
+        word: Something to tell the others; either all members give one, or none.
 
     Returns:
         The word of each member.
@@ -33,11 +35,10 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
         CommunicationError: One has ended, or did not come in time.
     """
     rendezvous = _BarrierRound(watch, label, tuple(members))
-    watch.store.set(f"{rendezvous.scope}/{watch.rank}", word)
-    rendezvous.wait(timeout)
-    if not word:
-        return [""] * len(members)
-    return [text.decode() for text in read_many(watch.store, [f"{rendezvous.scope}/{rank}" for rank in members])]
+    if word:
+        watch.store.set(f"{rendezvous.scope}/{watch.rank}", word)
+    text = rendezvous.wait(timeout, has_words=bool(word))
+    return list(json.loads(zlib.decompress(text))) if word else [""] * len(members)
 
 
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
@@ -75,12 +76,21 @@ class _BarrierRound:
         self._index = watch.issue(self._channel)
         self.scope = f"{watch.scope}/{self._channel}/{self._index}"
 
-    def wait(self, timeout: timedelta) -> None:
-        """Waits until all ranks have written what they have to say and come here."""
+    def wait(self, timeout: timedelta, *, has_words: bool = False) -> bytes:
+        """Waits until all ranks have written what they have to say and come here.
+
+        Returns:
+            The compressed words of all, which the last one has put together: else each rank would read as many as
+            there are ranks. Empty without ``has_words``.
+        """
         store = self._watch.store
+        everything = f"{self.scope}/all"
         if store.add(f"{self.scope}/count", 1) == len(self._ranks):
-            store.set(f"{self.scope}/all", "")
-        self._watch.wait_for_keys([f"{self.scope}/all"], self._channel, self._index, self._label, self._ranks, timeout)
+            words = read_many(store, [f"{self.scope}/{rank}" for rank in self._ranks]) if has_words else []
+            text = json.dumps([word.decode() for word in words])
+            store.set(everything, zlib.compress(text.encode()))
+        self._watch.wait_for_keys([everything], self._channel, self._index, self._label, self._ranks, timeout)
+        return bytes(store.get(everything)) if has_words else b""
 
 
 class SupervisedStore:
@@ -112,5 +122,6 @@ class SupervisedStore:
         return getattr(self._watch.store, name)
 
 
+@lru_cache(maxsize=64)
 def _digest(ranks: tuple[int, ...]) -> str:
     return f"{zlib.crc32(repr(ranks).encode()):08x}"

@@ -1,12 +1,15 @@
-"""Many keys of a rendezvous store in one message: with a round trip per key, thousands of ranks would start slowly."""
+"""Few operations of the rendezvous store: with one per key and moment, thousands of ranks would start slowly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 # Keys in one message.
 _MOST_AT_ONCE = 2048
+# Ranks of a job that ask again and again whether a key is set: they hear of it soonest. More of them wait at the store.
+MOST_THAT_POLL = 64
 
 
 def read_many(store: Any, keys: Sequence[str]) -> list[bytes]:
@@ -56,6 +59,29 @@ def those_there(store: Any, keys: Sequence[str]) -> list[str]:
         return []
     half = len(keys) // 2
     return those_there(store, keys[:half]) + those_there(store, keys[half:])
+
+
+def wait_at_store(store: Any, key: str, ranks: int) -> bool:
+    """Waits for a second or some, until ``key`` is set, in one operation that the store answers late.
+
+    The connection to the store serves nothing else meanwhile, and an interrupt of the program is seen afterwards.
+
+    Args:
+        store: A torch ``Store``.
+        key: Its name.
+        ranks: How many wait alike; the more, the longer, since each wait that ends without the key costs the store.
+
+    Returns:
+        Whether it is set.
+
+    Raises:
+        RuntimeError: The store is gone.
+    """
+    try:
+        store.wait([key], timedelta(seconds=max(1.0, ranks / 2_000)))
+    except RuntimeError:  # the time is over, or the store is gone: then the question raises too
+        return bool(store.check([key]))
+    return True
 
 
 def _has_calls_for_many(store: Any) -> bool:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
+from deepspeed.comm.start.batched_store import read_many, those_there
+from deepspeed.logging import logger
 from deepspeed.printable import printable
+
+# Posts that a rank reads at once. Where more ranks wait, a few read everything and the others a part, because the posts
+# that all ranks of a job would read grow with the square of their number.
+MOST_READ = 64
+_SAMPLE = 8  # posts that a rank reads of more members than that
+_READ_ALL = 4  # ranks that read everything in one period, if all wait
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "look": (int,),
     "channel": (str,),
     "index": (int,),
-    "members": (list,),
+    "members": (str,),
     "label": (str,),
     "on_stream": (bool,),
     "blocks_host": (bool,),
@@ -42,6 +52,114 @@ def read_post(text: str, size: int) -> dict[str, Any] | None:
         return None
     if not all(type(count) is int for count in post["issued"].values()):
         return None
-    if not all(type(rank) is int and 0 <= rank < size for rank in post.get("members", ())):
+    if "members" not in post:
+        return post
+    members = members_from(post["members"], size)
+    return None if members is None else {**post, "label": printable(post["label"]), "members": members}
+
+
+def members_text(ranks: Sequence[int]) -> str:
+    """Returns ranks as text for a post: runs of equal steps, ``first:last:step``, with commas between them.
+
+    The members of a group along an axis of a mesh are one run or a few, however many ranks there are.
+    """
+    runs: list[str] = []
+    at = 0
+    while at < len(ranks):
+        end = at + 1
+        step = ranks[end] - ranks[at] if end < len(ranks) else 1
+        while end < len(ranks) and step > 0 and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        runs.append(f"{ranks[at]}:{ranks[end - 1]}:{max(step, 1)}")
+        at = end
+    return ",".join(runs)
+
+
+@lru_cache(maxsize=1024)
+def members_from(text: str, size: int) -> tuple[int, ...] | None:
+    """Returns the ranks that :func:`members_text` wrote, the same object for equal texts; None for another text.
+
+    Args:
+        text: From a post.
+        size: Ranks of the job.
+    """
+    ranks: list[int] = []
+    try:
+        for run in text.split(",") if text else ():
+            first, last, step = map(int, run.split(":"))
+            if not (0 <= first <= last < size and step > 0):
+                return None
+            ranks += range(first, last + 1, step)
+            if len(ranks) > size:
+                return None
+    except ValueError:
         return None
-    return {**post, "label": printable(post["label"])} if "label" in post else post
+    return tuple(ranks)
+
+
+class PostReader:
+    """Reads the posts of other ranks.
+
+    Args:
+        store: A torch ``Store`` that all ranks share.
+        key: Returns the key of a rank's post.
+        rank: This rank.
+        size: Ranks of the job.
+    """
+
+    def __init__(self, store: Any, key: Callable[[object], str], rank: int, size: int) -> None:
+        self._store, self._key, self._rank, self._size = store, key, rank, size
+        self._reads = 0
+        self._has_warned = False
+
+    def is_turn(self, look: int) -> bool:
+        """Returns whether this rank reads everything at its look number ``look``."""
+        return (look + self._rank) % max(-(-self._size // _READ_ALL), 1) == 0
+
+    def read(self, members: Iterable[int], *, everything: bool) -> dict[int, dict[str, Any]]:
+        """Returns the newest posts of the other ranks in ``members``, and of those that they wait for, and so on.
+
+        Args:
+            members: Ranks that this one waits for.
+            everything: Whether to read all; else up to :data:`MOST_READ`, and a few of more ranks, others each time.
+        """
+        self._reads += 1
+        found: dict[int, dict[str, Any]] = {}
+        unread = set(members) - {self._rank}
+        while unread:
+            some = sorted(unread) if everything else self._part(sorted(unread), MOST_READ - len(found))
+            is_sample = len(some) < len(unread)
+            found |= self.read_only(some)
+            # Equal members are one object, so that those of thousands of posts are looked through once.
+            further = {id(one): one for one in (found[rank].get("members", ()) for rank in some)}
+            unread = set().union(*further.values()) - found.keys() - {self._rank}
+            if is_sample:
+                break
+        return found
+
+    def read_only(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Returns the newest posts of ``ranks``; empty ones for those that have posted nothing."""
+        found: dict[int, dict[str, Any]] = {rank: {} for rank in sorted(ranks)}
+        by_key = {self._key(rank): rank for rank in found}
+        there = those_there(self._store, list(by_key))
+        for key, text in zip(there, read_many(self._store, there), strict=True):
+            found[by_key[key]] = self._parsed(by_key[key], text.decode())
+        return found
+
+    def _part(self, ranks: list[int], count: int) -> list[int]:
+        """Returns ``ranks`` if they are no more than ``count``; else a few in a row, others at the next read."""
+        if len(ranks) <= count:
+            return ranks
+        start = (self._rank + self._reads) * _SAMPLE % len(ranks)
+        return (ranks[start:] + ranks[:start])[:_SAMPLE]
+
+    def _parsed(self, rank: int, text: str) -> dict[str, Any]:
+        """Returns the newest words of a rank; empty if they are none that a rank of this version writes."""
+        post = read_post(text, self._size)
+        if post is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"the rendezvous store holds something else than a post where rank {rank} says what it waits for. It "
+                "is ignored. Check that all ranks have the same version, and that nothing else uses the master port"
+            )
+        return post or {}

@@ -62,38 +62,68 @@ def plain_error(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
 
 
-def circle_through(start: int, posts: dict[int, dict[str, Any]]) -> list[int]:
-    """Ranks that wait for each other in a circle which ``start`` is part of; empty if there is none.
+def find_circle(posts: dict[int, dict[str, Any]], first: int) -> list[int]:
+    """Returns ranks that wait for each other in a circle; empty if there is none.
+
+    Ranks in the same wait are looked through once, so the time grows with the number of posts, not with its square.
 
     Args:
-        start: The rank whose post is new.
         posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
             each channel it has ``issued``.
+        first: A rank; circles that it reaches are looked for first.
     """
-    reached_from: dict[int, int] = {}
-    unfinished = [start]
-    while unfinished:
-        rank = unfinished.pop(0)
-        for other in _lacking(rank, posts):
-            if other == start:
-                circle = [rank]
-                while circle[-1] != start:
-                    circle.append(reached_from[circle[-1]])
-                return circle
-            if other not in reached_from:
-                reached_from[other] = rank
-                unfinished.append(other)
+    finished: set[_Wait] = set()
+    for start in (first, *posts):
+        if circle := _circle_from(start, posts, finished):
+            return circle
     return []
 
 
-def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
+# Channel, number, whether on a stream, and the members: equal for all ranks in one wait.
+_Wait = tuple[str, int, bool, int]
+
+
+def _circle_from(start: int, posts: dict[int, dict[str, Any]], finished: set[_Wait]) -> list[int]:
+    """Returns a circle that ``start`` reaches; a depth-first search over waits, which notes those without a circle."""
+    path: list[tuple[_Wait, int, Iterator[int]]] = []  # a wait, a rank in it, and the ranks that this one waits for
+    place: dict[_Wait, int] = {}
+    rank: int | None = start
+    while rank is not None or path:
+        wait = None if rank is None else _wait_of(posts.get(rank, {}))
+        if rank is not None and wait is not None and wait not in finished:
+            if wait in place:
+                return [*(other for _, other, _ in path[place[wait] + 1 :]), rank]
+            place[wait] = len(path)
+            path.append((wait, rank, _lacking(rank, posts, start)))
+        if not path:
+            break
+        rank = next(path[-1][2], None)
+        if rank is None:
+            wait = path.pop()[0]
+            finished.add(wait)
+            del place[wait]
+    return []
+
+
+def _wait_of(post: dict[str, Any]) -> _Wait | None:
+    if "members" not in post or post.get("gives_up"):
+        return None
+    return post["channel"], post["index"], post.get("on_stream", False), id(post["members"])
+
+
+def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterator[int]:
     """Ranks that have not issued what ``rank`` waits for, and cannot issue it before their own wait is over.
 
     A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
     come behind the wait in the stream.
+
+    Args:
+        rank: Has posted its wait.
+        posts: See :func:`find_circle`.
+        first: The rank to begin with, if it is one of them.
     """
     awaited = posts[rank]
-    for other in awaited["members"]:
+    for other in sorted(awaited["members"], key=lambda member: member != first):
         theirs = posts.get(other, {})
         if other == rank or "members" not in theirs or theirs.get("gives_up"):
             continue

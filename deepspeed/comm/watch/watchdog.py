@@ -4,9 +4,10 @@ A job has one watch, and the waits in all its process groups are its affair: a c
 transfer belongs to a channel (an engine's gathers, its reductions, a group's collectives), and on each channel all
 ranks of its group issue the same transfers in the same order. So "I wait for number *i* of channel *c*" can be compared
 between ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in
-the rendezvous store, and reads the others' posts. If it waits for a transfer that the other has not issued, while the
-other waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because
-the other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks,
+the rendezvous store, and reads the others' posts, in a job of more than 64 ranks a part of them (``posts.py``). If it
+waits for a transfer that the other has not issued, while the other waits for one that it has not issued, neither can
+ever go on: that is certain, however stale the post is, because the other's wait needs a transfer that this rank has not
+issued even now. The same holds for a circle of more ranks,
 which takes several groups: then each waits for the next one. And if number *i* of a channel is one transfer here and
 another one there, the ranks have parted already, though each has issued something under that number: transfers have
 keys, which are posted too. Being late is never an error.
@@ -44,24 +45,31 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from deepspeed.comm.start.batched_store import read_many, those_there
+from deepspeed.comm.start.batched_store import (
+    MOST_THAT_POLL,
+    read_many,
+    those_there,
+    wait_at_store,
+)
 from deepspeed.comm.watch.forward_queue import ForwardQueue
-from deepspeed.comm.watch.posts import read_post
+from deepspeed.comm.watch.posts import MOST_READ, PostReader, members_text
 from deepspeed.comm.watch.processes import has_ended, this_process
 from deepspeed.comm.watch.training_thread import TrainingThread
 from deepspeed.comm.watch.wait_records import (
     WaitRecord,
-    circle_through,
     exit_notice_of,
+    find_circle,
     plain_error,
     sentence_of,
     words_for_dead,
 )
 from deepspeed.errors import CommunicationError, DivergenceError
-from deepspeed.logging import logger
 from deepspeed.printable import printable
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
+# In a large job all ranks together look so often per second: the store serves one operation after the other, 15,000 per
+# second or more, and a look takes up to ten.
+_LOOKS_PER_SECOND = 1_000
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
 _NOTICE_SECONDS = 0.5  # a link notices the end of a process as soon as a connection of the process group does
 _EXIT_NOTICE_TIMEOUT = timedelta(seconds=1)  # the longest a program's end may take longer for it
@@ -109,6 +117,7 @@ class Watch:
         members: What holds process groups, connections or memory for the job, and is told when it is over. A program
             may keep it alive by what no collector sees through: a tensor's graph, held by the model.
         forward_queue: What this rank has promised to hand on to others.
+        period: Seconds between looks at the store, and the shortest wait worth one.
         may_restart: Whether ``init_distributed`` has started the process group, and may do so again after a failure.
         has_failed: Whether a wait of this rank has raised.
         hears_losses: Whether somebody calls :meth:`give_up` as soon as a process of the job has ended.
@@ -130,8 +139,11 @@ class Watch:
         self._training = TrainingThread()
         self._is_over = False
         self._looks = 0
-        # A circle that has been seen: its ranks with what they wait for, and with the number of their look.
-        self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int]] = ({}, {})
+        self.period = max(_PERIOD, size / _LOOKS_PER_SECOND)
+        self._reader = PostReader(store, self._key, rank, size)
+        # A circle that has been seen: its ranks with what they wait for, and with the number of their look; how often
+        # all of them have looked again since.
+        self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int], int] = ({}, {}, 0)
         self._issued: dict[str, int] = defaultdict(int)
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: WaitRecord | None = None
@@ -142,7 +154,6 @@ class Watch:
         self._failure: str | None = None  # of any rank
         self._has_aborted = False
         self._patience = _GRACE
-        self._has_warned = False
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._processes: dict[int, str] = {}  # of other ranks, as they have posted themselves
@@ -304,14 +315,19 @@ class Watch:
 
     def _look_for(self, keys: list[str], timeout: timedelta) -> None:
         started, limit = time.monotonic(), timeout.total_seconds()
-        while not self.store.check(keys):
+        while not self._is_there(keys, time.monotonic() - started):
             if self.is_in_vain():
                 raise RuntimeError("other ranks went another way")
-            waited = time.monotonic() - started
-            if waited >= limit:
+            if time.monotonic() - started >= limit:
                 raise RuntimeError(f"not all ranks came within {timeout}")
-            # A tenth late at most, and few questions to the one store of many ranks that wait for long.
-            time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))
+
+    def _is_there(self, keys: list[str], waited: float) -> bool:
+        if self._size > MOST_THAT_POLL:
+            return all(wait_at_store(self.store, key, self._size) for key in keys)
+        if self.store.check(keys):
+            return True
+        time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))  # a tenth late at most
+        return False
 
     def is_in_vain(self) -> bool:
         """Whether it is known why no wait can end well."""
@@ -346,7 +362,7 @@ class Watch:
         if stuck is not None and (awaited is None or awaited.on_stream):
             # What the host waits for comes behind it in the stream.
             awaited, blocks_host = stuck, awaited is not None and not awaited.gives_up
-        if awaited is None or time.monotonic() - awaited.since < _PERIOD:
+        if awaited is None or time.monotonic() - awaited.since < self.period:
             return True
         try:
             self._decision = self._look(awaited, blocks_host=blocks_host)
@@ -368,7 +384,7 @@ class Watch:
             "look": self._looks,
             "channel": awaited.channel,
             "index": awaited.index,
-            "members": awaited.members,
+            "members": members_text(awaited.members),
             "label": awaited.label,
             "on_stream": awaited.on_stream,
             "blocks_host": blocks_host,
@@ -382,44 +398,54 @@ class Watch:
         if self.store.check([self._key(_FAILURE)]):
             self._failure = self._read(_FAILURE)
             return None
-        posts = {self.rank: mine, **self._posts(awaited)}
+        posts = {**self._read_posts(awaited), self.rank: {**mine, "members": awaited.members}}
         self._exit_notice = exit_notice_of(awaited, posts)
         if self._exit_notice is not None:
+            if self._size > MOST_READ:  # most ranks have not read the post of the one that has ended
+                self.post_failure(self._exit_notice)
             return None
         if (dead := self._dead_among(posts)) is not None:
             self._failure = words_for_dead(dead, self.rank, awaited)
             self.post_failure(self._failure)
             return None
-        circle = [] if awaited.gives_up else circle_through(self.rank, posts)
-        circle = circle or self._parted_from(posts)
+        circle = find_circle(posts, self.rank) or self._parted_from(posts)
         if not self._is_still_there({rank: posts[rank] for rank in circle}):
             return None
         decision = sentence_of({rank: posts[rank]["label"] for rank in circle})
         self.store.set(self._key(_VERDICT), decision)
         return decision
 
+    def _read_posts(self, awaited: WaitRecord) -> dict[int, dict[str, Any]]:
+        suspected = self._suspected[0].keys()
+        if suspected and self._size > MOST_READ:
+            return self._reader.read_only(suspected)
+        everything = self._size <= MOST_READ or self._reader.is_turn(self._looks)
+        return self._reader.read(awaited.members, everything=everything)
+
     def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
         """Returns a rank of this machine, among those that are waited for, whose process has ended without a word."""
-        for rank, post in posts.items():
-            if rank == self.rank or post.get("has_left"):
-                continue
-            if rank not in self._processes:
-                key = self._key(f"process/{rank}")
-                if not self.store.check([key]):
-                    continue
-                self._processes[rank] = self._read(f"process/{rank}")
-            if has_ended(self._processes[rank]):
-                return rank
-        return None
+        others = [rank for rank, post in posts.items() if rank != self.rank and not post.get("has_left")]
+        by_key = {self._key(f"process/{rank}"): rank for rank in others if rank not in self._processes}
+        there = those_there(self.store, list(by_key))
+        for key, text in zip(there, read_many(self.store, there), strict=True):
+            self._processes[by_key[key]] = text.decode(errors="replace")
+        return next((rank for rank in others if has_ended(self._processes.get(rank, ""))), None)
 
     def _is_still_there(self, circle: dict[int, dict[str, Any]]) -> bool:
-        """Whether every rank of ``circle`` has looked again, in the same wait, since the circle was first seen."""
+        """Whether every rank of ``circle`` has looked again, in the same wait, since the circle was first seen.
+
+        Of this rank its own state is known. A circle of other ranks must be seen once more: their posts were not read
+        at one moment, but all of them were there already when the first reading ended.
+        """
         waits = {rank: (post["channel"], post["index"]) for rank, post in circle.items()}
         looks = {rank: post["look"] for rank, post in circle.items()}
-        if not circle or self._suspected[0] != waits:
-            self._suspected = waits, looks
+        before, first, seen_again = self._suspected
+        if not circle or before != waits:
+            self._suspected = waits, looks, 0
             return False
-        return all(looks[rank] > first for rank, first in self._suspected[1].items())
+        if all(looks[rank] > look for rank, look in first.items()):
+            self._suspected, seen_again = (waits, looks, seen_again + 1), seen_again + 1
+        return seen_again >= (1 if self.rank in circle else 2)
 
     def _key_of(self, channel: str, index: int) -> int | None:
         keys = self._keys.get(channel)
@@ -429,8 +455,8 @@ class Watch:
         """This rank and another one that waits for something else under a number that this one has used."""
         for rank, post in posts.items():
             theirs, mine = post.get("key"), self._key_of(post.get("channel", ""), post.get("index", 0))
-            is_ours = self.rank in post.get("members", ())
-            if is_ours and theirs is not None and mine is not None and theirs != mine:
+            differ = theirs is not None and mine is not None and theirs != mine
+            if differ and self.rank in post.get("members", ()):
                 return [rank, self.rank]
         return []
 
@@ -440,31 +466,6 @@ class Watch:
     def _read(self, name: object) -> str:
         value = self.store.get(self._key(name))
         return printable(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
-
-    def _posts(self, awaited: WaitRecord) -> dict[int, dict[str, Any]]:
-        """The newest words of the other ranks that this one waits for, and of those that they wait for, and so on."""
-        found: dict[int, dict[str, Any]] = {}
-        unread = set(awaited.members) - {self.rank}
-        while unread:
-            found |= dict.fromkeys(unread, {})
-            by_key = {self._key(rank): rank for rank in sorted(unread)}
-            there = those_there(self.store, list(by_key))
-            for key, text in zip(there, read_many(self.store, there), strict=True):
-                found[by_key[key]] = self._parsed(by_key[key], text.decode())
-            others = {other for rank in unread for other in found[rank].get("members", ())}
-            unread = others - found.keys() - {self.rank}
-        return found
-
-    def _parsed(self, rank: int, text: str) -> dict[str, Any]:
-        """Returns the newest words of a rank; empty if they are none that a rank of this version writes."""
-        post = read_post(text, self._size)
-        if post is None and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                f"the rendezvous store holds something else than a post where rank {rank} says what it waits for. It "
-                "is ignored. Check that all ranks have the same version, and that nothing else uses the master port"
-            )
-        return post or {}
 
     def _explain(self, error: RuntimeError, awaited: WaitRecord, patience: float | None) -> Exception:
         """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
@@ -492,13 +493,14 @@ class Watch:
                 elif self.store.check([self._key(_FAILURE)]):
                     self._failure = self._read(_FAILURE)
                 else:
-                    self._exit_notice = exit_notice_of(awaited, self._posts(awaited))
+                    posts = self._reader.read(awaited.members, everything=self._size <= MOST_READ)
+                    self._exit_notice = exit_notice_of(awaited, posts)
             except RuntimeError:
                 gone = " (rank 0 is gone, with the store that it held)"
                 break
             if time.monotonic() >= deadline:
                 break
-            time.sleep(0.05)
+            time.sleep(max(0.05, 0.1 * self.period))
         if self._decision is not None:
             return DivergenceError(self._decision), gone
         if self._failure is not None:
@@ -535,9 +537,10 @@ def _post_exit_notice(reference: weakref.ref[Watch]) -> None:
 
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
     """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
-    goes_on = True
+    goes_on, period = True, _PERIOD
     while goes_on:
-        wake.wait(_PERIOD)
+        wake.wait(period)
         watch = reference()
         goes_on = watch is not None and watch.look_after_long_wait()
+        period = period if watch is None else watch.period
         del watch

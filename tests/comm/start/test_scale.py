@@ -9,10 +9,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as torch_dist
 
+from benchmarks.start import PlayedStore, play_start, play_wait
 from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, receive_ranks
 from deepspeed.comm.start.batched_store import read_many, those_there, write_many
 from deepspeed.comm.start.startup import RankInfo
+from deepspeed.comm.watch.posts import members_from, members_text
+from deepspeed.comm.watch.wait_records import WaitRecord
+from deepspeed.comm.watch.watchdog import Watch
 from tests.launcher.processes import Launcher
 
 
@@ -153,3 +157,88 @@ def test_a_start_costs_a_rank_the_same_at_any_number_of_ranks(tmp_path):
     # A rank that waits for long reads what the others wait for, so the least of the ranks tells.
     assert min(calls for calls, _, _ in found[4][1:]) == min(calls for calls, _, _ in found[8][1:]) < 20
     assert max(calls for calls, _, _ in found[8]) < 100
+
+
+# --- the whole start, and long waits, played (benchmarks/start.py) ---------------------------------------------------
+
+
+def test_a_start_costs_operations_in_proportion_to_the_ranks():
+    few, many = play_start(80), play_start(240)
+    assert few.operations / 80 == pytest.approx(many.operations / 240, rel=0.1)
+    assert many.operations / 240 < 60 and many.bytes / 240 < 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [4096, 10_000, 16_384])
+def test_thousands_of_ranks_start_in_seconds(ranks):
+    start = play_start(ranks)
+    assert start.operations / ranks < 60
+    assert start.seconds < 45 * ranks / 10_000, start
+
+
+def test_ranks_that_wait_for_a_late_one_load_the_store_in_proportion_to_their_number():
+    few, many = play_wait(80), play_wait(320)
+    assert few.found_after is None and many.found_after is None
+    assert many.operations[-1] < 6 * few.operations[-1]
+    assert many.operations[-1] / many.period < 15_000
+    assert many.bytes[-1] / many.period < 100e6
+
+
+def waiting(store, ranks, waits):
+    """A watch per rank of a job, each in the wait that ``waits`` gives: (channel, members)."""
+    watches = [Watch(store, "job", rank, ranks) for rank in range(ranks)]
+    for rank, watch in enumerate(watches):
+        if (wait := waits(rank)) is not None:
+            channel, members = wait
+            watch.issue(channel)
+            watch._awaited = WaitRecord(channel, 1, members, f"the transfer of {channel}", float("-inf"))
+    return watches
+
+
+@pytest.fixture
+def stopped():
+    watches = []
+    yield watches.extend
+    for watch in watches:
+        watch.stop()
+
+
+def test_a_circle_among_few_of_many_ranks_is_named_by_whoever_reads_everything(stopped):
+    """Only 3 and 150 wait for each other and read nothing: the others wait for 3, and find the circle."""
+    everyone = tuple(range(200))
+    waits = {3: ("a", (3, 150)), 150: ("b", (3, 150))}
+    watches = waiting(PlayedStore(), 200, lambda rank: waits.get(rank, ("all", everyone)))
+    stopped(watches)
+    for rank in waits:
+        watches[rank]._reader.read = lambda members, everything: {}
+    others = [watch for rank, watch in enumerate(watches) if rank not in (3, 150)]
+    for _ in range(120):
+        for rank in (3, 150):
+            watches[rank].look_after_long_wait()
+        if not all(watch.look_after_long_wait() for watch in others):
+            break
+    (decision, *_) = [watch._decision for watch in others if watch._decision]
+    assert "rank 3 waits for the transfer of a; rank 150 waits for the transfer of b" in decision
+
+
+def test_a_late_rank_of_many_is_no_circle_and_one_that_has_left_is_named_to_all(stopped):
+    everyone = tuple(range(66))
+    watches = waiting(PlayedStore(), 66, lambda rank: None if rank == 65 else ("all", everyone))
+    stopped(watches)
+    for _ in range(17):  # every rank reads everything at least once
+        assert all(watch.look_after_long_wait() for watch in watches[:65])
+    watches[65].post_exit_notice()
+    for _ in range(17):
+        for watch in watches[:65]:
+            watch.look_after_long_wait()
+    assert all("rank 65 has ended" in (watch._failure or watch._exit_notice or "") for watch in watches[:65])
+    assert watches[0].store.count["compare_set"] > 0
+
+
+def test_members_of_a_post_are_short_however_many_they_are():
+    for ranks in ([], [5], [0, 1], list(range(0, 16_384, 8)), [*range(8), *range(64, 72)], [0, 1, 5, 9, 4], [3, 3]):
+        assert members_from(members_text(ranks), 16_384) == tuple(ranks)
+    assert len(members_text(range(16_384))) < 20
+    for wrong in ("x", "0:5", "0:5:0", "5:0:1", "-1:2:1", "0:99999:1", ",".join(["0:16383:1"] * 2)):
+        assert members_from(wrong, 16_384) is None

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as torch_dist
 
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.watch import posts
 from deepspeed.comm.watch import watchdog as watch_module
 from deepspeed.comm.watch.processes import has_ended, this_process
 from deepspeed.comm.watch.wait_records import WaitRecord
@@ -307,18 +308,19 @@ def test_a_watch_that_is_stopped_says_nothing_at_the_end(monkeypatch):
     assert entries == []
 
 
-FULL = {"look": 1, "channel": "gathers", "index": 1, "members": [0, 1], "label": "a", "issued": {}, "key": None}
+FULL = {"look": 1, "channel": "gathers", "index": 1, "members": "0:1:1", "label": "a", "issued": {}, "key": None}
 WRONG_POSTS = [
-    "[]", "7", "null", '"text"', "true", "not JSON", "", "{}", "[" * 5_000, '{"has_left": true}', '{"members": [0, 1]}',
+    "[]", "7", "null", '"text"', "true", "not JSON", "", "{}", "[" * 5_000, '{"has_left": true}',
+    '{"members": "0:1:1"}',
     *(json.dumps({**FULL, name: value}) for name in FULL for value in ([[]], {"a": []}, "x", 1.5)
       if not (isinstance(value, str) and name in ("channel", "label"))),
-    json.dumps({**FULL, "members": [0, 99]}), json.dumps({"has_left": 1, "issued": {}}),
+    json.dumps({**FULL, "members": "0:99:99"}), json.dumps({"has_left": 1, "issued": {}}),
 ]  # fmt: skip
 
 
 def test_wrong_posts_do_not_end_the_watch_and_are_reported_once(monkeypatch):
     warned = []
-    monkeypatch.setattr(watch_module.logger, "warning", warned.append)
+    monkeypatch.setattr(posts.logger, "warning", warned.append)
     aborted, (mine, other) = pair_of_watches()
     mine._awaited = watch_module.WaitRecord("gathers", 1, BOTH, "the gather of a", 0.0)
     for post in WRONG_POSTS:

@@ -1,0 +1,448 @@
+"""Plays the start of thousands of ranks: the package's own calls of the store, on a clock of its own.
+
+Every rank is a thread that runs what a rank runs between its first call and its first step: admission, the comparison
+of configurations and models, and the meetings before process groups are made. One rank runs at a time. A call of the
+store takes its turn at one server, and a sleep passes on the clock only, so the result is the same on a busy machine.
+``--rates`` measures torch's ``TCPStore`` here; the report says with which rates the seconds were predicted.
+Run: ``python -m benchmarks.start [--ranks N ...] [--rates] [--out FILE]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as torch_dist
+
+from deepspeed.comm.start import admission, barrier, startup
+from deepspeed.comm.start.admission import JoiningProcess, receive_ranks
+from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model
+from deepspeed.comm.watch import watchdog
+from deepspeed.comm.watch.watchdog import WaitRecord, Watch
+from deepspeed.ports import free_port
+
+_TIMEOUT = timedelta(minutes=30)
+_GROUPS = 6  # meetings before process groups are made: as for three axes, with a communicator and a gloo group each
+
+
+@dataclass(frozen=True)
+class StoreRates:
+    """How fast a store serves: operations, further keys of one operation, and bytes, per second.
+
+    The defaults are below what ``--rates`` has measured for torch's store on two busy cores.
+    """
+
+    operations: float = 15_000.0
+    keys: float = 90_000.0
+    bytes: float = 200e6
+
+    def seconds(self, keys: int, size: int) -> float:
+        """Returns how long one operation keeps the store."""
+        return 1 / self.operations + (keys - 1) / self.keys + size / self.bytes
+
+
+class _Parked:
+    """A thread that does not run, until its ``turn``."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.is_over = False
+
+
+class VirtualClock:
+    """Runs threads one at a time, in the order of a clock that only sleeps and calls of the store move.
+
+    Attributes:
+        now: Seconds since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._waiting: list[tuple[float, int, _Parked]] = []
+        self._numbers = itertools.count()
+        self._idle = threading.Lock()
+        self._errors: list[BaseException] = []
+
+    def monotonic(self) -> float:
+        """Returns the clock's time, as :func:`time.monotonic`."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Lets the other threads go on for ``seconds`` of the clock."""
+        self.park(self.now + seconds)
+
+    def park(self, moment: float, until: _Parked | None = None) -> None:
+        """Lets the other threads go on until ``moment``, or until :meth:`wake`."""
+        parked = until or _Parked()
+        heapq.heappush(self._waiting, (moment, next(self._numbers), parked))
+        self._pass_on()
+        parked.turn.acquire()
+
+    def wake(self, parked: _Parked, moment: float) -> None:
+        """Ends :meth:`park` of another thread at ``moment``."""
+        heapq.heappush(self._waiting, (moment, next(self._numbers), parked))
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            moment, _, parked = heapq.heappop(self._waiting)
+            if not parked.is_over:
+                parked.is_over = True
+                self.now = max(self.now, moment)
+                parked.turn.release()
+                return
+        self._idle.release()
+
+    def run(self, starts: Sequence[tuple[float, Callable[[], None]]]) -> None:
+        """Runs every function in a thread of its own, from its moment of the clock; returns when all have ended.
+
+        Raises:
+            BaseException: What one of them has raised.
+        """
+
+        def work(parked: _Parked, function: Callable[[], None]) -> None:
+            parked.turn.acquire()
+            try:
+                function()
+            except BaseException as error:
+                self._errors.append(error)
+            finally:
+                self._pass_on()
+
+        before = threading.stack_size(512 * 1024)
+        threads = []
+        for moment, function in starts:
+            parked = _Parked()
+            heapq.heappush(self._waiting, (moment, next(self._numbers), parked))
+            threads.append(threading.Thread(target=work, args=(parked, function), daemon=True))
+            threads[-1].start()
+        threading.stack_size(before)
+        self._idle.acquire()
+        self._pass_on()
+        self._idle.acquire()
+        if self._errors:
+            raise self._errors[0]
+
+
+class PlayedStore:
+    """A store in this process that one rank after the other uses; it counts.
+
+    Attributes:
+        count: Operations by name.
+        bytes: Sent and received, without the protocol's own.
+        busy_seconds: In which the server was at work.
+    """
+
+    def __init__(self, clock: VirtualClock | None = None, rates: StoreRates | None = None) -> None:
+        self.count: Counter[str] = Counter()
+        self.bytes = 0
+        self._store = torch_dist.HashStore()
+        self._clock, self._rates = clock, rates or StoreRates()
+        self._free_at = 0.0
+        self.busy_seconds = 0.0
+        self._parked: dict[str, list[_Parked]] = defaultdict(list)
+
+    @property
+    def operations(self) -> int:
+        """All of them."""
+        return sum(self.count.values())
+
+    def has_extended_api(self) -> bool:
+        """As torch's store over TCP."""
+        return True
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Waits as torch's store does: the server answers when the last of ``keys`` is set.
+
+        Raises:
+            RuntimeError: It was not within ``timeout``.
+        """
+        assert self._clock is not None and len(keys) == 1
+        self._serve("wait", 1, _length(keys))
+        if self._store.check(keys):
+            return
+        parked = _Parked()
+        self._parked[keys[0]].append(parked)
+        self._clock.park(self._clock.now + timeout.total_seconds(), parked)
+        if not self._store.check(keys):
+            raise RuntimeError("wait timeout")
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            keys = args[0] if isinstance(args[0], list) else [args[0]]
+            found = call(*args)
+            self._serve(name, len(keys), sum(_length(each) for each in (*args, found)))
+            for key in keys if self._clock is not None and name in ("set", "multi_set", "add", "compare_set") else ():
+                for parked in self._parked.pop(key, ()):
+                    self._free_at += self._note("answer to a wait", 1, 8)
+                    self._clock.wake(parked, self._free_at)
+            return found
+
+        return counted
+
+    def _serve(self, name: str, keys: int, size: int) -> None:
+        """Takes the turn of an operation at the server, and waits for it."""
+        seconds = self._note(name, keys, size)
+        if self._clock is not None:
+            self._free_at = max(self._free_at, self._clock.now) + seconds
+            self._clock.park(self._free_at)
+
+    def _note(self, name: str, keys: int, size: int) -> float:
+        self.count[name] += 1
+        self.bytes += size
+        seconds = self._rates.seconds(keys, size)
+        self.busy_seconds += seconds
+        return seconds
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return sum(map(_length, value)) if isinstance(value, list) else 8
+
+
+@dataclass
+class PlayedStart:
+    """What a played start costs.
+
+    Attributes:
+        ranks: How many.
+        seconds: Predicted, from the first rank's first call to the last rank's last one.
+        operations: Of the store, its late answers to waits counted as further ones.
+        bytes: Through the store.
+        busy_seconds: In which the store was at work.
+    """
+
+    ranks: int
+    seconds: float
+    operations: int
+    bytes: int
+    busy_seconds: float
+
+
+@contextmanager
+def _time_of(clock: VirtualClock) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (admission, startup, watchdog):
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        yield
+
+
+def _joining(rank: int, ranks: int) -> JoiningProcess:
+    facts = RankInfo(f"node-{rank // 8:05d}", 1000 + rank, rank % 8, "cuda", 8, "1.0.0", "nccl", "10.20.30.40")
+    return JoiningProcess(rank, ranks, "Slurm step 4711.0", "python train.py", "0123456789abcdef", 1, facts)
+
+
+CONFIG = {"train_batch_size": 8192, "zero_optimization.stage": 3, "optimizer.type": "AdamW"}
+MODEL = [f"layers.{number}.weight: [8192, 8192] float32" for number in range(80)]
+
+
+class _Rank:
+    """One rank's start: the calls of the package that reach the store, in their order."""
+
+    def __init__(self, store: Any, rank: int, members: tuple[int, ...]) -> None:
+        self._store, self._rank, self._members = store, rank, members
+
+    def __call__(self) -> None:
+        size = len(self._members)
+        prefix, _ = receive_ranks(self._store, _joining(self._rank, size), "node-00000:29500", _TIMEOUT)
+        watch = Watch(_Prefixed(self._store, prefix), "job", self._rank, size)
+        watch._begin_watching = lambda: None  # type: ignore[method-assign]  # its looks are played apart
+        try:
+            self._compare(watch, size)
+            for number in range(_GROUPS):
+                barrier.meet(watch, f"group {number}", self._members, _TIMEOUT)
+            barrier.meet(watch, "the members of groups", self._members, _TIMEOUT, f"{self._rank // 8 * 8} 12345678")
+        finally:
+            watch.stop()
+
+    def _compare(self, watch: Watch, size: int) -> None:
+        for compare, what in ((agree_on_config, CONFIG), (agree_on_model, MODEL)):
+            store = barrier.SupervisedStore(watch, compare.__name__, self._members)
+            compare(store, "topic", self._rank, size, what, _TIMEOUT)  # type: ignore[operator]
+
+
+class _Prefixed:
+    """A store under a prefix, without copies of its calls."""
+
+    def __init__(self, store: PlayedStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+        if name == "has_extended_api":
+            return call
+        return lambda keys, *more: call(
+            [f"{self._prefix}/{key}" for key in keys] if isinstance(keys, list) else f"{self._prefix}/{keys}", *more
+        )
+
+
+def play_start(ranks: int, rates: StoreRates | None = None, spread: float = 2.0) -> PlayedStart:
+    """Plays the start of a job.
+
+    Args:
+        ranks: How many.
+        rates: Of the store.
+        spread: Seconds from the first process to the last.
+    """
+    clock = VirtualClock()
+    store = PlayedStore(clock, rates)
+    members = tuple(range(ranks))
+    starts = [(spread * rank / ranks, _Rank(store, rank, members)) for rank in members]
+    with _time_of(clock):
+        clock.run(starts)
+    return PlayedStart(ranks, clock.now, store.operations, store.bytes, store.busy_seconds)
+
+
+@dataclass(frozen=True)
+class PlayedWait:
+    """What it costs that all ranks but one wait for long.
+
+    Attributes:
+        ranks: How many.
+        period: Seconds between looks of a rank.
+        operations: Of the store, in each of the periods.
+        bytes: Through the store, in each of the periods.
+        found_after: Periods until the divergence of two ranks was named; None where nothing diverged.
+    """
+
+    ranks: int
+    period: float
+    operations: list[int]
+    bytes: list[int]
+    found_after: int | None
+
+
+def play_wait(ranks: int, diverged: int | None = None, periods: int = 2) -> PlayedWait:
+    """Plays a wait of all ranks, which none ends.
+
+    Args:
+        ranks: How many wait.
+        diverged: A rank that waits for something else than the others do; None: the last one is just late.
+        periods: How many looks each rank has.
+    """
+    store = PlayedStore()
+    members = tuple(range(ranks))
+    watches = [Watch(store, "job", rank, ranks) for rank in members]
+    for rank, watch in enumerate(watches):
+        channel = "reductions" if rank == diverged else "gathers"
+        watch.issue(channel)
+        watch._awaited = WaitRecord(channel, 1, members, f"the transfer of {channel}", float("-inf"))
+    waiting = watches if diverged is not None else watches[:-1]
+    operations, sizes = [], []
+    found: int | None = None
+    for period in range(1, periods + 1):
+        before, size = store.operations, store.bytes
+        goes_on = [watch.look_after_long_wait() for watch in waiting]
+        operations.append(store.operations - before)
+        sizes.append(store.bytes - size)
+        if not all(goes_on):
+            found = period
+            break
+    for watch in watches:
+        watch.stop()
+    return PlayedWait(ranks, watches[0].period, operations, sizes, found)
+
+
+# --- how fast a store is ----------------------------------------------------------------------------------------------
+
+
+def measure_rates(seconds: float = 3.0, clients: int = 16) -> StoreRates:
+    """Measures torch's ``TCPStore`` on this machine, whose cores serve the clients too.
+
+    Args:
+        seconds: Of each of the three measurements.
+        clients: Connections, each with a thread that asks as soon as it has its answer.
+    """
+    port = free_port()
+    server = torch_dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    stores = [torch_dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(clients)]
+    many = [f"key{number}" for number in range(2048)]
+    server.multi_set(many, ["x" * 200] * len(many))
+    server.set("large", "x" * 1_000_000)
+
+    def ask(question: Callable[[Any], object]) -> float:
+        end = time.monotonic() + seconds
+
+        def work(store: Any) -> int:
+            count = 0
+            while time.monotonic() < end:
+                question(store)
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(clients) as pool:
+            return sum(pool.map(work, stores)) / seconds
+
+    single = ask(lambda store: store.check(["key7"]))
+    keys = ask(lambda store: store.multi_get(many)) * len(many)
+    return StoreRates(single, keys, ask(lambda store: store.get("large")) * 1e6)
+
+
+def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None) -> str:
+    """Plays starts and waits, and returns a page about them."""
+    lines = ["# The start of thousands of ranks, played", "", (__doc__ or "").split("\n\n")[1].replace("\n", " "), ""]
+    lines.append(f"Predicted with: {_shown(rates)}.")
+    if measured is not None:
+        lines.append(f"Measured here ({os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}): {_shown(measured)}.")
+    lines += ["", "| ranks | seconds | store at work | operations | per rank | MB |", "|---|---|---|---|---|---|"]
+    for count in ranks:
+        start = play_start(count, rates)
+        lines.append(
+            f"| {count:,} | {start.seconds:.1f} | {start.busy_seconds:.1f} | {start.operations:,} | "
+            f"{start.operations / count:.1f} | {start.bytes / 1e6:.0f} |"
+        )
+    lines += ["", _LEFT_OUT, "", "All ranks wait for one that is late:", ""]
+    lines.append("| ranks | seconds between looks | operations per second | MB per second | divergence named after |")
+    lines.append("|---|---|---|---|---|")
+    for count in ranks:
+        late, parted = play_wait(count), play_wait(count, diverged=count // 3, periods=8)
+        lines.append(
+            f"| {count:,} | {late.period:.1f} | {late.operations[-1] / late.period:,.0f} | "
+            f"{late.bytes[-1] / late.period / 1e6:.1f} | {parted.found_after} looks |"
+        )
+    return "\n".join([*lines, ""])
+
+
+_LEFT_OUT = (
+    "The processes start within 2 s. What torch and NCCL do besides is not played: NCCL's own rendezvous, and one read "
+    "of its identifier per rank and communicator."
+)
+
+
+def _shown(rates: StoreRates) -> str:
+    return (
+        f"{rates.operations:,.0f} operations, {rates.keys:,.0f} further keys of one operation and "
+        f"{rates.bytes / 1e6:,.0f} MB per second"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024, 4096, 10_000, 16_384])
+    parser.add_argument("--rates", action="store_true", help="measure torch's store on this machine too")
+    parser.add_argument("--out", type=Path, help="write the report there")
+    options = parser.parse_args()
+    text = report(options.ranks, StoreRates(), measure_rates() if options.rates else None)
+    print(text)
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
