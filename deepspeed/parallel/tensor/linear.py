@@ -4,27 +4,33 @@
 summed. *Row-parallel*: each rank has some of the input features, and the output is the sum; the bias is added once,
 after it.
 
-A layer is made in place from one that exists (``parallel.tensor.making``): it keeps its identity, its name,
-its parameters and its hooks, and is still an instance of ``nn.Linear``.
+Where the configuration cuts a model, a layer is made in place from one that exists (``parallel.tensor.making``): it
+keeps its identity, its name, its parameters and its hooks, and is still an instance of ``nn.Linear``. Programs that cut
+layers themselves call the constructors.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to
+from deepspeed.comm.transports.transport import LocalTransport
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.shared_inputs import SharedInputs
-from deepspeed.parallel.tensor.split import Split
+from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.uncompiled import uncompiled
+from deepspeed.zero.address import address_of
 
 _AS_IT_IS = nullcontext()
 
@@ -199,14 +205,104 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         return _Row.apply(values, weight, bias, cut)
 
 
-class ColumnLinear(nn.Linear):
+def take_part(
+    parameter: nn.Parameter, dim: int, place: int, size: int, name: str, *, is_part: bool = False
+) -> nn.Parameter:
+    """Leaves an even part of a parameter's values in it, and marks it as Megatron-LM does. Communicates nothing.
+
+    Args:
+        parameter: Whole, with equal values on all ranks of the layer.
+        dim: Dimension that is cut.
+        place: This rank's place among the ranks of the layer.
+        size: How many they are.
+        name: Of the layer, for messages.
+        is_part: It has this rank's part already.
+
+    Returns:
+        ``parameter``.
+
+    Raises:
+        DeepSpeedConfigError: It is sharded by ``zero.Init``, or has fewer indices than there are ranks.
+    """
+    if address_of(parameter) is not None:
+        raise DeepSpeedConfigError(
+            f"{name}: expected a layer with whole weights, found one that deepspeed.zero.Init has sharded. Build it "
+            "outside of zero.Init, or let initialize cut the model with tensor_parallel.autotp_size"
+        )
+    extent = parameter.shape[dim]
+    if not is_part:
+        if extent < size:
+            raise DeepSpeedConfigError(
+                f"{name}: dimension {dim} of its weight has {extent} indices, fewer than the {size} ranks of mp_group. "
+                "Give it a smaller group"
+            )
+        low, high = even(extent, size, place)
+        parameter.data = parameter.data.narrow(dim, low, high - low).clone(memory_format=torch.contiguous_format)
+        parameter.grad = None
+    if size > 1:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        if is_part or extent % size == 0:  # the marks of uneven parts cannot say which part it is
+            parameter.partition_dim, parameter.partition_stride = dim, 1  # type: ignore[attr-defined]
+    return parameter
+
+
+class _MadeFromLinear(nn.Linear):
+    """A cut layer that can be made from a whole one, beside being made in its place."""
+
+    tensor_cut: CutLinear
+    _dim: ClassVar[int]
+
+    def __init__(
+        self,
+        module: nn.Linear,
+        mp_group: Any = None,
+        skip_partition: bool = False,
+        *,
+        name: str | None = None,
+        is_gathered: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        label = type(self).__name__ if name is None else name
+        if not isinstance(module, nn.Linear) or isinstance(module, (ColumnLinear, RowLinear)):
+            raise TypeError(
+                f"{label}(module): expected a torch.nn.Linear that is whole, found {type(module).__name__}. Give it "
+                "the layer that the ranks of mp_group shall share"
+            )
+        device = module.weight.device
+        channel = Channel(LocalTransport()) if mp_group is None else channel_along(mp_group, device, TENSOR)
+        whole = module.weight.shape[self._dim] * (channel.size if skip_partition else 1)
+        for key, parameter in (("weight", module.weight), ("bias", module.bias)):
+            if parameter is not None and (key == "weight" or self._dim == 0):
+                take_part(parameter, self._dim, channel.rank, channel.size, label, is_part=skip_partition)  # type: ignore[arg-type]
+            self.register_parameter(key, parameter)  # type: ignore[arg-type]
+        self.out_features, self.in_features = self.weight.shape
+        split = Split.evenly(whole, channel.size)
+        self.tensor_cut = CutLinear(channel, SharedInputs(channel), split, label, is_gathered=is_gathered)
+        self.train(module.training)
+
+
+class ColumnLinear(_MadeFromLinear):
     """A linear layer with some of the output features.
+
+    All ranks of the group must make it, from layers with equal values. With a group of more than one rank tell
+    ``initialize(mpu=...)`` which ranks share layers.
+
+    Args:
+        module: The whole layer, ``[out, in]``. Its parameters become this layer's, and keep this rank's rows.
+        mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
+        skip_partition: ``module`` has this rank's rows already, as many as on the other ranks.
+        name: Of the layer, for messages.
+        is_gathered: Gives all output features.
 
     Attributes:
         tensor_cut: How it is cut.
+
+    Raises:
+        TypeError: ``module`` is not a whole linear layer.
+        DeepSpeedConfigError: It is sharded, or has fewer output features than there are ranks.
     """
 
-    tensor_cut: CutLinear
+    _dim = 0
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Maps ``[..., in]`` to ``[..., out of this rank]``, or to ``[..., out]`` where the output is gathered."""
@@ -217,14 +313,29 @@ class ColumnLinear(nn.Linear):
         return _shown(self, "column")
 
 
-class RowLinear(nn.Linear):
-    """A linear layer with some of the input features.
+class RowLinear(_MadeFromLinear):
+    """A linear layer with some of the input features, whose output is summed over the ranks.
+
+    All ranks of the group must make it, from layers with equal values. With a group of more than one rank tell
+    ``initialize(mpu=...)`` which ranks share layers.
+
+    Args:
+        module: The whole layer, ``[out, in]``. Its parameters become this layer's; the weight keeps this rank's
+            columns, the bias stays whole and is added once.
+        mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
+        skip_partition: ``module`` has this rank's columns already, as many as on the other ranks.
+        name: Of the layer, for messages.
+        is_gathered: Takes all input features and uses this rank's.
 
     Attributes:
         tensor_cut: How it is cut.
+
+    Raises:
+        TypeError: ``module`` is not a whole linear layer.
+        DeepSpeedConfigError: It is sharded, or has fewer input features than there are ranks.
     """
 
-    tensor_cut: CutLinear
+    _dim = 1
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Maps ``[..., in of this rank]``, or ``[..., in]`` where the input is whole, to ``[..., out]``."""

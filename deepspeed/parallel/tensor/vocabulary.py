@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import reduce_from
+from deepspeed.comm.transports.transport import LocalTransport
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.linear import CutLinear, column
+from deepspeed.parallel.tensor.linear import CutLinear, column, take_part
+from deepspeed.parallel.tensor.shared_inputs import SharedInputs
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
@@ -37,14 +42,56 @@ class CutEmbedding:
     projection: CutLinear | None = None
 
 
-class VocabularyEmbedding(nn.Embedding):
+class _MadeFromEmbedding(nn.Embedding):
+    """A cut embedding that can be made from a whole one, beside being made in its place."""
+
+    tensor_cut: CutEmbedding
+    _dim: ClassVar[int]
+
+    def __init__(self, module: nn.Embedding, mp_group: Any = None, *, name: str | None = None) -> None:
+        nn.Module.__init__(self)
+        label = type(self).__name__ if name is None else name
+        if not isinstance(module, nn.Embedding) or isinstance(module, _MadeFromEmbedding):
+            raise TypeError(
+                f"{label}(module): expected a torch.nn.Embedding that is whole, found {type(module).__name__}. Give it "
+                "the layer that the ranks of mp_group shall share"
+            )
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise DeepSpeedConfigError(
+                f"{label}(module): max_norm, sparse and scale_grad_by_freq need all rows on each rank. Leave the "
+                "embedding whole"
+            )
+        device = module.weight.device
+        channel = Channel(LocalTransport()) if mp_group is None else channel_along(mp_group, device, TENSOR)
+        split = Split.evenly(module.weight.shape[self._dim], channel.size)
+        self.weight = take_part(module.weight, self._dim, channel.rank, channel.size, label)  # type: ignore[arg-type]
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = module.padding_idx, None, module.norm_type
+        self.scale_grad_by_freq = self.sparse = False
+        projection = CutLinear(channel, SharedInputs(channel), split, label, is_gathered=True)
+        self.tensor_cut = CutEmbedding(channel, split, label, module.padding_idx, projection)
+        self.train(module.training)
+
+
+class VocabularyEmbedding(_MadeFromEmbedding):
     """An embedding with some of the rows: what other ranks look up is zero here, and the outputs are summed.
+
+    All ranks of the group must make it, from layers with equal values.
+
+    Args:
+        module: The whole embedding. Its weight becomes this layer's, and keeps this rank's rows.
+        mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
+        name: Of the layer, for messages.
 
     Attributes:
         tensor_cut: How it is cut.
+
+    Raises:
+        TypeError: ``module`` is not a whole embedding.
+        DeepSpeedConfigError: It is sharded, has fewer rows than there are ranks, or options that need all rows.
     """
 
-    tensor_cut: CutEmbedding
+    _dim = 0
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -70,14 +117,16 @@ class VocabularyEmbedding(nn.Embedding):
         return column(hidden, self.weight, None, self.tensor_cut.projection)
 
 
-class WidthEmbedding(nn.Embedding):
+class WidthEmbedding(_MadeFromEmbedding):
     """An embedding with some of the columns, whose outputs are gathered.
+
+    Arguments and errors are those of :class:`VocabularyEmbedding`, with columns for rows.
 
     Attributes:
         tensor_cut: How it is cut.
     """
 
-    tensor_cut: CutEmbedding
+    _dim = 1
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

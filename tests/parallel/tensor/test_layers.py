@@ -9,9 +9,17 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+import deepspeed
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.module_inject.layers import (
+    HiddenParallelEmbedding,
+    LinearAllreduce,
+    LinearLayer,
+    VocabParallelEmbedding,
+)
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import connect
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
@@ -24,6 +32,7 @@ from deepspeed.parallel.tensor.vocabulary import (
     vocab_parallel_cross_entropy,
 )
 from tests.harness import run_ranks
+from tests.parallel.tensor.test_marks import Unit
 
 
 class Gated(nn.Module):
@@ -153,6 +162,61 @@ def _regions(channel) -> None:
     partial = gather_from(part.detach().requires_grad_(), channel, 1, is_partial=True)
     summed = reduce_scatter_to(partial, channel, 1)
     torch.testing.assert_close(summed, channel.size * part)
+
+
+def _made_by_programs() -> None:
+    """``deepspeed.module_inject``'s layers from whole ones and a process group, and an engine that takes them."""
+    size, place, mpu = dist.get_world_size(), dist.get_rank(), Unit(dist.get_world_size())
+    group = mpu.get_tensor_model_parallel_group()
+
+    class Program(nn.Module):
+        def __init__(self, is_cut: bool) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.words, self.places = nn.Embedding(12, 6, padding_idx=4), nn.Embedding(12, 6)
+            self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 12, bias=False)
+            if is_cut:
+                self.words, self.places = (
+                    VocabParallelEmbedding(self.words, group),
+                    HiddenParallelEmbedding(self.places, group),
+                )
+                self.up, self.down = LinearLayer(self.up, group), LinearAllreduce(self.down, group)
+                self.head = LinearLayer(module=self.head, mp_group=group, is_gathered=True, name="head")
+
+        def forward(self, ids):
+            return self.head(self.down(self.up(self.words(ids) + self.places(ids)).relu()))
+
+    whole, cut = Program(False), Program(True)
+    ids = torch.tensor([[0, 11, 5], [4, 4, 3]])
+    found, expected = cut(ids), whole(ids)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for name, dim in {"words": 0, "places": 1, "up": 0, "down": 1, "head": 0}.items():
+        gradient = getattr(whole, name).weight.grad.chunk(size, dim)[place]
+        torch.testing.assert_close(getattr(cut, name).weight.grad, gradient)
+    torch.testing.assert_close(cut.down.bias.grad, whole.down.bias.grad)
+    cut.zero_grad()
+    engine = deepspeed.initialize(
+        model=cut, mpu=mpu, config={"train_micro_batch_size_per_gpu": 2}, optimizer=torch.optim.SGD(cut.parameters())
+    )[0]
+    full = engine._consolidated_16bit_state_dict()
+    assert full is None or all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
+    engine.destroy()
+    taken = LinearLayer(nn.Linear(6, 4), group, skip_partition=True)
+    assert taken.weight.shape == (4, 6) and taken(torch.ones(1, 6)).shape == (1, 4)
+    alone = LinearAllreduce(nn.Linear(3, 5))
+    assert alone(torch.ones(1, 3)).shape == (1, 5)
+    with pytest.raises(TypeError, match="expected a torch.nn.Linear that is whole, found Conv1d"):
+        LinearLayer(nn.Conv1d(1, 1, 1), group)
+    with pytest.raises(DeepSpeedConfigError, match=r"dimension 1 of its weight has 1 indices, fewer than the"):
+        LinearAllreduce(nn.Linear(1, 5), group)
+    with pytest.raises(DeepSpeedConfigError, match="max_norm, sparse and scale_grad_by_freq need all rows"):
+        VocabParallelEmbedding(nn.Embedding(4, 4, sparse=True), group)
+
+
+def test_layers_made_by_programs():
+    run_ranks(_made_by_programs, 2)
 
 
 def _layers() -> None:
