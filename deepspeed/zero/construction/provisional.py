@@ -103,6 +103,8 @@ def copy_of(bucket: BucketBase) -> ProvisionalBucket:
         group=bucket.group,
     )
     made.shard.copy_(bucket.shard)
+    if isinstance(bucket, ProvisionalBucket):
+        made.gatherer = bucket.gatherer  # passes over the model reach its copied modules too
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -13,6 +14,7 @@ import deepspeed
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import DeepSpeedConfigError, DivergenceError, NotYetSupportedError, ShardedAccessError
 from deepspeed.zero import GatheredParameters, Init, MiCS_Init, ZeroParamStatus, register_external_parameter
+from deepspeed.zero.construction.modules import serving_all_ranks
 from tests.harness import run_ranks
 from tests.zero.construction import odd_modules as odd
 
@@ -217,6 +219,23 @@ def _existing():
 
 def test_an_existing_module_and_a_remote_device():
     run_ranks(_existing, 2)
+
+
+def _passes_over_copies():
+    """The library's tying of weights pads the bias of a copied head (RT-DETR, D-FINE)."""
+    with Init():
+        first = nn.Linear(3, 5)
+    model = nn.ModuleList([first, copy.deepcopy(first)])
+    before = full_values(model)
+    with serving_all_ranks():
+        model[1].bias.data = nn.functional.pad(model[1].bias.data, (0, 0)) + 1
+    assert all(p.shape == (0,) for p in model.parameters())
+    found = full_values(model)
+    assert torch.equal(found["1.bias"], before["0.bias"] + 1) and torch.equal(found["0.bias"], before["0.bias"])
+
+
+def test_passes_over_a_built_model_reach_copies():
+    run_ranks(_passes_over_copies, 2)
 
 
 def _weight_norm():
