@@ -24,10 +24,11 @@ from deepspeed.engine.runtime_options import gathers_by_nodes, gradient_divisor
 from deepspeed.engine.zero_plus_plus import use_zero_plus_plus
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.tiling.describe import CUT, OFFLOADED, describe
+from deepspeed.zero.tiling.describe import CUT, OFFLOADED, ROWS, describe, put_in_group
 from deepspeed.zero.tiling.layout import DATA
 
 
@@ -171,6 +172,36 @@ def refuse_cut_tensors(
         comm.check_same_model(parts, groups.other_parts)
 
 
+def _tables_of_rows(setup: EngineSetup, *, has_warm_up: bool) -> dict[str, bool]:
+    """Puts the tables of embeddings into a group of their own, for ``sparse_gradients``; communicates nothing.
+
+    Raises:
+        DeepSpeedConfigError: Gradients do not travel as sums over data-parallel ranks alone.
+    """
+    problem = None
+    if setup.ranks.model_size > 1:
+        problem = f"tensor or pipeline parallelism (a model over {setup.ranks.model_size} ranks)"
+    elif setup.ranks.islands > 1:
+        problem = "islands"
+    elif has_warm_up:
+        problem = "an optimizer that exchanges momentum in the place of gradients"
+    if problem is not None:
+        raise DeepSpeedConfigError(
+            f"sparse_gradients: expected gradients that are summed over data-parallel ranks, found {problem}. Set it "
+            "to false"
+        )
+    tables = [
+        (f"{name}.weight", module.weight)
+        for name, module in setup.model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ]
+    found = [(name, table) for name, table in tables if describe(name, table).group == DATA]
+    put_in_group([table for _, table in found], ROWS)  # type: ignore[misc]
+    listed = ", ".join(dict.fromkeys(name for name, _ in found)) or "none, as the model has no embedding"
+    log_dist(f"sparse_gradients: of these gradients only the rows that are not zeros travel: {listed}")
+    return {ROWS: True} if found else {}
+
+
 def make_groups(
     setup: EngineSetup,
     placement: Placement,
@@ -198,6 +229,8 @@ def make_groups(
         NotYetSupportedError: The optimizer needs whole tensors, of which ranks have parts.
     """
     root, ranks = setup.root, setup.ranks
+    if root.sparse_gradients:
+        own = {**own, **_tables_of_rows(setup, has_warm_up=has_warm_up)}
     groups = create_groups(
         placement,
         ranks,
@@ -206,6 +239,9 @@ def make_groups(
         divisor=gradient_divisor(root, ranks),
         copies=own,
     )
+    if ROWS in groups.by_name and setup.device.type != "meta":  # a plan knows no rows: it counts whole gradients
+        rows = replace(groups[ROWS], reduces_rows=True)
+        groups = replace(groups, by_name={**groups.by_name, ROWS: rows})
     groups = with_codecs(groups, root, precision, setup.device, has_warm_up=has_warm_up)
     groups = use_zero_plus_plus(groups, root.zero_optimization)
     placement = replace(placement, base_home=Home.HOST if OFFLOADED in own else Home.DEVICE)

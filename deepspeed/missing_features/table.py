@@ -176,10 +176,5 @@ FEATURES: tuple[Feature, ...] = (
         "Use bf16, fp16 or torch_autocast.",
         keys=(switch("amp.enabled"), switch("msamp.enabled")),
     ),
-    Feature(
-        "sparse gradient reduction",
-        "Gradients of embeddings are reduced like all others.",
-        keys=(switch("sparse_gradients"),),
-    ),
     Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepspeed.comm.codecs.codec import Codec
 from deepspeed.comm.codecs.coded import CodedTransport, coded
+from deepspeed.comm.codecs.rows import by_rows
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
@@ -44,6 +45,7 @@ class BucketGroup:
         early_codec: How gradients travel until the updates that ``reduce_codec`` is for; None: as they are.
         reduce_codec: How gradients travel, between the ranks that share slices and then between those with the same
             slices; None: as they are.
+        reduces_rows: Of gradients only the rows travel that are not all zeros.
     """
 
     name: str
@@ -60,6 +62,7 @@ class BucketGroup:
     frozen_codec: Codec | None = None
     early_codec: Codec | None = None
     reduce_codec: Codec | None = None
+    reduces_rows: bool = False
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
@@ -83,12 +86,12 @@ class BucketGroup:
     @cached_property
     def gradient_transport(self) -> Transport:
         """Carries gradients between the ranks that share slices; it need not be exact."""
-        return coded(self.reduce, self.reduce_codec)
+        return by_rows(self.reduce) if self.reduces_rows else coded(self.reduce, self.reduce_codec)
 
     @cached_property
     def early_gradient_transport(self) -> Transport:
         """The same in early updates."""
-        return coded(self.reduce, self.early_codec)
+        return by_rows(self.reduce) if self.reduces_rows else coded(self.reduce, self.early_codec)
 
     @cached_property
     def combine_transport(self) -> Transport | None:
@@ -214,7 +217,11 @@ class Groups:
             "reduce_codec": reduce,
             "early_codec": early,
         }
-        named = {group.name: replace(group, **codecs) for group in self}  # type: ignore[arg-type]
+        of_rows = {**codecs, "reduce_codec": None, "early_codec": None}
+        named = {
+            group.name: replace(group, **(of_rows if group.reduces_rows else codecs))  # type: ignore[arg-type]
+            for group in self
+        }
         return replace(self, by_name=named)
 
     def give_back(self) -> None:

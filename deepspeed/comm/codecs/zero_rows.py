@@ -7,6 +7,7 @@ part of one that a slice holds, and each sender speaks of its own values: what i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -104,6 +105,40 @@ class ZeroRows:
         lengths, _ = self._rows_of(index, 1)
         rows = self._bits(flags)[:, : lengths.numel()]
         return torch.repeat_interleave(rows, lengths, dim=1, output_size=self._length)
+
+    def numbers(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of the rows that are not all zeros, int64, ascending.
+
+        A row that slices cut has a number in each of them.
+
+        Args:
+            flat: The whole buffer, 1-D.
+        """
+        counts = torch.cumsum(flat != 0, 0)[torch.cumsum(self._lengths, 0) - 1]
+        return torch.nonzero(torch.diff(counts, prepend=counts.new_zeros(1))).view(-1)
+
+    def per_slice(self, numbers: torch.Tensor) -> list[tuple[int, int]]:
+        """Returns how many of these rows each slice has, and how many elements they have in it.
+
+        Args:
+            numbers: As :meth:`numbers` returns them.
+        """
+        lengths = self._lengths[numbers]
+        bounds = torch.searchsorted(numbers, torch.tensor(self._first, device=numbers.device)).tolist()
+        return [(stop - start, int(lengths[start:stop].sum())) for start, stop in itertools.pairwise(bounds)]
+
+    def elements(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns where the elements of these rows are in the whole buffer, int64, row after row.
+
+        Args:
+            numbers: Of rows, int64.
+        """
+        lengths = self._lengths[numbers]
+        starts = (torch.cumsum(self._lengths, 0) - self._lengths)[numbers]
+        before = torch.cumsum(lengths, 0) - lengths
+        total = int(lengths.sum())
+        shift = torch.repeat_interleave(starts - before, lengths, output_size=total)
+        return torch.arange(total, device=numbers.device) + shift
 
     def _bits(self, flags: torch.Tensor) -> torch.Tensor:
         """Returns the flags as bools, ``[rows of flags, 8 * nbytes]``."""

@@ -94,7 +94,11 @@ class Root(Section):
         "Type in which gradients travel where ranks share sequences, unless communication_data_type is given; "
         "seq_parallel_comm_data_type before 0.16.5.",
     )
-    sparse_gradients: Bool = key(False, "Reduce gradients of embeddings in sparse form.", removed="0.19.8")
+    sparse_gradients: Bool = key(
+        False,
+        "Of the gradients of embeddings exchange only the rows that are not zeros, with their numbers.",
+        removed="0.19.8",
+    )
     disable_allgather: Bool = key(
         False, "From early releases.", no_effect="parameters are always published by all-gather"
     )

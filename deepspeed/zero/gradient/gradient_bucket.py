@@ -177,7 +177,7 @@ class GradientBucket:
         codec = group.reduce_codec
         self._rows: ZeroRows | None = None
         self._combine_rows: ZeroRows | None = None
-        if codec is not None and not codec.encodes_zero and not self._is_local:
+        if not self._is_local and (group.reduces_rows or (codec is not None and not codec.encodes_zero)):
             self._open_rows()
         self.feedback: ErrorFeedback | None = None
         if group.feeds_back:
@@ -391,7 +391,7 @@ class GradientBucket:
                 limit=self._policy.bucket_numel,
                 visit=None if squares is None else squares.add,
                 error=None if feedback is None else feedback.reduction,
-                rows=self._rows if self.is_coded else None,
+                rows=self._rows if self.is_coded or self._group.reduces_rows else None,
             ),
         )
         self._transfer = _Transfer(work, source, incoming)

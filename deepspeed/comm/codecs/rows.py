@@ -1,0 +1,129 @@
+"""Reductions of buffers most rows of which are zeros: the numbers of the others travel, and their values.
+
+The gradient of an embedding is zero in every row that no sample names. Each rank says which rows it has, and sends
+these; what arrives is summed in rank order in the dtype of the result, as a reduction of the whole buffer does. Where
+the rows of all ranks together would take more bytes than that reduction, the whole buffer travels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, Work
+from deepspeed.logging import log_dist_once
+
+_NUMBER_BYTES = 8
+
+
+def by_rows(plain: Transport) -> Transport:
+    """Returns ``plain`` with reductions by rows; ``plain`` itself where nothing travels."""
+    return plain if isinstance(plain, LocalTransport) else RowTransport(plain)
+
+
+class RowTransport(Transport):
+    """Reductions over ``plain``, by the rows that are not all zeros; for everything else ``plain`` is there.
+
+    The exchange takes place in ``wait``, so all ranks must wait for these reductions in one order.
+
+    Args:
+        plain: Carries the bytes.
+    """
+
+    name = "rows"
+
+    def __init__(self, plain: Transport) -> None:
+        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: nobody watches this one
+        self.needs_one_order = plain.needs_one_order
+        self.plain = plain
+
+    @override
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        return _RowReduction(self.plain, flat, out, how, to_owner=True)
+
+    @override
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        return _RowReduction(self.plain, flat, out, how, to_owner=False)
+
+
+@dataclass
+class _RowReduction:
+    """One reduction. All ranks must wait for it in the same order.
+
+    Attributes:
+        plain: Carries the bytes.
+        flat: What is summed, 1-D.
+        out: Where the sum, or this rank's slice of it, goes, 1-D.
+        how: Scale, rows and the like.
+        to_owner: Every rank gets its slice only.
+    """
+
+    plain: Transport
+    flat: torch.Tensor | None
+    out: torch.Tensor
+    how: Reduction
+    to_owner: bool
+
+    def will_arrive(self) -> bool:
+        """Returns whether waiting needs no further call: the exchange is made in :meth:`wait`."""
+        return self.flat is None
+
+    def wait(self) -> None:
+        """Exchanges the rows and sums them. Every rank must call it; later calls return at once."""
+        if self.flat is None:
+            return
+        flat, self.flat = self.flat, None
+        rows = self.how.rows
+        assert rows is not None
+        numbers = rows.numbers(flat)
+        mine = rows.per_slice(numbers)
+        if not self.to_owner:
+            mine = [(sum(count for count, _ in mine), sum(numel for _, numel in mine))]
+        table = self.plain.gather_small(torch.tensor(mine).view(-1), channel="call", label=self.how.label)
+        table = table.view(self.plain.size, -1, 2)  # by sender, by receiver: rows, elements
+        if self._is_dense(table, flat):
+            log_dist_once(
+                f"sparse_gradients: {self.how.label} travels whole, as the rows that are not zeros would take more "
+                "bytes. A table that a head uses too has gradients in every row"
+            )
+            reduce = self.plain.reduce_scatter if self.to_owner else self.plain.all_reduce
+            reduce(flat, self.out, self.how).wait()
+            return
+        self._sum(table, numbers, flat, rows)
+
+    def _is_dense(self, table: torch.Tensor, flat: torch.Tensor) -> bool:
+        """Returns whether the whole buffer takes fewer bytes than the rows; the same on all ranks."""
+        counts, numels = table.sum((0, 1)).tolist()
+        size = self.plain.size
+        sent = (counts * _NUMBER_BYTES + numels * flat.itemsize) * (size - 1)
+        whole = flat.nbytes * (size - 1) * (1 if self.to_owner else 2)
+        return bool((sent if not self.to_owner else sent // size) >= whole)
+
+    def _sum(self, table: torch.Tensor, numbers: torch.Tensor, flat: torch.Tensor, rows: ZeroRows) -> None:
+        plain = self.plain
+        values = flat[rows.elements(numbers)]
+        if self.to_owner:
+            sent, received = table[plain.rank], table[:, plain.rank]
+        else:
+            sent, received = table[plain.rank].expand(plain.size, 2), table[:, 0]
+            numbers, values = numbers.repeat(plain.size), values.repeat(plain.size)
+        all_numbers = self._exchange(numbers, sent[:, 0], received[:, 0])
+        all_values = self._exchange(values, sent[:, 1], received[:, 1])
+        first = plain.rank * self.out.numel() if self.to_owner else 0
+        out = self.out.zero_()
+        by_rank = (all_numbers.split(received[:, 0].tolist()), all_values.split(received[:, 1].tolist()))
+        for their_numbers, their_values in zip(*by_rank, strict=True):
+            places = rows.elements(their_numbers) - first
+            out[places] += their_values.to(out.dtype)
+        if self.how.scale != 1.0:
+            out.mul_(self.how.scale)
+        if self.how.visit is not None:
+            self.how.visit(out)
+
+    def _exchange(self, values: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        out = values.new_empty(int(received.sum()))
+        self.plain.all_to_all(values, sent.tolist(), out, received.tolist(), label=self.how.label).wait()
+        return out
