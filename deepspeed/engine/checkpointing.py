@@ -86,11 +86,7 @@ class EngineCheckpoints:
             CheckpointError: Some rank could not write; the same on all ranks.
             DeepSpeedConfigError: ``save_dir`` is no path.
         """
-        if not isinstance(save_dir, (str, PathLike)):
-            raise DeepSpeedConfigError(
-                f"save_checkpoint(save_dir={save_dir!r}): expected a folder's path, found {type(save_dir).__name__}; "
-                "pass the same path on every rank"
-            )
+        _refuse_no_path(f"save_checkpoint(save_dir={save_dir!r})", save_dir)
         self._runtime.leave_backward("save_checkpoint")
         if self._sums_are_open():
             log_dist_once(
@@ -161,7 +157,9 @@ class EngineCheckpoints:
         Raises:
             CheckpointError: The checkpoint is missing, damaged or does not fit; the same on all ranks, and nothing
                 was changed.
+            DeepSpeedConfigError: ``load_dir`` is no path.
         """
+        _refuse_no_path(f"load_checkpoint(load_dir={load_dir!r})", load_dir)
         self._runtime.leave_backward("load_checkpoint")
         self._saver.wait()
         self._runtime.refuse_offloaded("load_checkpoint")
@@ -382,3 +380,10 @@ class EngineCheckpoints:
                 if not parameter.requires_grad:
                     state.pop(prefix + name, None)
         return state
+
+
+def _refuse_no_path(call: str, found: Any) -> None:
+    if not isinstance(found, (str, PathLike)):
+        raise DeepSpeedConfigError(
+            f"{call}: expected a folder's path, found {type(found).__name__}; pass the same path on every rank"
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from logging import WARNING
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.engine.batches import Batches
+from deepspeed.logging import log_dist
 
 if TYPE_CHECKING:
     from deepspeed.engine.parts import EngineParts
@@ -24,6 +27,27 @@ class EngineLoading:
         self._parts = parts
         self._batches = batches
         self._collate_fn = collate_fn
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders of training data
+        self._resumed_at = 0
+
+    def resume(self, step: int, restored: Any) -> None:
+        """Notes that a checkpoint was loaded, and warns of training data that begin anew.
+
+        Args:
+            step: Of the checkpoint.
+            restored: The loader that a checkpoint knows, or None.
+        """
+        self._resumed_at = 0 if restored is not None else step
+        if restored is None and self._made:
+            self._warn(step, "a loader that deepspeed_io made is")
+
+    def _warn(self, step: int, subject: str) -> None:
+        log_dist(
+            f"load_checkpoint at step {step}: {subject} not engine.training_dataloader, whose position alone a "
+            "checkpoint has, so its data begin anew. Give initialize(training_data=...), or assign "
+            "engine.training_dataloader = engine.deepspeed_io(dataset) before the first step and load_checkpoint",
+            level=WARNING,
+        )
 
     def deepspeed_io(
         self,
@@ -38,11 +62,12 @@ class EngineLoading:
         """Returns a loader that gives each rank its share of ``dataset``.
 
         With ``data_efficiency.data_sampling`` the configured sampler takes the place of any other, for training data
-        (``route`` is ``train`` or ``pipeline``).
+        (``route`` is ``train`` or ``pipeline``). A checkpoint has the position of ``engine.training_dataloader`` alone:
+        assign the loader there before the first step and before ``load_checkpoint``.
         """
         from deepspeed.data.configured import make_loader  # torch's loaders cost time that a program's own do not need
 
-        return make_loader(
+        made = make_loader(
             self._parts.parsed.root,
             self._parts.coordinates,
             dataset,
@@ -55,3 +80,8 @@ class EngineLoading:
             workers=num_local_io_workers,
             on_device=self._parts.device.type != "cpu",
         )
+        if route in ("train", "pipeline"):
+            self._made.add(made)
+            if self._resumed_at:
+                self._warn(self._resumed_at, "a loader of deepspeed_io made after it is")
+        return made

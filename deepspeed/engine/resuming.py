@@ -55,6 +55,7 @@ def resume_from(engine: EngineBase, loaded: LoadResult) -> None:
     for name, value in loaded.counters.items():
         setattr(engine, name, value)
     engine._batches.count_anew()
+    engine._loading.resume(engine.global_steps, engine.training_dataloader)
     engine._hooks.resume(engine.global_steps, engine.skipped_steps)
     if engine._updater is not None:
         engine._updater.steps = engine.global_steps

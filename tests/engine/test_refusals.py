@@ -157,6 +157,32 @@ def test_no_optimizer_at_all():
             run_ranks(_without_optimizer, 1, stage)
 
 
+def _unassigned(folder: str) -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    data = list(range(8))
+    engine = engine_of(tower(), 1)
+    evaluation = engine.deepspeed_io(data, route="eval")
+    engine.global_steps = 2
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert said == [] and len(evaluation) == 4
+    loader = engine.deepspeed_io(data)
+    assert "load_checkpoint at step 2: a loader of deepspeed_io made after it is not engine" in said.pop()
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert "load_checkpoint at step 2: a loader that deepspeed_io made is not engine" in said.pop()
+    engine.training_dataloader = loader
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    engine.deepspeed_io(data)
+    assert said == []
+
+
+def test_loaders_whose_position_no_checkpoint_has(tmp_path):
+    run_ranks(_unassigned, 1, str(tmp_path))
+
+
 def _mistakes() -> list[str]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -165,6 +191,8 @@ def _mistakes() -> list[str]:
     engine = engine_of(tower(), 3, dataloader_drop_last=True)
     with pytest.raises(DeepSpeedConfigError, match="expected a folder's path, found NoneType"):
         engine.save_checkpoint(None)
+    with pytest.raises(DeepSpeedConfigError, match=r"load_dir=None\): expected a folder's path, found NoneType"):
+        engine.load_checkpoint(None)
     loss = engine(inputs(0))
     with pytest.raises(CallOrderError, match="expected the loss as a tensor, found tuple"):
         engine.backward((loss, None))
