@@ -258,6 +258,18 @@ def test_files_are_refused(tmp_path):
     assert 'offload to "nvme"' in run_ranks(refusal, 1, config)[0]
 
 
+def test_updates_that_may_be_undone_are_refused():
+    config = config_of(1)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "super_offload": True}
+    assert "offload_optimizer.super_offload: a second set of masters" in run_ranks(refusal, 1, config)[0]
+
+
+def test_islands_are_refused():
+    config = {**config_of(1), "communication_compression": {"islands": {"size": 1, "sync_every": 2}}}
+    found = run_ranks(refusal, 1, config)[0]
+    assert "bf16_master_weights_and_grads" in found and "communication_compression.islands" in found
+
+
 def refusal(config):
     import deepspeed
     from deepspeed.errors import DeepSpeedConfigError
