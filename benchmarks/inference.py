@@ -176,10 +176,10 @@ def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
     made = deepspeed.init_inference(model, way)
     if device is None:
         return made, nbytes(made.module)
-    from deepspeed.zero.storage import Home
+    from deepspeed.zero.storage import Tier
 
-    ledger = made._runner[0]._runtime.ledger
-    return made, ledger.live_at(Home.DEVICE) + ledger.live_at(Home.HOST)
+    memory_tracker = made._runner[0]._runtime.memory_tracker
+    return made, memory_tracker.live_at(Tier.DEVICE) + memory_tracker.live_at(Tier.HOST)
 
 
 # -- the contest -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Numbers about offload: the host's Adam, file throughput, step times with each home.
+"""Numbers about offload: the host's Adam, file throughput, step times with each tier.
 
     python benchmarks/offload.py adam [--numel N]         GB/s beside torch's fused kernel and a plain copy
     python benchmarks/offload.py files --path DIR          GB/s of the file store, beside fio where it is installed
-    python benchmarks/offload.py steps [--path DIR]        seconds per step on 2 CPU ranks, by stage and home
+    python benchmarks/offload.py steps [--path DIR]        seconds per step on 2 CPU ranks, by stage and tier
     python benchmarks/offload.py speculation               seconds of a step with and without super_offload, 1 rank
     python benchmarks/offload.py all --write-report        all of them
 
@@ -50,7 +50,7 @@ def adam(numel: int, repetitions: int) -> dict[str, Any]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     grad, copied = torch.rand(numel), torch.rand(numel)
-    # Memory as the engine's home for host states makes it; a second set in torch's own memory tells its share.
+    # Memory as the engine's tier for host states makes it; a second set in torch's own memory tells its share.
     master = host_tensor(numel, torch.float32, pin=False).copy_(grad)
     state = {key: host_tensor(numel, torch.float32, pin=False).zero_() for key in ("exp_avg", "exp_avg_sq")}
     state["step"] = torch.zeros(())
@@ -199,7 +199,7 @@ def time_steps(every: dict[str, dict[str, Any]], steps: int, layers: int) -> dic
 
 
 def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
-    """Each home at stages 2 and 3, and the floor of the update from files."""
+    """Each tier at stages 2 and 3, and the floor of the update from files."""
     from benchmarks.offload import time_steps as body  # the workers import it by this name
     from tests.harness import run_ranks
 

@@ -27,7 +27,7 @@ DEFAULT_ENTRIES = {
     "offload": [
         "ours-2",
         "ours-3",
-        *(f"{who}-{home}" for home in ("2-host", "3-host", "3-host-all") for who in ("upstream", "ours")),
+        *(f"{who}-{tier}" for tier in ("2-host", "3-host", "3-host-all") for who in ("upstream", "ours")),
     ],
     "thin": ["hand", "autocast", "fsdp2", *_ENGINES],
     "small": ["hand", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],

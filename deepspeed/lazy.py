@@ -19,25 +19,25 @@ from deepspeed.missing_features import is_missing, missing_names, unavailable
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str] | None = None, *, submodules: Iterable[str] = ()
+    package: str, sources: Mapping[str, str] | None = None, *, submodules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Makes the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
 
     Args:
         package: The module's ``__name__``.
-        homes: Public name -> module that defines it, or ``module:name`` if it has another name there; a bare
+        sources: Public name -> module that defines it, or ``module:name`` if it has another name there; a bare
             ``module:`` stands for the module itself.
         submodules: Names of the module's submodules.
     """
-    homes = dict(homes or {})
+    sources = dict(sources or {})
     submodules = frozenset(submodules)
-    names = sorted({*homes, *submodules, *missing_names(package)})
+    names = sorted({*sources, *submodules, *missing_names(package)})
 
     def find(name: str) -> Any:
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
-        if name in homes:
-            module_name, colon, other = homes[name].partition(":")
+        if name in sources:
+            module_name, colon, other = sources[name].partition(":")
             module = importlib.import_module(module_name)
             return module if colon and not other else getattr(module, other or name)
         if is_missing(f"{package}.{name}"):

@@ -8,12 +8,12 @@ from deepspeed.comm.job.mesh import DATA, PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.picture import svg, title
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.placement import Placement, Tier
 
 RANKS = 4
 WIDTHS = {"parameters": 2, "gradients": 4, "masters": 4, "optimizer state": 8}  # bytes per parameter: bf16 and Adam
 COLOURS = {"parameters": "#5b8cc9", "gradients": "#f58518", "masters": "#54a24b", "optimizer state": "#b279a2"}
-OPACITY = {Home.DEVICE: 1.0, Home.HOST: 0.5, Home.FILE: 0.2}
+OPACITY = {Tier.DEVICE: 1.0, Tier.HOST: 0.5, Tier.FILE: 0.2}
 SCALE, GAP, BAR, ROW = 23, 5, 20, 52  # pixels: per byte, between bars, height of a bar, of a row with its label
 TOP = 88  # of the first row
 
@@ -26,33 +26,33 @@ STYLE = """\
 .picture text { fill: var(--ink); }
 .picture .whole { fill: none; stroke: var(--line); }"""
 
-HOST, FILE = Home.HOST, Home.FILE
+HOST, FILE = Tier.HOST, Tier.FILE
 PLACEMENTS = [
     *((f"stage {stage}", Placement.of_stage(stage)) for stage in range(4)),
-    ("stage 3, optimizer on the host", Placement.of_stage(3, master_home=HOST)),
-    ("stage 3, all on the host", Placement.of_stage(3, master_home=HOST, param_home=HOST)),
-    ("stage 3, all on NVMe", Placement.of_stage(3, master_home=FILE, param_home=FILE)),
+    ("stage 3, optimizer on the host", Placement.of_stage(3, master_tier=HOST)),
+    ("stage 3, all on the host", Placement.of_stage(3, master_tier=HOST, param_tier=HOST)),
+    ("stage 3, all on NVMe", Placement.of_stage(3, master_tier=FILE, param_tier=FILE)),
 ]
 
 
-def kept(placement: Placement) -> dict[str, tuple[bool, Home]]:
+def kept(placement: Placement) -> dict[str, tuple[bool, Tier]]:
     """For each model state: is it only a slice, and where."""
-    gradient_home = Home.DEVICE if placement.master_home is Home.DEVICE else Home.HOST
+    gradient_tier = Tier.DEVICE if placement.master_tier is Tier.DEVICE else Tier.HOST
     return {
-        "parameters": (placement.shard_params, placement.param_home),
-        "gradients": (placement.shard_gradients, gradient_home),
-        "masters": (placement.shard_master, placement.master_home),
-        "optimizer state": (placement.shard_master, placement.master_home),
+        "parameters": (placement.shard_params, placement.param_tier),
+        "gradients": (placement.shard_gradients, gradient_tier),
+        "masters": (placement.shard_master, placement.master_tier),
+        "optimizer state": (placement.shard_master, placement.master_tier),
     }
 
 
 def bytes_in(placement: Placement) -> str:
     """Bytes per parameter on one rank, by memory, in words."""
-    sums = dict.fromkeys(Home, 0.0)
-    for state, (is_slice, home) in kept(placement).items():
-        sums[home] += WIDTHS[state] / (RANKS if is_slice else 1)
-    words = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
-    return ", ".join(f"{words[home]} {sums[home]:g}" for home in Home if sums[home])
+    sums = dict.fromkeys(Tier, 0.0)
+    for state, (is_slice, tier) in kept(placement).items():
+        sums[tier] += WIDTHS[state] / (RANKS if is_slice else 1)
+    words = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.FILE: "files"}
+    return ", ".join(f"{words[tier]} {sums[tier]:g}" for tier in Tier if sums[tier])
 
 
 def draw() -> str:
@@ -74,15 +74,15 @@ def draw() -> str:
         top, left = TOP + number * ROW, 1
         parts.append(f'<text x="1" y="{top + 18}" font-weight="bold">{name}</text>')
         parts.append(f'<text x="{width - 1}" y="{top + 18}" text-anchor="end">{bytes_in(placement)}</text>')
-        for state, (is_slice, home) in kept(placement).items():
+        for state, (is_slice, tier) in kept(placement).items():
             full = WIDTHS[state] * SCALE
             filled = full / RANKS if is_slice else full
             share = f"1/{RANKS}" if is_slice else "whole"
             place = f'x="{left}" y="{top + 24}" height="{BAR}"'
             parts.append(
                 f'<rect class="whole" {place} width="{full}"/>'
-                f'<rect {place} width="{filled:g}" fill="{COLOURS[state]}" fill-opacity="{OPACITY[home]}">'
-                f"<title>{name}: {state}, {share}, {home.value}</title></rect>"
+                f'<rect {place} width="{filled:g}" fill="{COLOURS[state]}" fill-opacity="{OPACITY[tier]}">'
+                f"<title>{name}: {state}, {share}, {tier.value}</title></rect>"
             )
             left += full + GAP
     return "\n".join([*parts, "</svg>"]) + "\n"

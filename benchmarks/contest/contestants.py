@@ -276,14 +276,14 @@ CONTESTANTS = {
         *(Contestant(f"ours-{s}", f"this project, ZeRO {s}", _ours(s)) for s in range(4)),
         *(
             Contestant(
-                f"{who}-{stage}-{home}",
+                f"{who}-{stage}-{tier}",
                 f"{'this project' if who == 'ours' else 'published deepspeed'}, ZeRO {stage}, "
-                f"{'optimizer' if home == 'host' else 'optimizer and parameters'} in host memory",
-                _ours(stage, home) if who == "ours" else _upstream(stage, offloaded=home),
+                f"{'optimizer' if tier == 'host' else 'optimizer and parameters'} in host memory",
+                _ours(stage, tier) if who == "ours" else _upstream(stage, offloaded=tier),
                 peer=who == "upstream",
             )
             for who in ("upstream", "ours")
-            for stage, home in ((2, "host"), (3, "host"), (3, "host-all"))
+            for stage, tier in ((2, "host"), (3, "host"), (3, "host-all"))
         ),
     )
 }

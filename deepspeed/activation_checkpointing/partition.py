@@ -59,8 +59,8 @@ class Partition:
         length = -(-tensor.numel() // self._size)
         start = self._rank * length
         flat = tensor.detach().reshape(-1)[start : start + length]
-        home = torch.device("cpu") if self._on_host else tensor.device
-        values = torch.zeros(length, dtype=tensor.dtype, device=home, pin_memory=_may_pin(tensor, home))
+        target = torch.device("cpu") if self._on_host else tensor.device
+        values = torch.zeros(length, dtype=tensor.dtype, device=target, pin_memory=_may_pin(tensor, target))
         values[: flat.numel()].copy_(flat)
         return ActivationShard(values, tensor.shape, tensor.device)
 
@@ -74,5 +74,5 @@ class Partition:
         return whole[: packed.shape.numel()].view(packed.shape)
 
 
-def _may_pin(tensor: torch.Tensor, home: torch.device) -> bool:
-    return tensor.device.type == "cuda" and home.type == "cpu"
+def _may_pin(tensor: torch.Tensor, target: torch.device) -> bool:
+    return tensor.device.type == "cuda" and target.type == "cpu"

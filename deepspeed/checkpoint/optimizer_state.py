@@ -16,7 +16,7 @@ from deepspeed.checkpoint.param_groups import NOT_HYPERPARAMETERS, choose_groups
 from deepspeed.checkpoint.plan import FillEntry, ParameterMatch, state_fills
 from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.update.loop import first_state
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
@@ -165,7 +165,7 @@ class OptimizerFiller:
         state: dict[str, Any] = {}
         if flat is not None:
             state = old
-            if master.home is Home.DEVICE:
+            if master.tier is Tier.DEVICE:
                 flat.init_flat_state(group, run.param.data, state)
             else:
                 master.keep_state(run, state, first_state(flat, group, master.flat.dtype))

@@ -95,19 +95,21 @@ def merge_groups(
         schedule: State of the first rank's learning-rate schedule, or None.
     """
     merged = MergedGroups(schedule=schedule)
-    homes: list[tuple[RankGroups, int]] = []  # where each merged group was seen first
+    first_seen: list[tuple[RankGroups, int]] = []  # where each merged group was seen first
     owners: dict[str, int] = {}
     for position, (record, members) in enumerate(ranks):
         taken: set[int] = set()
         for number, names in enumerate(members):
-            first = [number] if number < len(homes) else []
-            fitting = (p for p in (*first, *range(len(homes))) if p not in taken and record.same(number, *homes[p]))
+            first = [number] if number < len(first_seen) else []
+            fitting = (
+                p for p in (*first, *range(len(first_seen))) if p not in taken and record.same(number, *first_seen[p])
+            )
             place = next(fitting, None)
             if place is None:
                 if position and not names:
                     continue
-                place = len(homes)
-                homes.append((record, number))
+                place = len(first_seen)
+                first_seen.append((record, number))
                 merged.groups.append({**record.hyperparameters[number], "params": []})
             taken.add(place)
             for name in names:
@@ -122,7 +124,7 @@ def merge_groups(
     for group in merged.groups:
         group["params"] = list(dict.fromkeys(group["params"]))
     if schedule is not None and len(ranks) > 1:
-        entries = [record.scheduled[number] for record, number in homes]
+        entries = [record.scheduled[number] for record, number in first_seen]
         merged.schedule = _with_lists(
             schedule,
             lambda path, values: [e[path] for e in entries] if entries and all(path in e for e in entries) else values,
@@ -204,13 +206,13 @@ def choose_groups(
         matches: Which of its parameters fills which of the model's.
         group_names: The model's parameter names by param group.
     """
-    home = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     choices = []
     for members in group_names:
         votes: dict[int, int] = {}
         for member in members:
             entry = matches.get(member)
-            index = home.get(entry.saved.name) if entry is not None else None
+            index = group_of.get(entry.saved.name) if entry is not None else None
             if entry is not None and index is not None:
                 votes[index] = votes.get(index, 0) + entry.saved.numel
         chosen = max(votes, key=lambda index: (votes[index], -index)) if votes else None

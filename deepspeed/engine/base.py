@@ -154,7 +154,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             placement=self._parts.placement,
             groups=self._parts.groups,
             buckets=self._runtime.buckets,
-            ledger=self._runtime.ledger,
+            memory_tracker=self._runtime.memory_tracker,
             updater=self._updater,
             driver=self._parts.driver,
             reducer=self._runtime.reducer,
@@ -298,7 +298,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             last_first.callback(self._parts.groups.give_back)
             last_first.callback(self.monitor.close)
             last_first.callback(self._progress.close)
-            last_first.callback(self._parts.homes.close)
+            last_first.callback(self._parts.tiers.close)
             if self._updater is not None:
                 last_first.callback(self._updater.destroy)
             last_first.callback(self._runtime.destroy)

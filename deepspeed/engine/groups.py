@@ -27,7 +27,7 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import CUT, OFFLOADED, ROWS, describe, put_in_group
 from deepspeed.zero.tiling.layout import DATA
 
@@ -244,6 +244,6 @@ def make_groups(
         groups = replace(groups, by_name={**groups.by_name, ROWS: rows})
     groups = with_codecs(groups, root, precision, setup.device, has_warm_up=has_warm_up)
     groups = use_zero_plus_plus(groups, root.zero_optimization)
-    placement = replace(placement, base_home=Home.HOST if OFFLOADED in own else Home.DEVICE)
+    placement = replace(placement, base_tier=Tier.HOST if OFFLOADED in own else Tier.DEVICE)
     refuse_cut_tensors(optimizer, setup.model, groups, placement)
     return groups, placement

@@ -111,7 +111,7 @@ def build_parts(
     driver = driver_of(optimizer) if islands is None else islands.driver_around(driver_of(optimizer))
     driver.refuse(parsed.root, placement)
     groups, placement = make_groups(setup, placement, precision, optimizer, own_groups, has_warm_up=driver.has_warm_up)
-    homes, runtime = place_model(setup, placement, precision, groups, optimizer)
+    tiers, runtime = place_model(setup, placement, precision, groups, optimizer)
     return EngineParts(
         client=client,
         model=client.model,
@@ -120,7 +120,7 @@ def build_parts(
         setup=setup,
         precision=precision,
         placement=placement,
-        homes=homes,
+        tiers=tiers,
         monitor=monitor,
         runtime=runtime,
         torch_optimizer=optimizer,

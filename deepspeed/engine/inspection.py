@@ -12,7 +12,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.storage import Ledger
+from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
@@ -30,7 +30,7 @@ class EngineInspection:
         placement: The row of ZeRO's table.
         groups: The ranks that share parameters, gradients and decisions.
         buckets: Of parameters.
-        ledger: What is held, by kind and home.
+        memory_tracker: What is held, by kind and tier.
         updater: The ZeRO optimizer, or None.
         driver: What updates exchange.
         reducer: The buckets of gradients, and how they are reduced; None where nothing is trained.
@@ -42,7 +42,7 @@ class EngineInspection:
     placement: Placement
     groups: Groups
     buckets: Sequence[Bucket]
-    ledger: Ledger
+    memory_tracker: MemoryTracker
     updater: DeepSpeedZeroOptimizer | None
     driver: UpdateDriver
     reducer: GradientReducer | None

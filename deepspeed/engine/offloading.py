@@ -31,8 +31,8 @@ class EngineOffload:
         """Moves states from the device to the host, at any stage; each rank its own.
 
         Until :meth:`reload_states` whatever needs a moved state raises: forward the parameters, ``step`` everything.
-        Checkpoints can be saved meanwhile. States whose home is the host or a file anyway stay there. Under fp32 the
-        parameters are their own masters and move with ``lp_params``.
+        Checkpoints can be saved meanwhile. States that offload keeps in host memory or in files stay there. Under fp32
+        the parameters are their own masters and move with ``lp_params``.
 
         Args:
             include: Members of ``OffloadStateTypeEnum`` or their names; None is all: ``optim_states`` (optimizer

@@ -19,7 +19,7 @@ from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.ops.onebit.phases import ExchangesMomentum
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -104,7 +104,7 @@ def choose_optimizer(
                 root.optimizer.type,
                 dict(root.optimizer.params),
                 groups,
-                offload=placement.master_home is not Home.DEVICE,
+                offload=placement.master_tier is not Tier.DEVICE,
                 may_be_empty=may_be_empty,
             )
             if groups or may_be_empty
@@ -148,7 +148,7 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
     Raises:
         DeepSpeedConfigError: Says which, and what to change.
     """
-    if placement.master_home is Home.FILE and optimizer is not None and not supports_flat_update(optimizer):
+    if placement.master_tier is Tier.FILE and optimizer is not None and not supports_flat_update(optimizer):
         raise DeepSpeedConfigError(
             f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: files '
             f"pass through memory piece by piece, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
@@ -185,7 +185,7 @@ def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimize
             f"{setting} with zero_optimization.offload_optimizer.super_offload: a second set of masters is kept for "
             "fp32 only. Set one of them to false"
         )
-    if Home.FILE in (placement.master_home, placement.param_home):
+    if Tier.FILE in (placement.master_tier, placement.param_tier):
         raise DeepSpeedConfigError(
             f'{setting} with offload to "nvme": expected masters on the device or in host memory, since pieces in '
             'files are laid out for fp32. Use device "cpu", or fp32 masters'

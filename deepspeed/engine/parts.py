@@ -19,7 +19,7 @@ from deepspeed.engine.islands import IslandTraining
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.offload.homes import OffloadHomes
+from deepspeed.offload.tiers import OffloadTiers
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
@@ -71,7 +71,7 @@ class EngineParts:
     setup: EngineSetup
     precision: PrecisionPolicy
     placement: Placement
-    homes: OffloadHomes
+    tiers: OffloadTiers
     monitor: MonitorMaster
     runtime: ZeroRuntime
     torch_optimizer: torch.optim.Optimizer | None
@@ -101,7 +101,7 @@ class EngineParts:
             placement=self.placement,
             groups=self.groups,
             agreement=self.runtime.agreement,
-            ledger=self.runtime.ledger,
+            ledger=self.runtime.memory_tracker,
             loss_scaler=create_loss_scaler(root, self.precision),
             clip_grad=root.gradient_clipping,
             max_skipped=root.max_consecutive_skipped_steps,
@@ -109,7 +109,7 @@ class EngineParts:
             leave_backward=self.runtime.leave_backward,
             before_update=before_update,
             backward=backward,
-            strategies=self.homes.strategies,
+            strategies=self.tiers.strategies,
             driver=self.driver,
         )
 

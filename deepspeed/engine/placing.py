@@ -14,7 +14,7 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine.optimizers import group_indices, move_to_runs
 from deepspeed.engine.runtime_options import runtime_options
 from deepspeed.engine_feature import EngineSetup
-from deepspeed.offload.homes import OffloadHomes, open_homes
+from deepspeed.offload.tiers import OffloadTiers, open_tiers
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.gather.leaf import mark_configured_leaves
 from deepspeed.zero.group import Groups
@@ -30,7 +30,7 @@ def place_model(
     precision: PrecisionPolicy,
     groups: Groups,
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[OffloadHomes, ZeroRuntime]:
+) -> tuple[OffloadTiers, ZeroRuntime]:
     """Gives parameters, buffers and masters of a model their places. Every rank of the job must call it.
 
     Args:
@@ -48,7 +48,7 @@ def place_model(
     """
     root, model, device = setup.root, setup.model, setup.device
     mark_configured_leaves(model, root.zero_optimization.leaf_module)
-    homes = open_homes(
+    tiers = open_tiers(
         root,
         placement,
         device,
@@ -57,13 +57,13 @@ def place_model(
         state_itemsizes=state_itemsizes(optimizer),
         is_trained=optimizer is not None,
     )
-    options = runtime_options(root, placement, precision, device, optimizer, homes)
+    options = runtime_options(root, placement, precision, device, optimizer, tiers)
     runtime = build_runtime(model, options, groups, group_indices(optimizer))
     precision.cast_buffers(model, device)
     _spread_buffers(model, groups.peers)
     if optimizer is not None:
         move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
-    return homes, runtime
+    return tiers, runtime
 
 
 @torch.no_grad()

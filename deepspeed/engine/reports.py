@@ -13,7 +13,7 @@ from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.batches import Batches
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula
@@ -33,31 +33,33 @@ def memory_rows(
     formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device, placed=runtime.placed)
     states = _states_per_element(optimizer)
     rows = [
-        (StorageKind.COMPUTE, Home.DEVICE, *formula.compute()),
-        (StorageKind.MASTER, Home.DEVICE, *formula.master()),
-        (StorageKind.OPTIMIZER, Home.DEVICE, *formula.optimizer(states)),
-        (StorageKind.GRADIENT_BUCKET, Home.DEVICE, *_kept_buckets(runtime, precision, accumulation_steps)),
-        (StorageKind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
-        (StorageKind.GATHERED, Home.DEVICE, 0, "0 between steps"),
+        (StorageKind.COMPUTE, Tier.DEVICE, *formula.compute()),
+        (StorageKind.MASTER, Tier.DEVICE, *formula.master()),
+        (StorageKind.OPTIMIZER, Tier.DEVICE, *formula.optimizer(states)),
+        (StorageKind.GRADIENT_BUCKET, Tier.DEVICE, *_kept_buckets(runtime, precision, accumulation_steps)),
+        (StorageKind.GRADIENT, Tier.DEVICE, 0, "0 between steps"),
+        (StorageKind.GATHERED, Tier.DEVICE, 0, "0 between steps"),
     ]
     private = [] if optimizer is None else optimizer.driver.private_formula(formula)
     if private:
         text = " + ".join(text for nbytes, text in private if nbytes) or "0"
-        rows.append((StorageKind.PRIVATE, Home.DEVICE, sum(nbytes for nbytes, _ in private), text))
-    for home in runtime.placement.homes[1:]:
-        rows.append((StorageKind.COMPUTE, home, *formula.compute(home)))
-        rows.append((StorageKind.MASTER, home, *formula.master(home)))
-        rows.append((StorageKind.OPTIMIZER, home, *formula.optimizer(states, home)))
-        if home is Home.HOST:
-            rows.append((StorageKind.GRADIENT, home, *_landed(runtime, formula, precision, accumulation_steps)))
-            rows.append((StorageKind.STAGING, home, *_staging(runtime)))
+        rows.append((StorageKind.PRIVATE, Tier.DEVICE, sum(nbytes for nbytes, _ in private), text))
+    for tier in runtime.placement.tiers[1:]:
+        rows.append((StorageKind.COMPUTE, tier, *formula.compute(tier)))
+        rows.append((StorageKind.MASTER, tier, *formula.master(tier)))
+        rows.append((StorageKind.OPTIMIZER, tier, *formula.optimizer(states, tier)))
+        if tier is Tier.HOST:
+            rows.append((StorageKind.GRADIENT, tier, *_landed(runtime, formula, precision, accumulation_steps)))
+            rows.append((StorageKind.STAGING, tier, *_staging(runtime)))
             if optimizer is not None and optimizer.speculation is not None:
-                rows.append((StorageKind.SHADOW, home, *formula.shadow(states)))
-    return [(_named(kind, home), runtime.ledger.live(kind, home), number, text) for kind, home, number, text in rows]
+                rows.append((StorageKind.SHADOW, tier, *formula.shadow(states)))
+    return [
+        (_named(kind, tier), runtime.memory_tracker.live(kind, tier), number, text) for kind, tier, number, text in rows
+    ]
 
 
-def _named(kind: StorageKind, home: Home) -> str:
-    return kind.value if home is Home.DEVICE else f"{kind.value} ({home.value})"
+def _named(kind: StorageKind, tier: Tier) -> str:
+    return kind.value if tier is Tier.DEVICE else f"{kind.value} ({tier.value})"
 
 
 def _landed(
@@ -70,7 +72,7 @@ def _landed(
         accumulation=accumulation_steps > 1,
         reduced=True,
         accumulate_itemsize=precision.accumulate_dtype.itemsize,
-        home=Home.HOST,
+        tier=Tier.HOST,
     )
 
 

@@ -14,7 +14,7 @@ from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.offload.homes import OffloadHomes, placement_of
+from deepspeed.offload.tiers import OffloadTiers, placement_of
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name, has_narrow_masters
 from deepspeed.precision.support import check_device
 from deepspeed.zero.gather.schedule import GatherLimits
@@ -86,7 +86,7 @@ def runtime_options(
     precision: PrecisionPolicy,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None,
-    homes: OffloadHomes,
+    tiers: OffloadTiers,
 ) -> RuntimeOptions:
     """Returns the settings of the runtime for this model and optimizer."""
     zero = root.zero_optimization
@@ -111,9 +111,9 @@ def runtime_options(
         compute_dtype=precision.dtype_for,
         whole_tensors=optimizer is not None and needs_whole_tensors(optimizer, placement, root),
         device=device,
-        param_memories=homes.param_memories,
-        master_memories=homes.master_memories,
-        destination=homes.destination,
+        param_memories=tiers.param_memories,
+        master_memories=tiers.master_memories,
+        destination=tiers.destination,
         state_itemsizes=state_itemsizes(optimizer),
     )
 

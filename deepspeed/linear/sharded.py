@@ -57,5 +57,5 @@ def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterato
             group=bucket.group,
             device=bucket.device,
             dtype=None,
-            home=bucket.shard.device,
+            shard_device=bucket.shard.device,
         )

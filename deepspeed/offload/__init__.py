@@ -1,6 +1,6 @@
 """Keeps shards in host memory or in files, and moves them to the device and back.
 
 ``zero`` decides what lives where (``zero.placement``) and runs one update loop (``zero.update.loop``); this package
-says how each home keeps tensors and moves them. Read ``host``, ``files``, ``file_update``, then ``homes``, which puts
+says how each tier keeps tensors and moves them. Read ``host``, ``files``, ``file_update``, then ``tiers``, which puts
 them together.
 """

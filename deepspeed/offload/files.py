@@ -1,4 +1,4 @@
-"""A file as a home: tensors that are mapped from it, and transfers through page-aligned buffers.
+"""A file as a tier: tensors that are mapped from it, and transfers through page-aligned buffers.
 
 Every tensor made here is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and
 users can read and write it at any time as any other tensor. The hot path does not go through the mapping: it reads and
@@ -30,8 +30,8 @@ from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory
 from deepspeed.offload.streams import CopyHandle, CopyStream
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, Memory, StorageKind, storage_key
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind, storage_key
 
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 """From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
@@ -71,7 +71,7 @@ class FileMemory(Memory):
         up: Stream for copies to the device.
     """
 
-    home = Home.FILE
+    tier = Tier.FILE
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class FileMemory(Memory):
         self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._buffer_nbytes = 0
         self._is_mapped = False  # used through the mappings alone
-        self._ledger: Ledger | None = None
+        self._memory_tracker: MemoryTracker | None = None
 
     @property
     def tensor_device(self) -> torch.device:
@@ -122,21 +122,21 @@ class FileMemory(Memory):
 
     # -- making ------------------------------------------------------------------------------------------------------
 
-    def open(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
+    def open(self, tensors: Sequence[tuple[int, int]], memory_tracker: MemoryTracker) -> None:
         """Creates the file with room for ``tensors`` and the staging buffers; does nothing without tensors.
 
         Args:
             tensors: ``(elements, bytes per element)`` of every tensor to come.
-            ledger: Counts the staging buffers.
+            memory_tracker: Counts the staging buffers.
 
         Raises:
             OffloadError: The folder or file cannot be made, or the disk or the host memory is too small.
         """
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         if tensors:
-            self._create(tensors, ledger)
+            self._create(tensors, memory_tracker)
 
-    def _create(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
+    def _create(self, tensors: Sequence[tuple[int, int]], memory_tracker: MemoryTracker) -> None:
         settings = self._settings
         nbytes = sum(round_to_pages(numel * itemsize) for numel, itemsize in tensors)
         cached, why = settings.cache.choose(nbytes)
@@ -148,10 +148,10 @@ class FileMemory(Memory):
         self._file.grow(nbytes)
         self._reserved = nbytes
         self.staging_bytes = self._buffer_count * self._buffer_nbytes
-        ledger.add(StorageKind.STAGING, Home.HOST, self.staging_bytes)
+        memory_tracker.add(StorageKind.STAGING, Tier.HOST, self.staging_bytes)
         self._free = [page_buffer(self._buffer_nbytes, pin=settings.pin) for _ in range(self._buffer_count)]
         for buffer in self._free:
-            ledger.claim(buffer)
+            memory_tracker.claim(buffer)
         access = "direct access" if self._file.is_direct else "access through the page cache"
         log_dist(
             f"offload: {settings.purpose} in {self._directory.path} ({nbytes:,} bytes on this rank, {access}"
@@ -165,8 +165,8 @@ class FileMemory(Memory):
             return torch.empty(0, dtype=dtype)
         whole = round_to_pages(nbytes)
         if self._file is None:  # nothing was trained before
-            assert self._ledger is not None, "open comes first"
-            self._create([(numel, dtype.itemsize)], self._ledger)
+            assert self._memory_tracker is not None, "open comes first"
+            self._create([(numel, dtype.itemsize)], self._memory_tracker)
         file = self.file
         if self._reserved < whole:
             file.grow(whole - self._reserved)

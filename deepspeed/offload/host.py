@@ -1,4 +1,4 @@
-"""Host memory as a home: shards, gradients that come down, and the update beside the copies.
+"""Host memory as a tier: shards, gradients that come down, and the update beside the copies.
 
 On an accelerator a reduced gradient is copied down while backward still runs. The update of bucket *i* works on host
 memory; its 16-bit result goes up to the device while bucket *i + 1* is updated. Where the model computes on the CPU
@@ -20,8 +20,8 @@ from deepspeed.comm.transports.transport import Work
 from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.gradient.destination import GradientDestination, add_into
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Ledger, Memory, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import FlatBuffer, Memory, MemoryTracker, StorageKind
 from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket
 from deepspeed.zero.update.norm import Squares
@@ -38,7 +38,7 @@ class HostMemory(Memory):
         up: Stream for copies to the device.
     """
 
-    home = Home.HOST
+    tier = Tier.HOST
 
     def __init__(self, device: torch.device, *, pin: bool, up: CopyStream) -> None:
         super().__init__(device)
@@ -109,11 +109,11 @@ class StagingPool:
 class HeldBuffer(FlatBuffer):
     """Host memory of a reduced gradient that is kept from step to step, because locking pages is slow."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, pin: bool, ledger: Ledger) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, *, pin: bool, memory_tracker: MemoryTracker) -> None:
         self.nbytes = numel * dtype.itemsize
-        ledger.add(StorageKind.GRADIENT, Home.HOST, self.nbytes)
+        memory_tracker.add(StorageKind.GRADIENT, Tier.HOST, self.nbytes)
         self.tensor = host_tensor(numel, dtype, pin=pin)
-        ledger.claim(self.tensor)
+        memory_tracker.claim(self.tensor)
         self._storage = self.tensor.untyped_storage()
         self.is_allocated = True
         self.arrival = CopyHandle()
@@ -124,9 +124,9 @@ class HeldBuffer(FlatBuffer):
     def free(self) -> None:
         """Does nothing: the memory is kept."""
 
-    def drop(self, ledger: Ledger) -> None:
+    def drop(self, memory_tracker: MemoryTracker) -> None:
         """Takes it out of the books; the memory goes with the last use."""
-        ledger.add(StorageKind.GRADIENT, Home.HOST, -self.nbytes)
+        memory_tracker.add(StorageKind.GRADIENT, Tier.HOST, -self.nbytes)
 
 
 class HostGradientDestination(GradientDestination):
@@ -134,19 +134,19 @@ class HostGradientDestination(GradientDestination):
 
     Args:
         pool: Staging buffers and stream.
-        ledger: Counts the host memory.
+        memory_tracker: Counts the host memory.
     """
 
-    def __init__(self, pool: StagingPool, ledger: Ledger) -> None:
-        super().__init__(Home.HOST)
+    def __init__(self, pool: StagingPool, memory_tracker: MemoryTracker) -> None:
+        super().__init__(Tier.HOST)
         self._pool = pool
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         self._held: HeldBuffer | None = None
 
     @property
-    def incoming_home(self) -> Home:
+    def incoming_tier(self) -> Tier:
         """Reductions run on the device."""
-        return Home.DEVICE
+        return Tier.DEVICE
 
     @override
     def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
@@ -161,10 +161,10 @@ class HostGradientDestination(GradientDestination):
     def _hold(self, numel: int, dtype: torch.dtype) -> HeldBuffer:
         """Memory for at least ``dtype``; what was held in a narrower one is dropped."""
         if self._held is not None and self._held.tensor.dtype.itemsize < dtype.itemsize:
-            self._held.drop(self._ledger)
+            self._held.drop(self._memory_tracker)
             self._held = None
         if self._held is None:
-            self._held = HeldBuffer(numel, dtype, pin=self._pool.pin, ledger=self._ledger)
+            self._held = HeldBuffer(numel, dtype, pin=self._pool.pin, memory_tracker=self._memory_tracker)
         return self._held
 
     @override
@@ -234,7 +234,7 @@ class HostUpdate(UpdateStrategy):
         if operands.out is None or master.writes_out_in_place:
             return
         copied = CopyHandle()
-        if master.bucket.memory.home is Home.FILE:
+        if master.bucket.memory.tier is Tier.FILE:
             super().store(piece, operands, updated)
         else:
             copied = self._send_up(piece, operands, updated)
@@ -254,7 +254,7 @@ class HostUpdate(UpdateStrategy):
     @override
     def store_whole(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
         master = piece.master
-        if master.writes_out_in_place or master.bucket.memory.home is Home.FILE:
+        if master.writes_out_in_place or master.bucket.memory.tier is Tier.FILE:
             return super().store_whole(piece, operands, updated)
         return self._send_up(piece, operands, updated)
 

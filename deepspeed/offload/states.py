@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import CallOrderError
 from deepspeed.offload.pinned import host_tensor, may_pin
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.runtime import ZeroRuntime
 
 OPTIMIZER_STATES = "optim_states"
@@ -58,7 +58,7 @@ class StateTransfer:
             copy = host_tensor(tensor.numel(), tensor.dtype, pin=pin).view(tensor.shape)
             return copy.copy_(tensor, non_blocking=non_blocking)
 
-        self._move([kind for kind in wanted if kind not in self._runtime.offloaded], to_host, Home.HOST)
+        self._move([kind for kind in wanted if kind not in self._runtime.offloaded], to_host, Tier.HOST)
         self._runtime.offloaded.update(wanted)
 
     def reload(self, *, non_blocking: bool) -> None:
@@ -76,11 +76,11 @@ class StateTransfer:
             with torch.inference_mode(False):
                 return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=non_blocking)
 
-        self._move(list(self._runtime.offloaded), to_device, Home.DEVICE)
+        self._move(list(self._runtime.offloaded), to_device, Tier.DEVICE)
         self._runtime.offloaded.clear()
 
     @torch.no_grad()
-    def _move(self, kinds: list[str], copy: Any, home: Home) -> None:
+    def _move(self, kinds: list[str], copy: Any, tier: Tier) -> None:
         runtime = self._runtime
         runtime.leave_backward("offload_states and reload_states")
         if runtime.reducer is not None:
@@ -89,16 +89,16 @@ class StateTransfer:
             raise CallOrderError("offload_states and reload_states: a forward is running; call them after it")
         runtime.free_gathered()
         # What the device does not have keeps its place, but works on the compute tensors, which may move.
-        masters = [master for master in runtime.masters if master.home is Home.DEVICE]
+        masters = [master for master in runtime.masters if master.tier is Tier.DEVICE]
         if PARAMETERS in kinds:
             for bucket in runtime.buckets:
-                if bucket.memory.home is Home.DEVICE:
-                    bucket.relocate(copy, home)
+                if bucket.memory.tier is Tier.DEVICE:
+                    bucket.relocate(copy, tier)
         for master in runtime.masters:
-            master.relocate(copy if MASTERS in kinds and master.home is Home.DEVICE else None, home)
+            master.relocate(copy if MASTERS in kinds and master.tier is Tier.DEVICE else None, tier)
         if OPTIMIZER_STATES in kinds and self._optimizer is not None:
             for master in masters:
-                master.state_home = home
+                master.state_tier = tier
                 for run in master.runs:
                     state = self._optimizer.state.get(run.param, {})
                     for key, value in state.items():
@@ -106,8 +106,8 @@ class StateTransfer:
                             state[key] = copy(value)
         for gradients in runtime.reducer.buckets if runtime.reducer is not None else ():
             if GRADIENTS in kinds:
-                gradients.sum.relocate(copy, home)
-            if GRADIENT_BUFFERS in kinds and home is Home.HOST:
+                gradients.sum.relocate(copy, tier)
+            if GRADIENT_BUFFERS in kinds and tier is Tier.HOST:
                 gradients.free_idle_buffer()
         if not runtime.host_is_device:
             get_accelerator().synchronize()

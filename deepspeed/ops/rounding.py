@@ -5,7 +5,7 @@ the lower one. So nothing is lost on average, where rounding to the nearest neig
 than half the distance between two.
 
 The random bits of an element follow from the number of the update, the name of its parameter, its place in the
-flattened parameter, and from what is rounded (the master or one of its states). Every stage, number of ranks, home and
+flattened parameter, and from what is rounded (the master or one of its states). Every stage, number of ranks, tier and
 device gives the same bits. They come from a table of one update, which every block of a parameter reads from another
 position on.
 """

@@ -14,7 +14,7 @@ from dataclasses import replace
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 
 _MOST = 1 << 32  # tokens; what fits with more is not limited by memory
 _STEP = 8  # times as long as what was planned, where the lines are not believed yet
@@ -78,15 +78,15 @@ def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
 
 
 class _Lines:
-    """How memory grows with tokens, by rank that was planned, home and moment."""
+    """How memory grows with tokens, by rank that was planned, tier and moment."""
 
     def __init__(self, one: Plan, other: Plan) -> None:
         self._plan = one
         self._lengths = _length(one), _length(other)
         self._tops = [
             {
-                home: [(tops.get(moment, top), top) for moment, top in its.rehearsed.tops[home].items()]
-                for home, tops in mine.rehearsed.tops.items()
+                tier: [(tops.get(moment, top), top) for moment, top in its.rehearsed.tops[tier].items()]
+                for tier, tops in mine.rehearsed.tops.items()
             }
             for mine, its in zip(one.parts, other.parts, strict=True)
         ]
@@ -101,20 +101,20 @@ class _Lines:
 
     def miss(self, plan: Plan) -> float:
         """Returns the largest difference between the lines and a plan, in bytes."""
-        return max(abs(self._most(home, _length(plan)) - most) for home, most in _sums(plan).items())
+        return max(abs(self._most(tier, _length(plan)) - most) for tier, most in _sums(plan).items())
 
     def _would_fit(self, tokens: int) -> bool:
-        on_host = self._most(Home.HOST, tokens) * self._plan.machine.devices_per_node
-        return self._plan.would_fit(int(self._most(Home.DEVICE, tokens)), int(on_host))
+        on_host = self._most(Tier.HOST, tokens) * self._plan.machine.devices_per_node
+        return self._plan.would_fit(int(self._most(Tier.DEVICE, tokens)), int(on_host))
 
-    def _most(self, home: Home, tokens: int) -> float:
+    def _most(self, tier: Tier, tokens: int) -> float:
         first, second = self._lengths
         share = (tokens - first) / (second - first)
-        return max((a + (b - a) * share for part in self._tops for a, b in part[home]), default=0.0)
+        return max((a + (b - a) * share for part in self._tops for a, b in part[tier]), default=0.0)
 
 
-def _sums(plan: Plan) -> dict[Home, int]:
-    return {home: max(part.rehearsed.peaks[home].nbytes for part in plan.parts) for home in (Home.DEVICE, Home.HOST)}
+def _sums(plan: Plan) -> dict[Tier, int]:
+    return {tier: max(part.rehearsed.peaks[tier].nbytes for part in plan.parts) for tier in (Tier.DEVICE, Tier.HOST)}
 
 
 def _length(plan: Plan) -> int:

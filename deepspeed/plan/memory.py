@@ -1,8 +1,8 @@
-"""Counts the memory of one step: what the ledger has in its books, and every other tensor that operations make.
+"""Counts the memory of one step: what the memory tracker counts, and every other tensor that operations make.
 
-:class:`MemoryCount` sees each operation that torch dispatches and each entry of the ledgers. Storage that a ledger
-answers for counts there, under its kind; all other storage that appears counts as *other* (activations, gradients on
-their way to a bucket, scratch) until it dies. It works alike on real tensors and in a rehearsal.
+:class:`MemoryCount` sees each operation that torch dispatches and each entry of the memory trackers. Storage that a
+memory tracker has counts there, under its kind; all other storage that appears counts as *other* (activations,
+gradients on their way to a bucket, scratch) until it dies. It works alike on real tensors and in a rehearsal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, StorageKind, storage_key
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 
 META = torch.device("meta")
 """Where tensors have shapes, dtypes, storages and views, and no values."""
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass
 class Peak:
-    """The highest sum in one home.
+    """The highest sum in one tier.
 
     Attributes:
         nbytes: The sum.
@@ -62,25 +62,25 @@ class _Storage(weakref.ref[Any]):
 
     Attributes:
         key: See ``storage_key``.
-        nbytes: Counted as other; 0 where a ledger answers for it.
-        tracker: Of the home where it is.
+        nbytes: Counted as other; 0 where a memory tracker answers for it.
+        totals: Of the tier where it is.
         pinned: Bytes of locked pages.
     """
 
-    __slots__ = ("tracker", "key", "nbytes", "pinned")
+    __slots__ = ("totals", "key", "nbytes", "pinned")
     key: int
     nbytes: int
-    tracker: _MemoryTracker
+    totals: _TierTotals
     pinned: int
 
 
-class _MemoryTracker:
-    """What is alive in one home, and the most there was, at all and by moment."""
+class _TierTotals:
+    """What is alive in one tier, and the most there was, at all and by moment."""
 
-    __slots__ = ("booked", "home", "kinds", "other", "peak", "tops")
+    __slots__ = ("booked", "tier", "kinds", "other", "peak", "tops")
 
-    def __init__(self, home: Home) -> None:
-        self.home = home
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
         self.kinds: dict[StorageKind, int] = defaultdict(int)
         self.booked = self.other = 0  # sum of kinds; bytes of no kind
         self.peak = Peak()
@@ -106,9 +106,9 @@ class MemoryCount(TorchDispatchMode):
         self._device_type = device_type
         self._alive: dict[int, _Storage] = {}
         self._off_device = 0  # storages that are alive elsewhere
-        self._trackers = {home: _MemoryTracker(home) for home in Home}
-        self._on_device = self._trackers[Home.DEVICE]
-        self._compared = (self._trackers[Home.DEVICE], self._trackers[Home.HOST])
+        self._totals = {tier: _TierTotals(tier) for tier in Tier}
+        self._on_device = self._totals[Tier.DEVICE]
+        self._compared = (self._totals[Tier.DEVICE], self._totals[Tier.HOST])
         self.moment = Moment()
         self._moment_of_last_change = self.moment
         self.pinned = self.most_pinned = 0
@@ -130,13 +130,13 @@ class MemoryCount(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Active as dispatch mode and as the observer of all ledgers."""
-        before, Ledger.observer = Ledger.observer, self
+        """Active as dispatch mode and as the observer of all memory trackers."""
+        before, MemoryTracker.observer = MemoryTracker.observer, self
         try:
             with self:
                 yield
         finally:
-            Ledger.observer = before
+            MemoryTracker.observer = before
 
     @contextmanager
     def overlooking(self) -> Iterator[None]:
@@ -148,53 +148,53 @@ class MemoryCount(TorchDispatchMode):
             self._overlooks = before
 
     @property
-    def peaks(self) -> dict[Home, Peak]:
-        """The highest sum of each home."""
-        return {home: tracker.peak for home, tracker in self._trackers.items()}
+    def peaks(self) -> dict[Tier, Peak]:
+        """The highest sum of each tier."""
+        return {tier: totals.peak for tier, totals in self._totals.items()}
 
     @property
-    def tops(self) -> dict[Home, dict[Moment, int]]:
-        """The highest sum of each home by moment; of device and host."""
-        return {tracker.home: tracker.tops for tracker in self._compared}
+    def tops(self) -> dict[Tier, dict[Moment, int]]:
+        """The highest sum of each tier by moment; of device and host."""
+        return {totals.tier: totals.tops for totals in self._compared}
 
     def reset_peaks(self) -> None:
         """From now on."""
-        for tracker in self._trackers.values():
-            tracker.peak, tracker.tops = Peak(), {}
+        for totals in self._totals.values():
+            totals.peak, totals.tops = Peak(), {}
         self.look()
 
-    def live(self, home: Home) -> int:
+    def live(self, tier: Tier) -> int:
         """Bytes that are alive."""
-        return self._trackers[home].booked + self._trackers[home].other
+        return self._totals[tier].booked + self._totals[tier].other
 
-    def other(self, home: Home) -> int:
+    def other(self, tier: Tier) -> int:
         """Bytes that are alive and of no kind."""
-        return self._trackers[home].other
+        return self._totals[tier].other
 
     def look(self) -> None:
         """Compares what is alive with the peaks.
 
-        It is done before something goes, when an entry of a ledger and the storage that it stands for have both been
-        seen; while more and more comes there is no peak.
+        Called before storage is freed, when the entry of a memory tracker and its storage have both been seen: while
+        memory only grows there is no peak.
         """
         moment = self._moment_of_last_change
-        for tracker in self._compared:
-            total = tracker.booked + tracker.other
-            if total > tracker.tops.get(moment, 0):
-                tracker.tops[moment] = total
-            if total > tracker.peak.nbytes:
-                tracker.peak = Peak(total, dict(tracker.kinds), tracker.other, moment)
+        for totals in self._compared:
+            total = totals.booked + totals.other
+            if total > totals.tops.get(moment, 0):
+                totals.tops[moment] = total
+            if total > totals.peak.nbytes:
+                totals.peak = Peak(total, dict(totals.kinds), totals.other, moment)
 
-    # -- what ledgers say --------------------------------------------------------------------------------------------
+    # -- entries of the memory trackers ------------------------------------------------------------------------------
 
-    def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
+    def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
         if nbytes < 0:
             self.look()
         self._moment_of_last_change = self.moment
-        tracker = self._trackers[home]
-        tracker.kinds[kind] += nbytes
-        tracker.booked += nbytes
+        totals = self._totals[tier]
+        totals.kinds[kind] += nbytes
+        totals.booked += nbytes
 
     def claimed(self, tensor: torch.Tensor) -> None:
         """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
@@ -202,28 +202,28 @@ class MemoryCount(TorchDispatchMode):
         if found is None:
             self._register(tensor.untyped_storage(), self._on_device, 0)
             return
-        found.tracker.other -= found.nbytes
+        found.totals.other -= found.nbytes
         found.nbytes = 0
 
     # -- what operations make ----------------------------------------------------------------------------------------
 
-    def note(self, tensor: torch.Tensor, home: Home, pinned: bool) -> None:
-        """Notes that the storage of ``tensor`` (any shape) is in another home than the device."""
+    def note(self, tensor: torch.Tensor, tier: Tier, pinned: bool) -> None:
+        """Notes that the storage of ``tensor`` (any shape) is in another tier than the device."""
         storage = tensor.untyped_storage()
         found = self._alive.get(storage._cdata) or self._register(storage, self._on_device, 0)
-        found.tracker.other -= found.nbytes
-        self._off_device += (home is not Home.DEVICE) - (found.tracker is not self._on_device)
-        found.tracker = self._trackers[home]
-        found.tracker.other += found.nbytes
+        found.totals.other -= found.nbytes
+        self._off_device += (tier is not Tier.DEVICE) - (found.totals is not self._on_device)
+        found.totals = self._totals[tier]
+        found.totals.other += found.nbytes
         if pinned:
             found.pinned = storage.nbytes()
             self.pinned += found.pinned
             self.most_pinned = max(self.most_pinned, self.pinned)
 
-    def home_of(self, tensor: torch.Tensor) -> Home:
-        """Returns the home of a tensor of any shape."""
+    def tier_of(self, tensor: torch.Tensor) -> Tier:
+        """Returns the tier of a tensor of any shape."""
         found = self._alive.get(storage_key(tensor))
-        return Home.DEVICE if found is None else found.tracker.home
+        return Tier.DEVICE if found is None else found.totals.tier
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
         """Runs one operation.
@@ -241,7 +241,7 @@ class MemoryCount(TorchDispatchMode):
             for tensor in (result,) if type(result) is torch.Tensor else tensors_of(result):
                 if is_new or self._shows_new_storage(tensor, args, kwargs):
                     storage = tensor.untyped_storage()
-                    self._register(storage, self._tracker_of_result(args), storage.nbytes())
+                    self._register(storage, self._totals_of_result(args), storage.nbytes())
         if self._off_device and func is torch.ops.aten.copy_.default:
             self._count_copy(args[0], args[1])
         return result
@@ -252,37 +252,37 @@ class MemoryCount(TorchDispatchMode):
         key = storage_key(tensor)
         return key not in self._alive and not any(_is_over(key, other) for other in tensors_of((args, kwargs)))
 
-    def _tracker_of_result(self, args: tuple[Any, ...]) -> _MemoryTracker:
+    def _totals_of_result(self, args: tuple[Any, ...]) -> _TierTotals:
         if not self._off_device:
             return self._on_device
-        homes = {self.home_of(t) for t in tensors_of(args) if t.dim() and t.layout is torch.strided}
-        return self._trackers[Home.HOST] if homes and Home.DEVICE not in homes else self._on_device
+        tiers = {self.tier_of(t) for t in tensors_of(args) if t.dim() and t.layout is torch.strided}
+        return self._totals[Tier.HOST] if tiers and Tier.DEVICE not in tiers else self._on_device
 
     def _count_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        to, origin = self.home_of(target), self.home_of(source)
+        to, origin = self.tier_of(target), self.tier_of(source)
         nbytes = target.numel() * target.element_size()
-        if origin is Home.DEVICE and to is Home.HOST:
+        if origin is Tier.DEVICE and to is Tier.HOST:
             self.copied_down += nbytes
-        elif origin is Home.HOST and to is Home.DEVICE:
+        elif origin is Tier.HOST and to is Tier.DEVICE:
             self.copied_up += nbytes
 
-    def _register(self, storage: Any, tracker: _MemoryTracker, nbytes: int) -> _Storage:
+    def _register(self, storage: Any, totals: _TierTotals, nbytes: int) -> _Storage:
         made = _Storage(storage, self._died)
-        made.key, made.nbytes, made.tracker, made.pinned = storage._cdata, nbytes, tracker, 0
+        made.key, made.nbytes, made.totals, made.pinned = storage._cdata, nbytes, totals, 0
         self._alive[made.key] = made
-        self._off_device += tracker is not self._on_device
-        tracker.other += nbytes
+        self._off_device += totals is not self._on_device
+        totals.other += nbytes
         self._moment_of_last_change = self.moment
         return made
 
     def _forget(self, storage: _Storage) -> None:
         del self._alive[storage.key]
-        self._off_device -= storage.tracker is not self._on_device
+        self._off_device -= storage.totals is not self._on_device
         self.pinned -= storage.pinned
         if storage.nbytes:
             self.look()
             self._moment_of_last_change = self.moment
-            storage.tracker.other -= storage.nbytes
+            storage.totals.other -= storage.nbytes
 
 
 def _is_over(key: int, tensor: torch.Tensor) -> bool:

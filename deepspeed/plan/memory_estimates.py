@@ -20,7 +20,7 @@ from deepspeed.plan.models import ModelSource
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Request
 from deepspeed.plan.states_only import states_of_layers, states_of_model
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 _GIB = 2**30
@@ -142,9 +142,9 @@ def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: in
     )
     found = plan.rehearsed
     transient = (StorageKind.GATHERED, StorageKind.GRADIENT_BUCKET) if nodes * devices > 1 else (StorageKind.GATHERED,)
-    device = sum(n for (kind, home), n in found.states.items() if home is Home.DEVICE and kind not in transient)
-    host = sum(n for (_, home), n in found.states.items() if home is Home.HOST)
-    return host * devices, device, found.kind_peaks.get((StorageKind.GATHERED, Home.DEVICE), 0)
+    device = sum(n for (kind, tier), n in found.states.items() if tier is Tier.DEVICE and kind not in transient)
+    host = sum(n for (_, tier), n in found.states.items() if tier is Tier.HOST)
+    return host * devices, device, found.kind_peaks.get((StorageKind.GATHERED, Tier.DEVICE), 0)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(

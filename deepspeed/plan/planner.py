@@ -22,7 +22,7 @@ from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import quiet
-from deepspeed.offload.homes import placement_of
+from deepspeed.offload.tiers import placement_of
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.environment import SimulatedPart
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed

@@ -34,7 +34,7 @@ from deepspeed.plan.simulated_stage import SimulatedStage, StageCost
 from deepspeed.plan.step_totals import StepTotals
 from deepspeed.plan.timeline.step_trace import MarkEvent
 from deepspeed.plan.values import Rehearsal
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
@@ -73,7 +73,7 @@ class _SimulatedRun:
         most = _MOST_MICRO_BATCHES if part.stage is None else part.stage.micro_batches
         self._steps = min(part.accumulation_steps, most)
         self._activations = 0
-        self._states: dict[tuple[StorageKind, Home], int] = {}
+        self._states: dict[tuple[StorageKind, Tier], int] = {}
         self._seen = StageCost()  # of a stage
         self._current_module = CurrentModule(self._model, count)
 
@@ -87,7 +87,7 @@ class _SimulatedRun:
         repeated = sum(p.numel() for p in model.parameters() if getattr(p, "ds_pipe_replicated", False))
         engine, inputs = self._ready()
         count.look()
-        init_peak = count.peaks[Home.DEVICE].nbytes
+        init_peak = count.peaks[Tier.DEVICE].nbytes
         try:
             with self._current_module.watched(), self._own_errors_named():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
@@ -96,7 +96,7 @@ class _SimulatedRun:
                 inspected = engine.inspect()
                 if inspected.updater is not None:
                     inspected.updater.count_state()
-                inspected.ledger.reset_peak()
+                inspected.memory_tracker.reset_peak()
                 count.reset_peaks()
                 self._activations = 0
                 with count.trace.recording():
@@ -115,8 +115,8 @@ class _SimulatedRun:
     def _found(
         self, engine: EngineInspection, parameters: int, trained: int, init_peak: int, flows: list[StepTotals]
     ) -> Rehearsed:
-        count, ledger = self._count, engine.ledger
-        kinds = {(kind, home): ledger.peak(kind, home) for kind in StorageKind for home in Home}
+        count, memory_tracker = self._count, engine.memory_tracker
+        kinds = {(kind, tier): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         return Rehearsed(
             parameters=parameters,
             trained=trained,
@@ -233,7 +233,7 @@ class _SimulatedRun:
             stage,
             inputs,
             flow=self._flow,
-            held=lambda: self._count.other(Home.DEVICE),
+            held=lambda: self._count.other(Tier.DEVICE),
             enter=self._current_module.enter,
             after_backward=lambda: self._note_states(engine),
             mark=self._count.trace.add,
@@ -248,14 +248,14 @@ class _SimulatedRun:
         return step
 
     def _forward(self, engine: Any, inputs: Inputs) -> torch.Tensor:
-        held = self._count.other(Home.DEVICE)
+        held = self._count.other(Tier.DEVICE)
         loss = loss_of(engine(*inputs[0], **inputs[1]))  # and nothing keeps the rest, such as logits
-        self._activations = max(self._activations, self._count.other(Home.DEVICE) - held)
+        self._activations = max(self._activations, self._count.other(Tier.DEVICE) - held)
         return loss
 
     def _note_states(self, engine: Any) -> None:
-        ledger = engine.inspect().ledger
-        self._states = {(kind, home): ledger.live(kind, home) for kind in StorageKind for home in Home}
+        memory_tracker = engine.inspect().memory_tracker
+        self._states = {(kind, tier): memory_tracker.live(kind, tier) for kind in StorageKind for tier in Tier}
 
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[StepTotals]:
         """Micro-batches up to an update; returns what each moved, up to the end of its step."""

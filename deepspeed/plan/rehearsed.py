@@ -10,7 +10,7 @@ from deepspeed.plan.codes import PlannedSum
 from deepspeed.plan.memory import Moment, Peak
 from deepspeed.plan.step_totals import StepTotals
 from deepspeed.plan.timeline.step_trace import TraceEvent
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 
@@ -22,10 +22,10 @@ class Rehearsed:
         parameters: Elements of the model's parameters, experts of all ranks included.
         trained: Of those, the trained ones.
         repeated: Of those, the ones that an earlier stage has too.
-        peaks: By home, the highest sum of everything and what it was made of.
-        tops: By home, device and host, the highest sum at each moment.
-        kind_peaks: Most bytes of each kind, by home.
-        states: Bytes of each kind, by home, between backward and update.
+        peaks: By tier, the highest sum of everything and what it was made of.
+        tops: By tier, device and host, the highest sum at each moment.
+        kind_peaks: Most bytes of each kind, by tier.
+        states: Bytes of each kind, by tier, between backward and update.
         activations: Bytes that forward keeps for backward; of a stage, the most of its chunks.
         pinned: Most bytes of locked host memory.
         file_bytes: Size of the rank's files.
@@ -45,10 +45,10 @@ class Rehearsed:
 
     parameters: int
     trained: int
-    peaks: dict[Home, Peak]
-    tops: dict[Home, dict[Moment, int]]
-    kind_peaks: dict[tuple[StorageKind, Home], int]
-    states: dict[tuple[StorageKind, Home], int]
+    peaks: dict[Tier, Peak]
+    tops: dict[Tier, dict[Moment, int]]
+    kind_peaks: dict[tuple[StorageKind, Tier], int]
+    states: dict[tuple[StorageKind, Tier], int]
     activations: int
     pinned: int
     file_bytes: int

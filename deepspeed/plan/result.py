@@ -23,7 +23,7 @@ from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.timeline.timed_step import TimedStep, time_pipeline, time_step
 from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 
 MUCH_IDLE = 0.25
 """Waiting over computing from which a pipeline is advised to take more micro-batches."""
@@ -116,7 +116,7 @@ class Plan:
     @cached_property
     def heaviest(self) -> PlannedPart:
         """The rank that needs most memory on its device; the first of equal ones."""
-        return max(self.parts, key=lambda part: part.rehearsed.peaks[Home.DEVICE].nbytes)
+        return max(self.parts, key=lambda part: part.rehearsed.peaks[Tier.DEVICE].nbytes)
 
     @property
     def rank(self) -> int:
@@ -153,12 +153,12 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Highest sum on one device during a step."""
-        return self.rehearsed.peaks[Home.DEVICE].nbytes
+        return self.rehearsed.peaks[Tier.DEVICE].nbytes
 
     @property
     def host_bytes(self) -> int:
         """Highest sum in host memory of a node during a step, if all its ranks were of the kind that needs most."""
-        most = max(part.rehearsed.peaks[Home.HOST].nbytes for part in self.parts)
+        most = max(part.rehearsed.peaks[Tier.HOST].nbytes for part in self.parts)
         return most * self.machine.devices_per_node
 
     @property
@@ -331,16 +331,16 @@ class Plan:
             "nvme_bytes_per_node": self.nvme_bytes,
             "pinned_bytes": found.pinned,
             "peak": {
-                home.value: {
+                tier.value: {
                     "bytes": peak.nbytes,
                     "moment": str(peak.moment),
                     "kinds": {kind.value: nbytes for kind, nbytes in peak.kinds.items() if nbytes},
                     "activations and temporary tensors": peak.other,
                 }
-                for home, peak in found.peaks.items()
+                for tier, peak in found.peaks.items()
                 if peak.nbytes
             },
-            "kinds": {f"{kind.value} ({home.value})": nbytes for (kind, home), nbytes in found.kind_peaks.items()},
+            "kinds": {f"{kind.value} ({tier.value})": nbytes for (kind, tier), nbytes in found.kind_peaks.items()},
             "activations": {"with checkpointing" if on else "without": n for on, n in self.activations.items()},
             "initialize_bytes": found.init_peak,
             "collectives": {
@@ -396,7 +396,7 @@ class Plan:
                 "micro_batches_in_flight": part.in_flight[stage],
                 "activations_in_flight": self.activations_in_flight(part, stage),
                 "planned_rank": part.kind.rank if part.kind.stage == stage else None,
-                "device_bytes": part.rehearsed.peaks[Home.DEVICE].nbytes if part.kind.stage == stage else None,
+                "device_bytes": part.rehearsed.peaks[Tier.DEVICE].nbytes if part.kind.stage == stage else None,
             }
             for part in self.parts
             for stage, layers in part.layers.items()

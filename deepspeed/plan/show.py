@@ -15,7 +15,7 @@ from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.pipeline import idle_shares
 from deepspeed.plan.prediction.step_times import StepTimes
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 if TYPE_CHECKING:  # a plan shows itself with this module
@@ -32,7 +32,7 @@ _ORDER = (
     StorageKind.STAGING,
     StorageKind.PRIVATE,
 )
-_HOMES = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
+_TIERS = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.FILE: "files"}
 
 
 def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
@@ -102,16 +102,16 @@ def _memory(plan: Plan) -> Table:
     table = Table(title="Memory of one rank in a step", title_justify="left")
     for heading in ("", "where", "most of it", "when the sum is highest"):
         table.add_column(heading, justify="left" if heading in ("", "where") else "right")
-    for home in (Home.DEVICE, Home.HOST, Home.FILE):
-        peak = found.peaks.get(home)
+    for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE):
+        peak = found.peaks.get(tier)
         rows = 0
         for kind in _ORDER:
-            most = found.kind_peaks.get((kind, home), 0)
+            most = found.kind_peaks.get((kind, tier), 0)
             if most:
                 rows += 1
-                then = "" if home is Home.FILE or peak is None else in_words(peak.kinds.get(kind, 0))
-                table.add_row(kind.value, _HOMES[home], in_words(most), then)
-        if home is Home.DEVICE and peak is not None:
+                then = "" if tier is Tier.FILE or peak is None else in_words(peak.kinds.get(kind, 0))
+                table.add_row(kind.value, _TIERS[tier], in_words(most), then)
+        if tier is Tier.DEVICE and peak is not None:
             for checkpointed, nbytes in sorted(plan.activations.items()):
                 note = "with" if checkpointed else "without"
                 mine = checkpointed == plan.request.checkpointing
@@ -123,18 +123,18 @@ def _memory(plan: Plan) -> Table:
                 )
             table.add_row("activations and temporary tensors", "device", "", in_words(peak.other))
             table.add_row("sum", "device", "", in_words(peak.nbytes), style="bold")
-        elif home is Home.HOST and peak is not None and peak.nbytes:
+        elif tier is Tier.HOST and peak is not None and peak.nbytes:
             if peak.other:
                 table.add_row("further buffers", "host", "", in_words(peak.other))
             table.add_row("sum", "host", "", in_words(peak.nbytes), style="bold")
             if found.pinned:
                 table.add_row("of it page-locked", "host", in_words(found.pinned), "")
-        elif home is Home.FILE and found.file_bytes:
+        elif tier is Tier.FILE and found.file_bytes:
             table.add_row("sum", "files", in_words(found.file_bytes), "", style="bold")
-        if rows and home is not Home.FILE:
+        if rows and tier is not Tier.FILE:
             table.add_section()
     table.caption = (
-        f"Highest on the device: {found.peaks[Home.DEVICE].moment}. A device offers {in_words(machine.device_memory)}, "
+        f"Highest on the device: {found.peaks[Tier.DEVICE].moment}. A device offers {in_words(machine.device_memory)}, "
         f"of which {machine.headroom:.0%} stay with the driver."
     )
     table.caption_justify = "left"
@@ -158,7 +158,7 @@ def _stages(plan: Plan) -> Table | None:
             f"{found.parameters:,}",
             f"{part.in_flight[stage]}",
             in_words(plan.activations_in_flight(part, stage)),
-            in_words(found.peaks[Home.DEVICE].nbytes) if part.kind.stage == stage else "less",
+            in_words(found.peaks[Tier.DEVICE].nbytes) if part.kind.stage == stage else "less",
         )
     shares = idle_shares(pipeline.stages, plan.accumulation_steps)
     table.caption = (
@@ -271,7 +271,7 @@ def _verdict(plan: Plan) -> Text:
     else:
         lines.append(
             f"Device: DOES NOT FIT, {in_words(-left)} are missing ({in_words(plan.device_bytes)} needed during "
-            f"{plan.rehearsed.peaks[Home.DEVICE].moment}, {in_words(machine.usable)} usable)."
+            f"{plan.rehearsed.peaks[Tier.DEVICE].moment}, {in_words(machine.usable)} usable)."
         )
     if plan.host_bytes or machine.host_memory is not None:
         offered = f" of {in_words(machine.host_memory)}" if machine.host_memory is not None else ""

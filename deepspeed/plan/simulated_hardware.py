@@ -21,10 +21,10 @@ from deepspeed.offload.pinned import HostMemorySource
 from deepspeed.offload.run_directory import RunDirectory
 from deepspeed.plan.autocasting import SimulatedAutocast
 from deepspeed.plan.memory import META
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 
-Note = Callable[[torch.Tensor, Home, bool], None]
-"""Told of memory that no device allocator hands out: the tensor, its home, whether its pages are locked."""
+Note = Callable[[torch.Tensor, Tier, bool], None]
+"""Told of memory that no device allocator hands out: the tensor, its tier, whether its pages are locked."""
 
 
 class SimulatedDevice(CPUAccelerator):
@@ -73,7 +73,7 @@ class SimulatedHostMemory(HostMemorySource):
 
     Args:
         is_device: The model computes in host memory.
-        note: Called with each tensor of host memory, its home, and whether its pages are locked.
+        note: Called with each tensor of host memory, its tier, and whether its pages are locked.
     """
 
     def __init__(self, *, is_device: bool, note: Note) -> None:
@@ -88,13 +88,13 @@ class SimulatedHostMemory(HostMemorySource):
     @override
     def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8, device=META)
-        self._note(made, Home.HOST, pin)
+        self._note(made, Tier.HOST, pin)
         return made
 
     @override
     def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(numel, dtype=dtype, device=META)
-        self._note(made, Home.HOST, False)
+        self._note(made, Tier.HOST, False)
         return made
 
 
@@ -125,7 +125,7 @@ class _SimulatedFile:
     def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns ``numel`` elements at ``offset`` as a tensor over the file itself."""
         made = torch.empty(numel, dtype=dtype, device=META)
-        self._disk.note(made, Home.FILE, False)
+        self._disk.note(made, Tier.FILE, False)
         return made
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:

@@ -188,7 +188,7 @@ class SimulatedStage:
         stage: What it is.
         items: Inputs and labels of a micro-batch.
         flow: What has passed so far.
-        held: Bytes on the device that no ledger answers for.
+        held: Bytes on the device that no memory tracker answers for.
         enter: Called with the phase that begins.
         after_backward: Called after each computation of gradients.
         mark: Called when a computation begins, and when it is over (``other``).

@@ -19,7 +19,7 @@ from deepspeed.plan.known_shapes import KnownShapes
 from deepspeed.plan.memory import MemoryCount, tensors_of
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind, cost_of, cost_of_lists
 from deepspeed.plan.timeline.step_trace import CopyEvent, HostWaitEvent, OperationEvent, StepRecording
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 
 aten = torch.ops.aten
 _MOST_READ = 1 << 20  # elements that a program may copy to the host without values of its own
@@ -47,7 +47,7 @@ class Rehearsal(MemoryCount):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Active as a mode of torch, and as the observer of all ledgers."""
+        """Active as a mode of torch, and as the observer of all memory trackers."""
         with super().counting(), _kernels_of(self._kind):
             yield
 
@@ -73,7 +73,7 @@ class Rehearsal(MemoryCount):
         if not self._off_device or self._kind == "cpu":
             return False
         first = next((t for t in tensors_of(args) if t.dim() and t.layout is torch.strided), None)
-        return first is not None and self.home_of(first) is not Home.DEVICE
+        return first is not None and self.tier_of(first) is not Tier.DEVICE
 
     @override
     def _count_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

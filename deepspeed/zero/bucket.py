@@ -34,8 +34,8 @@ from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.gather.gather_count import GatherCount
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Ledger, LoanedBuffer, Memory, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import FlatBuffer, LoanedBuffer, Memory, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Bucket(BucketBase):
         device: torch.device,
         group: BucketGroup,
         is_sharded: bool,
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
         memory: Memory,
     ) -> None:
         super().__init__(group)
@@ -79,7 +79,7 @@ class Bucket(BucketBase):
         self.dtype = dtype
         self.device = device
         self.memory = memory
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         self.is_sharded = self.is_partitioned = is_sharded
         self.users = 0
         self.live_handles = 0
@@ -93,9 +93,9 @@ class Bucket(BucketBase):
         self._read: Work = DoneWork()
         self._gathers = self._publishes = 0
         if is_sharded:
-            ledger.add(StorageKind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
+            memory_tracker.add(StorageKind.COMPUTE, memory.tier, layout.slice_numel * dtype.itemsize)
             self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
-            ledger.claim(self.shard)
+            memory_tracker.claim(self.shard)
         if is_sharded and memory.lends and self.transport.size == 1:
             self.full: FlatBuffer = LoanedBuffer(self.shard)
         else:
@@ -104,7 +104,7 @@ class Bucket(BucketBase):
                 dtype,
                 device,
                 kind=StorageKind.GATHERED if is_sharded else StorageKind.COMPUTE,
-                ledger=ledger,
+                memory_tracker=memory_tracker,
                 allocate=not is_sharded,
             )
         self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
@@ -320,20 +320,20 @@ class Bucket(BucketBase):
         if self.users == 0 and not self.is_kept and self.is_sharded and self.state is State.FULL:
             self.reshard()
 
-    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
         """Moves what is kept between uses to other memory; the parameters of a resident bucket move along.
 
         Args:
             copy: Makes the copy of a 1-D tensor there.
-            home: Where it goes, for the ledger.
+            tier: Where it goes, for the memory tracker.
         """
         if self.is_sharded:
             nbytes = self.shard.numel() * self.shard.element_size()
-            self._ledger.add(StorageKind.COMPUTE, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
-            self._ledger.add(StorageKind.COMPUTE, home, nbytes)
+            self._memory_tracker.add(StorageKind.COMPUTE, Tier.DEVICE if tier is Tier.HOST else Tier.HOST, -nbytes)
+            self._memory_tracker.add(StorageKind.COMPUTE, tier, nbytes)
             self.shard = copy(self.shard)
             return
-        old, self.full = self.full, FlatBuffer.holding(copy(self.full.tensor), self.full, home)
+        old, self.full = self.full, FlatBuffer.holding(copy(self.full.tensor), self.full, tier)
         self._views = self.full.views(self.layout.starts, [tile.shape for tile in self.layout.tiles])
         for parameter, view in zip(self.params, self._views, strict=True):
             parameter.data = view

@@ -26,7 +26,7 @@ from deepspeed.zero.gather.units import Unit
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.storage import Ledger
+from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.formula import MemoryFormula
@@ -45,7 +45,7 @@ class ModelStates:
         buckets: In model order.
         masters: One per bucket that is trained; those that were unfrozen later come last.
         param_names: Parameter to qualified name.
-        ledger: Books of the memory.
+        memory_tracker: Books of the memory.
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
@@ -63,7 +63,7 @@ class ModelStates:
         groups: Groups,
         param_groups: Mapping[int, int],
     ) -> None:
-        self.ledger = Ledger()
+        self.memory_tracker = MemoryTracker()
         self._options = options
         self._groups = groups
         self._group_names = {
@@ -101,10 +101,10 @@ class ModelStates:
         formula = MemoryFormula(self.layout, options.placement, host_is_device=options.host_is_device)
         failure: OffloadError | None = None
         try:
-            for home, memory in options.param_memories.items():
-                memory.open(formula.compute_tensors(home), self.ledger)
-            for home, memory in options.master_memories.items():
-                memory.open(formula.master_tensors(options.state_itemsizes, home), self.ledger)
+            for tier, memory in options.param_memories.items():
+                memory.open(formula.compute_tensors(tier), self.memory_tracker)
+            for tier, memory in options.master_memories.items():
+                memory.open(formula.master_tensors(options.state_itemsizes, tier), self.memory_tracker)
         except OffloadError as error:
             failure = error
         failed = self._groups.job.gather_small(
@@ -128,8 +128,8 @@ class ModelStates:
                 device=self._options.device,
                 group=self._groups[layout.group],
                 is_sharded=placed.is_sharded,
-                ledger=self.ledger,
-                memory=self._options.param_memories[placed.param_home],
+                memory_tracker=self.memory_tracker,
+                memory=self._options.param_memories[placed.param_tier],
             )
             was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
             self._fill(bucket)
@@ -170,9 +170,9 @@ class ModelStates:
             bucket,
             is_sharded=self._options.placement.shard_master and bucket.group.size > 1,
             original=original,
-            ledger=self.ledger,
+            memory_tracker=self.memory_tracker,
             whole_tensors=self._options.whole_tensors,
-            memory=self._options.master_memories[self.placed[bucket.index].master_home],
+            memory=self._options.master_memories[self.placed[bucket.index].master_tier],
             is_narrow=self._options.placement.narrow_masters,
         )
         self.masters.append(master)
@@ -214,7 +214,7 @@ class ModelStates:
 
     def destination(self, bucket: Bucket) -> GradientDestination:
         """Returns what brings the reduced gradients of a bucket to where the update reads them."""
-        return self._options.destination(self.placed[bucket.index].gradient_home, self.ledger)
+        return self._options.destination(self.placed[bucket.index].gradient_tier, self.memory_tracker)
 
     @property
     def staging_bytes(self) -> int:

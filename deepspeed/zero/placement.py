@@ -13,9 +13,9 @@ A fourth column, *private*, is there only where gradients travel in fewer bits t
 the error that a rank keeps of what it has sent. It is as long as the whole at every stage, different on every rank, and
 never compared or gathered. Checkpoints keep it for runs of the same size.
 
-Offload chooses another home for what is sharded: masters, optimizer state and reduced gradients (``master_home``), at
-stage 3 also the compute parameters (``param_home``), and at every stage the frozen ones that are described so
-(``base_home``). Code asks the placement, never the stage number or the config.
+Offload chooses another tier for what is sharded: masters, optimizer state and reduced gradients (``master_tier``), at
+stage 3 also the compute parameters (``param_tier``), and at every stage the frozen ones that are described so
+(``base_tier``). Code asks the placement, never the stage number or the config.
 
 "Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
 then hold the same (``comm.job.grid``), and stage 3 has two more rows:
@@ -40,7 +40,7 @@ from deepspeed.zero.tiling.describe import OFFLOADED, SHARED
 from deepspeed.zero.tiling.layout import ModelLayout
 
 
-class Home(Enum):
+class Tier(Enum):
     """The memory that holds a tensor."""
 
     DEVICE = "device"
@@ -56,19 +56,19 @@ class BucketPlacement:
 
     Attributes:
         is_sharded: The full compute parameters exist only while they are used.
-        param_home: Memory of the compute parameters between uses.
-        master_home: Memory of master and optimizer state.
-        gradient_home: Memory of the reduced gradient.
+        param_tier: Memory of the compute parameters between uses.
+        master_tier: Memory of master and optimizer state.
+        gradient_tier: Memory of the reduced gradient.
     """
 
     is_sharded: bool
-    param_home: Home
-    master_home: Home
+    param_tier: Tier
+    master_tier: Tier
 
     @property
-    def gradient_home(self) -> Home:
+    def gradient_tier(self) -> Tier:
         """Gradients are read by the update only, which runs on the host unless the masters are on the device."""
-        return Home.DEVICE if self.master_home is Home.DEVICE else Home.HOST
+        return Tier.DEVICE if self.master_tier is Tier.DEVICE else Tier.HOST
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Placement:
         shard_params: Each rank keeps only its slice of the compute parameters between uses.
         shard_gradients: Each micro-batch's gradients are reduced to the owner at once.
         shard_master: Each rank keeps only its slice of the fp32 masters and of the optimizer state.
-        param_home: Memory of the compute shards.
-        base_home: Memory of the shards of frozen parameters in the group ``describe.OFFLOADED``.
-        master_home: Memory of masters, optimizer state and (unless on the device) reduced gradients.
-        offloaded_share: Share of the trained elements whose master is in ``master_home``; the rest is on the device.
+        param_tier: Memory of the compute shards.
+        base_tier: Memory of the shards of frozen parameters in the group ``describe.OFFLOADED``.
+        master_tier: Memory of masters, optimizer state and (unless on the device) reduced gradients.
+        offloaded_share: Share of the trained elements whose master is in ``master_tier``; the rest is on the device.
         max_host_params: Elements of compute shards that stay in host memory before files are used.
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
@@ -97,14 +97,14 @@ class Placement:
     shard_params: bool
     shard_gradients: bool
     shard_master: bool
-    param_home: Home = Home.DEVICE
-    master_home: Home = Home.DEVICE
+    param_tier: Tier = Tier.DEVICE
+    master_tier: Tier = Tier.DEVICE
     offloaded_share: float = 1.0
     max_host_params: int = 0
     shard_ranks: int | None = None
     spread_master: bool = False
     speculates: bool = False
-    base_home: Home = Home.DEVICE
+    base_tier: Tier = Tier.DEVICE
     narrow_masters: bool = False
     narrow_states: bool = False
 
@@ -113,20 +113,20 @@ class Placement:
         cls,
         stage: int,
         *,
-        param_home: Home = Home.DEVICE,
-        master_home: Home = Home.DEVICE,
+        param_tier: Tier = Tier.DEVICE,
+        master_tier: Tier = Tier.DEVICE,
         offloaded_share: float = 1.0,
         max_host_params: int = 0,
         shard_ranks: int | None = None,
         spread_master: bool = False,
         speculates: bool = False,
     ) -> Placement:
-        """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards.
+        """Returns the row of the table for ``stage`` (0, 1, 2 or 3), with other tiers for what that stage shards.
 
         Args:
             stage: ZeRO stage.
-            param_home: See the class; stage 3 only.
-            master_home: See the class; from stage 1 on.
+            param_tier: See the class; stage 3 only.
+            master_tier: See the class; from stage 1 on.
             offloaded_share: See the class.
             max_host_params: See the class.
             shard_ranks: See the class; stage 3 only.
@@ -138,22 +138,22 @@ class Placement:
             shard_params=stage >= 3,
             shard_gradients=stage >= 2,
             shard_master=stage >= 1,
-            param_home=param_home if stage >= 3 else Home.DEVICE,
-            master_home=master_home if stage >= 1 else Home.DEVICE,
+            param_tier=param_tier if stage >= 3 else Tier.DEVICE,
+            master_tier=master_tier if stage >= 1 else Tier.DEVICE,
             offloaded_share=offloaded_share,
             max_host_params=max_host_params,
             shard_ranks=shard_ranks if stage >= 3 else None,
             spread_master=spread_master and stage >= 3 and shard_ranks is not None,
-            speculates=speculates and stage >= 1 and master_home is Home.HOST,
+            speculates=speculates and stage >= 1 and master_tier is Tier.HOST,
         )
 
     @property
-    def homes(self) -> tuple[Home, ...]:
-        """Every home in use, the device first."""
-        used = {Home.DEVICE, self.param_home, self.base_home, self.master_home}
-        if used != {Home.DEVICE}:
-            used.add(Home.HOST)
-        return tuple(home for home in Home if home in used)
+    def tiers(self) -> tuple[Tier, ...]:
+        """Every tier in use, the device first."""
+        used = {Tier.DEVICE, self.param_tier, self.base_tier, self.master_tier}
+        if used != {Tier.DEVICE}:
+            used.add(Tier.HOST)
+        return tuple(tier for tier in Tier if tier in used)
 
     def of_buckets(self, layout: ModelLayout) -> tuple[BucketPlacement, ...]:
         """Returns the placement of each bucket.
@@ -167,20 +167,20 @@ class Placement:
         trained = sum(bucket.numel for bucket in layout.buckets if bucket.trainable)
         moved = host = 0
         for bucket in layout.buckets:
-            master_home = Home.DEVICE
+            master_tier = Tier.DEVICE
             if bucket.trainable:
                 if moved < self.offloaded_share * trained:
-                    master_home = self.master_home
+                    master_tier = self.master_tier
                 moved += bucket.numel
             is_base = bucket.group in (SHARED, OFFLOADED) and not bucket.trainable
-            home = self.base_home if is_base and bucket.group == OFFLOADED else self.param_home
+            tier = self.base_tier if is_base and bucket.group == OFFLOADED else self.param_tier
             wanted = self.shard_params and bucket.index not in layout.persistent
-            is_sharded = (bucket.num_slices > 1 or home is not Home.DEVICE) and (wanted or is_base)
-            param_home = home if is_sharded else Home.DEVICE
-            if param_home is Home.FILE and host + bucket.slice_numel <= self.max_host_params:
-                param_home = Home.HOST
+            is_sharded = (bucket.num_slices > 1 or tier is not Tier.DEVICE) and (wanted or is_base)
+            param_tier = tier if is_sharded else Tier.DEVICE
+            if param_tier is Tier.FILE and host + bucket.slice_numel <= self.max_host_params:
+                param_tier = Tier.HOST
                 host += bucket.slice_numel
-            placed.append(BucketPlacement(is_sharded, param_home, master_home))
+            placed.append(BucketPlacement(is_sharded, param_tier, master_tier))
         return tuple(placed)
 
     def of_unfrozen(
@@ -199,6 +199,6 @@ class Placement:
         for bucket, at in zip(layout.buckets, placed, strict=True):
             if bucket.trainable:
                 trained += bucket.numel
-                moved += bucket.numel if at.master_home is not Home.DEVICE else 0
-        home = self.master_home if moved < self.offloaded_share * trained else Home.DEVICE
-        return (*placed[:index], replace(placed[index], master_home=home), *placed[index + 1 :])
+                moved += bucket.numel if at.master_tier is not Tier.DEVICE else 0
+        tier = self.master_tier if moved < self.offloaded_share * trained else Tier.DEVICE
+        return (*placed[:index], replace(placed[index], master_tier=tier), *placed[index + 1 :])

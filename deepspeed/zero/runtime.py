@@ -131,7 +131,7 @@ class ZeroRuntime:
         states: Where every parameter and every master lies.
         buckets: In model order.
         masters: One per trainable bucket, in the same order as ``reducer.buckets``.
-        ledger: Books of the memory.
+        memory_tracker: Counts the bytes that are allocated.
         agreement: On the order of gathers.
         schedule: When buckets are gathered.
         hooks: Tell when modules run.
@@ -166,7 +166,7 @@ class ZeroRuntime:
         self.states = states
         self.buckets = states.buckets
         self.masters = states.masters
-        self.ledger = states.ledger
+        self.memory_tracker = states.memory_tracker
         self.param_names = states.param_names
         self.agreement = agreement
         self.schedule = schedule
@@ -516,7 +516,7 @@ def _make_reducer(
         [master.bucket for master in states.masters],
         policy,
         groups.peers,
-        states.ledger,
+        states.memory_tracker,
         [states.destination(master.bucket) for master in states.masters],
         on_packed=hooks.gradients_arrived,
         on_stray=backward_tracker.seen,

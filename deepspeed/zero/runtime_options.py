@@ -11,8 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
-from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.storage import Ledger, Memory
+from deepspeed.zero.placement import Placement, Tier
+from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits
 
 
@@ -29,9 +29,9 @@ class RuntimeOptions:
         compute_dtype: Dtype of a parameter, by name and parameter.
         whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
         device: Where the model computes.
-        param_memories: Where compute shards are kept, for every home in use.
-        master_memories: Where masters and optimizer states are kept, for every home in use.
-        destination: Makes what brings the reduced gradients of one bucket to their home.
+        param_memories: Where compute shards are kept, for every tier in use.
+        master_memories: Where masters and optimizer states are kept, for every tier in use.
+        destination: Makes what brings the reduced gradients of one bucket to their tier.
         serves_branches: Ranks may gather other parameters than the others do.
         state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
             element.
@@ -45,9 +45,9 @@ class RuntimeOptions:
     compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
     whole_tensors: bool
     device: torch.device
-    param_memories: Mapping[Home, Memory]
-    master_memories: Mapping[Home, Memory]
-    destination: Callable[[Home, Ledger], GradientDestination]
+    param_memories: Mapping[Tier, Memory]
+    master_memories: Mapping[Tier, Memory]
+    destination: Callable[[Tier, MemoryTracker], GradientDestination]
     serves_branches: bool = False
     state_itemsizes: tuple[int, ...] = ()
 

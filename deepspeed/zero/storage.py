@@ -1,4 +1,4 @@
-"""Flat buffers whose memory comes and goes, and the ledger that counts it.
+"""Flat buffers whose memory comes and goes, and the memory tracker that counts it.
 
 Freeing is ``untyped_storage().resize_(0)`` and growing is resizing back, so that the views cut once from a buffer stay
 valid objects for the life of the model: a gather writes the parameters in place. Torch does not guard a freed storage
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from deepspeed.comm.transports.transport import DoneWork, Work
 from deepspeed.torch_private import storage_references
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 
 
 class StorageKind(Enum):
@@ -39,57 +39,57 @@ class StorageKind(Enum):
     __hash__ = object.__hash__  # Enum's own runs in Python, and the books are written for every bucket that moves
 
 
-class LedgerObserver(Protocol):
-    """Follows the books of every ledger as they are written, beside counts of its own."""
+class MemoryObserver(Protocol):
+    """Follows the books of every memory tracker as they are written, beside counts of its own."""
 
-    def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
+    def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
 
     def claimed(self, tensor: torch.Tensor) -> None:
         """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
 
 
-class Ledger:
-    """Bytes alive and their peak, by kind and home. One per ZeRO instance.
+class MemoryTracker:
+    """Bytes alive and their peak, by kind and tier. One per ZeRO instance.
 
     Attributes:
         observer: Called with every entry, or None.
     """
 
-    observer: ClassVar[LedgerObserver | None] = None
+    observer: ClassVar[MemoryObserver | None] = None
 
     def __init__(self) -> None:
-        self._live: dict[tuple[StorageKind, Home], int] = defaultdict(int)
-        self._peak: dict[tuple[StorageKind, Home], int] = defaultdict(int)
+        self._live: dict[tuple[StorageKind, Tier], int] = defaultdict(int)
+        self._peak: dict[tuple[StorageKind, Tier], int] = defaultdict(int)
 
-    def add(self, kind: StorageKind, home: Home, nbytes: int) -> None:
+    def add(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         """Adds to the books; to be called before the memory is allocated."""
-        key = (kind, home)
+        key = (kind, tier)
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
         if self.observer is not None:
-            self.observer.booked(kind, home, nbytes)
+            self.observer.booked(kind, tier, nbytes)
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Says that the memory of ``tensor`` (any shape) is what an entry stands for."""
         if self.observer is not None:
             self.observer.claimed(tensor)
 
-    def set(self, kind: StorageKind, home: Home, nbytes: int) -> None:
+    def set(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         """For state that is measured, not allocated, by this package (an optimizer's own)."""
-        self.add(kind, home, nbytes - self._live[(kind, home)])
+        self.add(kind, tier, nbytes - self._live[(kind, tier)])
 
-    def live(self, kind: StorageKind, home: Home = Home.DEVICE) -> int:
+    def live(self, kind: StorageKind, tier: Tier = Tier.DEVICE) -> int:
         """Bytes of ``kind`` that are allocated now."""
-        return self._live[(kind, home)]
+        return self._live[(kind, tier)]
 
-    def live_at(self, home: Home) -> int:
-        """Bytes of all kinds that are allocated now in ``home``."""
-        return sum(nbytes for (_, where), nbytes in self._live.items() if where is home)
+    def live_at(self, tier: Tier) -> int:
+        """Bytes of all kinds that are allocated now in ``tier``."""
+        return sum(nbytes for (_, where), nbytes in self._live.items() if where is tier)
 
-    def peak(self, kind: StorageKind, home: Home = Home.DEVICE) -> int:
+    def peak(self, kind: StorageKind, tier: Tier = Tier.DEVICE) -> int:
         """Most bytes of ``kind`` that were allocated at once since :meth:`reset_peak`."""
-        return self._peak[(kind, home)]
+        return self._peak[(kind, tier)]
 
     def reset_peak(self) -> None:
         """Makes the peak what is allocated now."""
@@ -97,17 +97,17 @@ class Ledger:
 
 
 class Memory:
-    """One home: makes tensors there and moves values between them and the device.
+    """One tier: makes tensors there and moves values between them and the device.
 
-    This class is the device itself, where nothing has to move; the other homes are in ``deepspeed.offload``. Whatever
-    the home, its tensors can be read and written by anybody at any time between two operations of the engine (a tensor
+    This class is the device itself, where nothing has to move; the other tiers are in ``deepspeed.offload``. Whatever
+    the tier, its tensors can be read and written by anybody at any time between two operations of the engine (a tensor
     in a file is mapped into memory), so only code on the hot path needs the methods below.
 
     Args:
         device: Where the model computes.
     """
 
-    home = Home.DEVICE
+    tier = Tier.DEVICE
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -119,23 +119,23 @@ class Memory:
 
     @property
     def lends(self) -> bool:
-        """Returns whether tensors of this home can serve, where they lie, for whole parameters on the device."""
+        """Returns whether tensors of this tier can serve, where they lie, for whole parameters on the device."""
         return False
 
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """Returns a 1-D tensor of this home, not initialised; ``label`` names it in messages."""
+        """Returns a 1-D tensor of this tier, not initialised; ``label`` names it in messages."""
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.tensor_device)
 
     staging_bytes = 0
     """Host memory of the buffers through which values pass."""
 
-    def open(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
+    def open(self, tensors: Sequence[tuple[int, int]], memory_tracker: MemoryTracker) -> None:
         """Announces what will be asked for, so that a lack of space is found before training.
 
         Args:
             tensors: ``(elements, bytes per element)`` of every tensor to come.
-            ledger: Where buffers besides those tensors are counted.
+            memory_tracker: Where buffers besides those tensors are counted.
         """
 
     def initialise(self, target: torch.Tensor, value: float) -> None:
@@ -146,11 +146,11 @@ class Memory:
         """Announces that :meth:`read` of ``tensor`` (1-D) comes soon."""
 
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
-        """Copies a tensor of this home to a tensor on the device.
+        """Copies a tensor of this tier to a tensor on the device.
 
         Args:
             source: 1-D, made by :meth:`empty`, whole.
-            target: 1-D on the device, same dtype and length; or ``source`` itself, of a home that lends.
+            target: 1-D on the device, same dtype and length; or ``source`` itself, of a tier that lends.
 
         Returns:
             Device work issued in :meth:`ordered` may use ``target`` at once, other work after ``wait``.
@@ -159,7 +159,7 @@ class Memory:
         return DoneWork()
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies into a tensor of this home; done when :meth:`settle` has returned.
+        """Copies into a tensor of this tier; done when :meth:`settle` has returned.
 
         Args:
             target: A 1-D view of what :meth:`empty` made.
@@ -200,20 +200,20 @@ class FlatBuffer:
         device: torch.device,
         *,
         kind: StorageKind,
-        ledger: Ledger,
-        home: Home = Home.DEVICE,
+        memory_tracker: MemoryTracker,
+        tier: Tier = Tier.DEVICE,
         allocate: bool = True,
     ) -> None:
-        ledger.add(kind, home, numel * dtype.itemsize)
+        memory_tracker.add(kind, tier, numel * dtype.itemsize)
         with torch.inference_mode(False):  # an inference tensor could not be written by the next training step
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._kind = kind
-        self._home = home
-        self._ledger = ledger
+        self._tier = tier
+        self._memory_tracker = memory_tracker
         self.is_allocated = True
-        ledger.claim(self.tensor)
+        memory_tracker.claim(self.tensor)
         if not allocate:
             self.free()
 
@@ -225,7 +225,7 @@ class FlatBuffer:
     def grow(self) -> None:
         """Allocates the memory; the content is undefined. Does nothing if it is allocated."""
         if not self.is_allocated:
-            self._ledger.add(self._kind, self._home, self.nbytes)
+            self._memory_tracker.add(self._kind, self._tier, self.nbytes)
             with torch.inference_mode(False):
                 self._storage.resize_(self.nbytes)
             self.is_allocated = True
@@ -241,7 +241,7 @@ class FlatBuffer:
             else:
                 self._storage.resize_(0)
             self.is_allocated = False
-            self._ledger.add(self._kind, self._home, -self.nbytes)
+            self._memory_tracker.add(self._kind, self._tier, -self.nbytes)
 
     def guard(self, views: Sequence[torch.Tensor]) -> None:
         """Makes :meth:`free` look for views that others have, from now on.
@@ -270,7 +270,7 @@ class FlatBuffer:
             for view in (*self._own_views, self.tensor):
                 view.set_(fresh, view.storage_offset(), view.size(), view.stride())  # type: ignore[call-overload]
             del fresh
-            self._ledger.claim(self.tensor)
+            self._memory_tracker.claim(self.tensor)
             self._storage.resize_(0)
         if self.on_move is not None:
             self.on_move(old_key, self.storage_key)
@@ -278,20 +278,20 @@ class FlatBuffer:
     def forget(self) -> None:
         """Takes the buffer out of the books; its memory lives as long as somebody holds a view of it."""
         if self.is_allocated:
-            self._ledger.add(self._kind, self._home, -self.nbytes)
+            self._memory_tracker.add(self._kind, self._tier, -self.nbytes)
             self.is_allocated = False
 
     @classmethod
-    def holding(cls, tensor: torch.Tensor, like: FlatBuffer, home: Home) -> FlatBuffer:
+    def holding(cls, tensor: torch.Tensor, like: FlatBuffer, tier: Tier) -> FlatBuffer:
         """Returns a buffer of the kind of ``like`` whose memory is that of ``tensor`` (1-D, alone in its storage)."""
         made = cls.__new__(cls)
         made.tensor = tensor
         made._storage = tensor.untyped_storage()
         made.nbytes = tensor.numel() * tensor.element_size()
-        made._kind, made._home, made._ledger = like._kind, home, like._ledger
+        made._kind, made._tier, made._memory_tracker = like._kind, tier, like._memory_tracker
         made.is_allocated = True
-        made._ledger.add(made._kind, home, made.nbytes)
-        made._ledger.claim(tensor)
+        made._memory_tracker.add(made._kind, tier, made.nbytes)
+        made._memory_tracker.claim(tensor)
         return made
 
     def views(self, starts: tuple[int, ...], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -311,7 +311,7 @@ class FlatBuffer:
 
 
 class LoanedBuffer(FlatBuffer):
-    """A full buffer that is the only slice of a bucket where it lies, in a home that lends: nothing comes or goes.
+    """A full buffer that is the only slice of a bucket where it lies, in a tier that lends: nothing comes or goes.
 
     Args:
         tensor: The slice.

@@ -218,7 +218,7 @@ def runs(folder: Path, cells: list[str]) -> None:
 def main(place: str, what: str, *more: str) -> str:
     """Runs ``operations TAG ACT``, ``moments COUNT [pipeline]`` or ``runs CELL ...``; returns what it printed.
 
-    A cell is ``stage,precision,home of the optimizer's states,home of the parameters``.
+    A cell is ``stage,precision,tier of the optimizer's states,tier of the parameters``.
     """
     logger.setLevel("ERROR")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")

@@ -73,6 +73,6 @@ CELLS = [
     ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(cells, folder):
-    """Losses, weights, masters, moments: as if it had not been killed; for every stage, precision and home."""
+    """Losses, weights, masters, moments: as if it had not been killed; for every stage, precision and tier."""
     shown = run(folder, "runs", *cells, timeout=800)
     assert shown.count("cell ") == len(cells)

@@ -24,17 +24,17 @@ from tests.checkpoint.training import (
 from tests.harness import assert_states_equal, run_ranks
 
 RANKS = (1, 2, 3, 4)
-CELLS = ((0, "none"), *((stage, home) for stage in (1, 2, 3) for home in ("none", "cpu", "nvme")))
-"""Stage, and home of the optimizer's states; at stage 3 the parameters live there too."""
+CELLS = ((0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in ("none", "cpu", "nvme")))
+"""Stage, and tier of the optimizer's states; at stage 3 the parameters live there too."""
 EVERY_CELL = range(len(CELLS))
 DAILY = tuple(CELLS.index(cell) for cell in ((0, "none"), (1, "nvme"), (2, "cpu"), (3, "none"), (3, "nvme")))
-"""The cells outside of the slow tests: every stage, every home."""
+"""The cells outside of the slow tests: every stage, every tier."""
 SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 300}}
 
 
 def tag_of(ranks: int, cell: int) -> str:
-    stage, home = CELLS[cell]
-    return f"{ranks}x{stage}-{home}"
+    stage, tier = CELLS[cell]
+    return f"{ranks}x{stage}-{tier}"
 
 
 def pairwise() -> dict[int, list[tuple[int, list[str]]]]:
@@ -51,8 +51,8 @@ def pairwise() -> dict[int, list[tuple[int, list[str]]]]:
 
 
 def build(cell: int, files: str, *, seed: int = 3, small_buckets: bool = False):
-    stage, home = CELLS[cell]
-    sections = offload(stage, home, home if stage == 3 else "none", files)
+    stage, tier = CELLS[cell]
+    sections = offload(stage, tier, tier if stage == 3 else "none", files)
     zero = {**sections, **(SMALL_BUCKETS["zero_optimization"] if small_buckets else {})}
     return engine(stage, "bf16", seed=seed, zero_optimization=zero)
 

@@ -84,7 +84,7 @@ def config(stage: int, precision: str = "bf16", **further: Any) -> dict[str, Any
 
 
 def offload(stage: int, states: str, parameters: str, files: str) -> dict[str, Any]:
-    """Sections for the homes of the optimizer's states and of the parameters; none at stages that have no such home."""
+    """Sections for the tiers of the optimizer's states and of the parameters; none at stages that have no such tier."""
     made: dict[str, Any] = {}
     if states != "none" and stage > 0:
         made["offload_optimizer"] = {"device": states, "nvme_path": files}

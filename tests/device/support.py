@@ -12,7 +12,7 @@ import deepspeed
 from tests.engine.support import inputs
 from tests.harness.toy_models import tower
 
-HOMES: dict[str, dict[str, str]] = {
+TIERS: dict[str, dict[str, str]] = {
     "device": {},
     "optimizer on the host": {"offload_optimizer": "cpu"},
     "both on the host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
@@ -23,7 +23,7 @@ HOMES: dict[str, dict[str, str]] = {
 
 def engine_at(
     stage: int,
-    home: str = "device",
+    tier: str = "device",
     folder: Path | None = None,
     *,
     model: nn.Module | None = None,
@@ -36,7 +36,7 @@ def engine_at(
 
     Args:
         stage: ZeRO stage.
-        home: Of ``HOMES``.
+        tier: Of ``TIERS``.
         folder: For files.
         model: Another model.
         precision: ``fp32``, ``bf16`` or ``fp16``.
@@ -47,7 +47,7 @@ def engine_at(
     section: dict[str, Any] = {"stage": stage, "overlap_comm": True, "sub_group_size": 4096, "reduce_bucket_size": 300}
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 0
-    for key, device in HOMES[home].items():
+    for key, device in TIERS[tier].items():
         section[key] = {"device": device}
         if device == "nvme":
             section[key]["nvme_path"] = str(folder)

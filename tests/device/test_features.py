@@ -23,9 +23,9 @@ from deepspeed.parallel.tensor.batches import WORDS
 from deepspeed.pipe import PipelineModule
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder, layers_of, token_loss
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
-from tests.device.support import HOMES
+from tests.device.support import TIERS
 from tests.engine.support import rank
 from tests.harness import run_ranks
 from tests.harness.device import Device, simulated_rank
@@ -40,10 +40,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2, "accumulation": 2},
     "stage 3": {"stage": 3},
-    "optimizer on the host": {"stage": 1, "home": "optimizer on the host"},
-    "both on the host": {"stage": 3, "home": "both on the host"},
+    "optimizer on the host": {"stage": 1, "tier": "optimizer on the host"},
+    "both on the host": {"stage": 3, "tier": "both on the host"},
     "updates before the norm": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
-    "both in files": {"stage": 3, "home": "both in files"},
+    "both in files": {"stage": 3, "tier": "both in files"},
     "codes": {"stage": 3, "zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}},
     "1-bit Adam": {"stage": 1, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 1}}},
     "Muon": {"stage": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
@@ -82,7 +82,7 @@ def _config(name: str, folder: str) -> dict[str, Any]:
         "stage3_max_reuse_distance": 0,
         **given.pop("zero", {}),
     }
-    for key, device in HOMES[given.pop("home", "device")].items():
+    for key, device in TIERS[given.pop("tier", "device")].items():
         zero[key] = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
     if zero.get("offload_param", {}).get("device") == "nvme":
         zero["offload_param"] |= {"max_in_cpu": 0, "buffer_size": UNIT}
@@ -146,16 +146,16 @@ def _tokens_spread_evenly() -> Iterator[None]:
 def _trained(name: str, folder: str) -> dict[str, Any]:
     """Trains on this rank and counts what the later steps hold."""
     engine = _engine(name, folder)
-    accelerator, ledger = deepspeed.get_accelerator(), engine._runtime.ledger
+    accelerator, memory_tracker = deepspeed.get_accelerator(), engine._runtime.memory_tracker
     losses, reserved = [], []
     for number in range(STEPS):
         if number == STEPS - 2:
             engine.optimizer.count_state()
-            ledger.reset_peak()
+            memory_tracker.reset_peak()
             accelerator.reset_peak_memory_stats()
         losses.append(_step(engine, name, number))
         reserved.append(accelerator.max_memory_reserved())
-    kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
+    kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
     found = {
         "losses": losses,
         "kinds": {key: nbytes for key, nbytes in kinds.items() if nbytes},
@@ -261,12 +261,12 @@ def _beyond(name: str, place: int, found: dict[str, Any], folder: str) -> Iterat
             rank=place,
             **FEATURES[name].get("plan", {}),
         ).rehearsed
-        kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in planned.kind_peaks.items()}
+        kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in planned.kind_peaks.items()}
         factor = EXPERTS_TOLERANCE if name == "experts" else KIND_TOLERANCE
         for key in kinds.keys() | found["kinds"].keys():
             if found["kinds"].get(key, 0) > factor * kinds.get(key, 0):
                 yield f"{key}: {found['kinds'].get(key, 0):,} bytes, planned are {kinds.get(key, 0):,}"
-        most = planned.peaks[Home.DEVICE].nbytes
+        most = planned.peaks[Tier.DEVICE].nbytes
         if found["registered"] > KIND_TOLERANCE * planned.pinned:
             yield f"{found['registered']:,} bytes of page-locked host memory, planned are {planned.pinned:,}"
         if len(set(found["reserved"][STEPS - 2 :])) > 1:

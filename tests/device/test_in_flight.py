@@ -18,7 +18,7 @@ from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.network import SimulatedJob
 from deepspeed.zero.gather import schedule
 from deepspeed.zero.gradient import gradients
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.device.support import batch, engine_at, step
 from tests.engine.support import WIDTH, engine_of
@@ -57,14 +57,14 @@ def test_few_reductions_are_in_flight_and_the_next_unit_is_gathered_ahead(limit:
     zero = {"stage3_prefetch_bucket_size": limit, **NOTHING_KEPT}
     with simulated_device(ranks=2):
         engine = engine_at(3, model=tower(depth=12), accumulation=accumulation, zero=zero)
-        ledger, buckets = engine._runtime.ledger, engine._runtime.buckets
+        memory_tracker, buckets = engine._runtime.memory_tracker, engine._runtime.buckets
         assert max(bucket.layout.numel for bucket in buckets) == LAYER
         whole = sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets)
         for number in range(3):
-            ledger.reset_peak()  # in the first step too, whose orders are not known
+            memory_tracker.reset_peak()  # in the first step too, whose orders are not known
             with _gathers_counted(engine) as counts:
                 step(engine, number)
-            peak = ledger.peak(StorageKind.GRADIENT_BUCKET)
+            peak = memory_tracker.peak(StorageKind.GRADIENT_BUCKET)
             assert peak <= 3 * LAYER * 2 and peak <= 0.3 * whole
         assert counts["all"] >= 24 * accumulation
         assert counts["all"] - counts["late"] >= 0.9 * counts["all"]
@@ -77,10 +77,10 @@ def test_nothing_is_gathered_ahead_beyond_the_limit_of_live_parameters(limit: in
     with simulated_device(ranks=2):
         engine = engine_at(3, model=tower(depth=4), zero=zero)
         for number in range(3):
-            engine._runtime.ledger.reset_peak()
+            engine._runtime.memory_tracker.reset_peak()
             step(engine, number)
         assert (
-            engine._runtime.ledger.peak(StorageKind.GATHERED) <= 2 * LAYER * 2
+            engine._runtime.memory_tracker.peak(StorageKind.GATHERED) <= 2 * LAYER * 2
         )  # the end of one unit, the start of the next
         engine.destroy()
 
@@ -172,15 +172,15 @@ def test_a_plan_says_how_many_gradients_are_in_flight(accumulation: int) -> None
         compare_checkpointing=False,
         suggest=False,
     )
-    planned = found.rehearsed.kind_peaks[StorageKind.GRADIENT_BUCKET, Home.DEVICE]
+    planned = found.rehearsed.kind_peaks[StorageKind.GRADIENT_BUCKET, Tier.DEVICE]
     with simulated_device(ranks=2):
         torch.manual_seed(0)
         engine = deepspeed.initialize(model=Decoder(SHAPE), config=cell.config(""))[0]
         tokens = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64).to(engine.device)
         for _ in range(2):
-            engine._runtime.ledger.reset_peak()
+            engine._runtime.memory_tracker.reset_peak()
             for _ in range(accumulation):
                 engine.backward(engine(tokens, tokens))
                 engine.step()
-        assert engine._runtime.ledger.peak(StorageKind.GRADIENT_BUCKET) == planned
+        assert engine._runtime.memory_tracker.peak(StorageKind.GRADIENT_BUCKET) == planned
         engine.destroy()

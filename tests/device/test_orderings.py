@@ -83,14 +83,14 @@ def a_save_in_the_background(folder: Path) -> None:
     engine.destroy()
 
 
-def three_updates(stage: int, home: str, **settings: Any) -> Program:
+def three_updates(stage: int, tier: str, **settings: Any) -> Program:
     def run(folder: Path) -> None:
-        engine = engine_at(stage, home, folder, **settings)
+        engine = engine_at(stage, tier, folder, **settings)
         for number in range(3):
             step(engine, number)
         engine.destroy()
 
-    run.__name__ = f"stage {stage}, {home}"
+    run.__name__ = f"stage {stage}, {tier}"
     return run
 
 

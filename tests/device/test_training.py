@@ -1,4 +1,4 @@
-"""Training on the simulated device: whatever the stage and the home, everything is ordered."""
+"""Training on the simulated device: whatever the stage and the tier, everything is ordered."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import deepspeed
 from deepspeed.comm.host.nodes import NativeByNodes, Nodes
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-from tests.device.support import HOMES, batch, engine_at, evaluate, step
+from tests.device.support import TIERS, batch, engine_at, evaluate, step
 from tests.harness.device import simulated_device
 from tests.harness.toy_models import tower
 
 PREFETCHING = {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 1000}
 
-# Stage, home, ranks, precision, micro-batches, further keys.
+# Stage, tier, ranks, precision, micro-batches, further keys.
 CELLS: tuple[tuple[int, str, int, str, int, dict[str, Any]], ...] = (
     (0, "device", 2, "bf16", 2, {}),
     (1, "device", 2, "fp16", 1, {}),
@@ -37,13 +37,13 @@ CELLS: tuple[tuple[int, str, int, str, int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("stage", "home", "ranks", "precision", "accumulation", "zero"), CELLS)
+@pytest.mark.parametrize(("stage", "tier", "ranks", "precision", "accumulation", "zero"), CELLS)
 def test_training_is_ordered(
-    stage: int, home: str, ranks: int, precision: str, accumulation: int, zero: dict[str, Any], tmp_path: Path
+    stage: int, tier: str, ranks: int, precision: str, accumulation: int, zero: dict[str, Any], tmp_path: Path
 ) -> None:
     with simulated_device(ranks=ranks, quick=accumulation == 2):
         engine = engine_at(
-            stage, home, tmp_path, precision=precision, accumulation=accumulation, zero=zero, gradient_clipping=0.5
+            stage, tier, tmp_path, precision=precision, accumulation=accumulation, zero=zero, gradient_clipping=0.5
         )
         for number in range(3):
             step(engine, number)
@@ -53,8 +53,8 @@ def test_training_is_ordered(
         engine.destroy()
 
 
-@pytest.mark.parametrize("home", [home for home in HOMES if home != "optimizer in files"])
-def test_what_a_failure_leaves_is_ordered(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "optimizer in files"])
+def test_what_a_failure_leaves_is_ordered(tier: str, tmp_path: Path) -> None:
     class Failure(Exception):
         pass
 
@@ -62,7 +62,7 @@ def test_what_a_failure_leaves_is_ordered(home: str, tmp_path: Path) -> None:
         raise Failure
 
     with simulated_device(ranks=2):
-        engine = engine_at(3, home, tmp_path, zero=PREFETCHING)
+        engine = engine_at(3, tier, tmp_path, zero=PREFETCHING)
         step(engine)
         for register in ("register_forward_hook", "register_full_backward_hook"):
             hook = getattr(engine.module.layers[1], register)(fail)
@@ -73,21 +73,21 @@ def test_what_a_failure_leaves_is_ordered(home: str, tmp_path: Path) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("home", ["device", "both in files"])
-def test_a_model_that_was_built_sharded_is_ordered(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["device", "both in files"])
+def test_a_model_that_was_built_sharded_is_ordered(tier: str, tmp_path: Path) -> None:
     with simulated_device(ranks=2):
         with deepspeed.zero.Init(dtype=torch.bfloat16):
             model = tower(depth=2)
-        engine = engine_at(3, home, tmp_path, model=model)
+        engine = engine_at(3, tier, tmp_path, model=model)
         step(engine)
         engine.destroy()
 
 
-@pytest.mark.parametrize("home", ["device", "both on the host"])
-def test_gathers_that_nobody_uses_are_ordered(home: str) -> None:
+@pytest.mark.parametrize("tier", ["device", "both on the host"])
+def test_gathers_that_nobody_uses_are_ordered(tier: str) -> None:
     """What was asked for ahead is on its way when a shorter forward ends; its memory is given back then."""
     with simulated_device(ranks=2):
-        engine = engine_at(3, home, zero={"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 0})
+        engine = engine_at(3, tier, zero={"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 0})
         step(engine)
         for _ in range(2):
             evaluate(engine)
@@ -98,10 +98,10 @@ def test_gathers_that_nobody_uses_are_ordered(home: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "home"), [(2, "optimizer on the host"), (3, "both on the host"), (3, "device")])
-def test_access_to_parameters_is_ordered(stage: int, home: str) -> None:
+@pytest.mark.parametrize(("stage", "tier"), [(2, "optimizer on the host"), (3, "both on the host"), (3, "device")])
+def test_access_to_parameters_is_ordered(stage: int, tier: str) -> None:
     with simulated_device(ranks=2 if stage == 3 else 1):
-        engine = engine_at(stage, home)
+        engine = engine_at(stage, tier)
         step(engine)
         parameters = list(engine.module.parameters())[:3]
         engine.backward(engine(batch(engine, 1)))
@@ -149,11 +149,11 @@ class _Layers(nn.Module):
         return self.layers(x).float().square().mean()
 
 
-@pytest.mark.parametrize(("stage", "home"), [(1, "optimizer on the host"), (3, "both in files")])
-def test_unused_parameters_keep_their_values(stage: int, home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "tier"), [(1, "optimizer on the host"), (3, "both in files")])
+def test_unused_parameters_keep_their_values(stage: int, tier: str, tmp_path: Path) -> None:
     """The buffers through which results go up hold those of other buckets; what was not updated is not taken."""
     with simulated_device():
-        engine = engine_at(stage, home, tmp_path, model=_Layers())
+        engine = engine_at(stage, tier, tmp_path, model=_Layers())
         for number in range(3):
             step(engine, number)
         gains = [layer.gain for layer in engine.module.layers]

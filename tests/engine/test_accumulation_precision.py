@@ -77,7 +77,8 @@ def _buffers(stage):
         engine = engine_of(Weighted(), stage, optimizer=_sgd, accumulation=accumulation, bf16={"enabled": True})
         engine.backward(engine(_input(0, rank())))
         found.append(
-            engine._runtime.ledger.live(StorageKind.GRADIENT) + engine._runtime.ledger.live(StorageKind.GRADIENT_BUCKET)
+            engine._runtime.memory_tracker.live(StorageKind.GRADIENT)
+            + engine._runtime.memory_tracker.live(StorageKind.GRADIENT_BUCKET)
         )
     return found
 

@@ -37,10 +37,10 @@ def leaves_nothing() -> None:
     engine = engine_of(tower(), 1)
     closed = []
     engine._runtime.drop_open_work = lambda **_: closed.append("work") or 1 / 0
-    engine._parts.homes.close = lambda: closed.append("homes")
+    engine._parts.tiers.close = lambda: closed.append("tiers")
     with pytest.raises(ZeroDivisionError):
         engine.destroy()
-    assert closed == ["work", "homes"]
+    assert closed == ["work", "tiers"]
     engine = engine_of(Returning(), 1)
     for step in range(3):
         loss, scale = engine(inputs(step))

@@ -42,9 +42,9 @@ def _plain(accumulation: int) -> list[float]:
     return losses
 
 
-def _ours(stage: int, home: str, folder: str, precision: str, accumulation: int) -> tuple[list[float], str]:
+def _ours(stage: int, tier: str, folder: str, precision: str, accumulation: int) -> tuple[list[float], str]:
     torch.backends.cuda.matmul.allow_tf32 = False
-    engine = engine_at(stage, home, Path(folder), precision=precision, accumulation=accumulation, gradient_clipping=0.5)
+    engine = engine_at(stage, tier, Path(folder), precision=precision, accumulation=accumulation, gradient_clipping=0.5)
     losses = []
     for step in range(STEPS):
         for micro in range(accumulation):
@@ -58,9 +58,9 @@ def _ours(stage: int, home: str, folder: str, precision: str, accumulation: int)
 
 
 @on_both
-@pytest.mark.parametrize(("stage", "home", "precision", "accumulation"), CELLS)
-def test_losses_are_those_of_plain_torch(place, stage, home, precision, accumulation, tmp_path):
-    losses, device = run_at(place, _ours, stage, home, str(tmp_path), precision, accumulation)
+@pytest.mark.parametrize(("stage", "tier", "precision", "accumulation"), CELLS)
+def test_losses_are_those_of_plain_torch(place, stage, tier, precision, accumulation, tmp_path):
+    losses, device = run_at(place, _ours, stage, tier, str(tmp_path), precision, accumulation)
     assert device == "cuda"
     tolerance = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}[precision]
     assert losses == pytest.approx(_plain(accumulation), rel=tolerance)

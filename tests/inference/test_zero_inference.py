@@ -134,11 +134,11 @@ def test_offload_that_would_only_copy_is_left_out():
     run_ranks(on_the_host, 1)
 
 
-@pytest.mark.parametrize("home", ["host", "file", "cached file"])
-def test_fewer_bytes_come_from_host_and_files(home, tmp_path):
+@pytest.mark.parametrize("tier", ["host", "file", "cached file"])
+def test_fewer_bytes_come_from_host_and_files(tier, tmp_path):
     section = {"device": "cpu"}
-    if home != "host":
-        section = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "page_cache": home == "cached file"}
+    if tier != "host":
+        section = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "page_cache": tier == "cached file"}
     assert_shares(run_ranks(offloaded, 1, section)[0])
 
 

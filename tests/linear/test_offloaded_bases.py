@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear import LoRAConfig, OptimizedLinear, QuantizationConfig
 from deepspeed.offload.host import HostMemory
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.describe import describe, put_in_group
 from tests.harness import assert_states_equal, run_ranks
@@ -86,7 +86,7 @@ def on_host(engine: Any) -> int:
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
     for kind, (counted, formula) in rows.items():
         assert counted == formula, kind
-    counted = engine._runtime.ledger.live(StorageKind.COMPUTE, Home.HOST)
+    counted = engine._runtime.memory_tracker.live(StorageKind.COMPUTE, Tier.HOST)
     assert ("compute parameters (host)" in rows) == (counted > 0)
     return counted
 
@@ -108,7 +108,7 @@ def same_as_without(cases: list[tuple[int, int, int | None, float]], folder: str
             assert on_host(away) == (ratio or 1) * DEPTH * LAYER * 4 // ranks, case
         else:
             assert on_host(away) > 0
-        # Checkpoints know nothing of homes.
+        # Checkpoints know nothing of tiers.
         away.save_checkpoint(folder, tag=str(number))
         again = engine_of(Net(lora, bits), stage)
         again.load_checkpoint(folder, tag=str(number))
@@ -161,9 +161,9 @@ def test_the_copies_up_are_ordered(stage: int, bits: int | None, ranks: int) -> 
     def run() -> None:
         model = Net({"offload": True, "offload_ratio": 0.5}, bits, torch.bfloat16)
         engine = engine_of(model, stage, bf16={"enabled": True})
-        at_home = sum(b.shard.nbytes for b in engine._runtime.buckets if b.memory.home is Home.HOST)
+        on_tier = sum(b.shard.nbytes for b in engine._runtime.buckets if b.memory.tier is Tier.HOST)
         train(engine)
-        assert on_host(engine) == at_home > 0
+        assert on_host(engine) == on_tier > 0
         engine.eval()
         with torch.no_grad():
             engine(batch(7, 0).to(engine.device, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Every legal pair of homes at every stage trains bit for bit as without offload, at one and two ranks."""
+"""Every legal pair of tiers at every stage trains bit for bit as without offload, at one and two ranks."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def assert_same(got: list[Trained], expected: list[Trained]) -> None:
             assert_states_equal(getattr(mine, part), getattr(theirs, part))
 
 
-def homes_of(trained: Trained, kind: str) -> set[str]:
-    return {home for name, home in trained.homes if name == kind}
+def tiers_of(trained: Trained, kind: str) -> set[str]:
+    return {tier for name, tier in trained.tiers if name == kind}
 
 
-HOME = {"none": "device", "cpu": "host", "nvme": "file"}
+TIER = {"none": "device", "cpu": "host", "nvme": "file"}
 
 
 def cell_settings(ranks: int, stage: int, optimizer: str, param: str) -> dict[str, Any]:
@@ -80,13 +80,13 @@ def test_cells(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         for cell, expected, trained in zip(CELLS, got, got[len(CELLS) :], strict=False):
             stage, optimizer, param = cell
             assert_same([trained], [expected])
-            assert homes_of(trained, "optimizer state") == {HOME[optimizer]}, cell
-            assert homes_of(trained, "master weights") <= {HOME[optimizer]}, cell
+            assert tiers_of(trained, "optimizer state") == {TIER[optimizer]}, cell
+            assert tiers_of(trained, "master weights") <= {TIER[optimizer]}, cell
             if stage == 3:
-                assert homes_of(trained, "compute parameters") == {HOME[param]}, cell
+                assert tiers_of(trained, "compute parameters") == {TIER[param]}, cell
     assert not list(tmp_path.iterdir()), "destroy() removes the files"
     with capsys.disabled():
-        print(f"\noffload: {len(CELLS)} cells of stage, optimizer home and parameter home ran on {ranks} rank(s)")
+        print(f"\noffload: {len(CELLS)} cells of stage, optimizer tier and parameter tier ran on {ranks} rank(s)")
     assert len(CELLS) == 12
 
 
@@ -117,8 +117,8 @@ def test_ratio_offloads_a_share(device: str, tmp_path: Path) -> None:
     sections["offload_optimizer"]["ratio"] = 0.5
     got = run_ranks(train, 2, config(**settings, **sections))
     assert_same(got, plain(2, **settings))
-    away = got[0].homes["master weights", HOME[device]]
-    share = away / (away + got[0].homes["master weights", "device"])
+    away = got[0].tiers["master weights", TIER[device]]
+    share = away / (away + got[0].tiers["master weights", "device"])
     assert 0.4 < share < 0.75, share  # in whole buckets
 
 
@@ -128,5 +128,5 @@ def test_host_memory_before_files(tmp_path: Path) -> None:
     sections["offload_param"]["max_in_cpu"] = 1000
     got = run_ranks(train, 2, config(**settings, **sections))
     assert_same(got, plain(2, **settings))
-    assert homes_of(got[0], "compute parameters") == {"host", "file"}
-    assert 0 < got[0].homes["compute parameters", "host"] <= 2 * 1000
+    assert tiers_of(got[0], "compute parameters") == {"host", "file"}
+    assert 0 < got[0].tiers["compute parameters", "host"] <= 2 * 1000

@@ -138,7 +138,7 @@ def test_refusals_name_the_key() -> None:
         deepspeed.DeepSpeedConfig(config(2, offload_optimizer={"device": "nvme"}))
 
 
-def unfrozen_late(every: list[dict[str, Any]], homes: set[str], everything: bool = False) -> None:
+def unfrozen_late(every: list[dict[str, Any]], tiers: set[str], everything: bool = False) -> None:
     """A bucket larger than those that were trained from the start (if any were) goes where it belongs."""
     results = []
     for settings in every:
@@ -155,7 +155,7 @@ def unfrozen_late(every: list[dict[str, Any]], homes: set[str], everything: bool
             engine.step()
         results.append(collect(engine, []))
         if settings is not every[0]:
-            assert {master.home.value for master in engine._runtime.masters} == homes
+            assert {master.tier.value for master in engine._runtime.masters} == tiers
             wrong = [row for row in results[-1].rows if row[1] != row[2]]
             assert not wrong, wrong
         engine.destroy()
@@ -167,9 +167,9 @@ def unfrozen_late(every: list[dict[str, Any]], homes: set[str], everything: bool
 def test_a_bucket_that_is_unfrozen_late(device: str, tmp_path: Path) -> None:
     plain = config(3, precision="bf16")
     moved = config(3, precision="bf16", **offload(device, "none", tmp_path), sub_group_size=1 << 20)
-    home = {"cpu": "host", "nvme": "file"}[device]
-    run_ranks(unfrozen_late, 2, [plain, moved], {home})
-    run_ranks(unfrozen_late, 2, [plain, moved], {home}, everything=True)
+    tier = {"cpu": "host", "nvme": "file"}[device]
+    run_ranks(unfrozen_late, 2, [plain, moved], {tier})
+    run_ranks(unfrozen_late, 2, [plain, moved], {tier}, everything=True)
     if device == "cpu":  # what is unfrozen comes first in the model, but what is there has its share already
         moved["zero_optimization"]["offload_optimizer"]["ratio"] = 0.01
-        run_ranks(unfrozen_late, 2, [plain, moved], {home, "device"})
+        run_ranks(unfrozen_late, 2, [plain, moved], {tier, "device"})

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.offload import homes, pinned
+from deepspeed.offload import pinned, tiers
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.host import HeldBuffer
 from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyHandle, CopyStream
-from deepspeed.zero.storage import Home, Ledger, StorageKind
+from deepspeed.zero.storage import MemoryTracker, StorageKind, Tier
 from deepspeed.zero.update.masters import MasterBucket
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import make_batch
@@ -31,13 +31,13 @@ class Elsewhere:
     """Makes the engine believe that host memory is not the device's."""
 
     def __enter__(self) -> None:
-        real = homes.OffloadHomes.__init__
+        real = tiers.OffloadTiers.__init__
 
         def init(self: Any, *arguments: Any, **settings: Any) -> None:
             real(self, *arguments, **{**settings, "_host_is_device": False})
 
         self.patches = [
-            mock.patch.object(homes.OffloadHomes, "__init__", init),
+            mock.patch.object(tiers.OffloadTiers, "__init__", init),
             mock.patch.object(MasterBucket, "writes_out_in_place", property(lambda self: self.out is None)),
             mock.patch.object(MasterBucket, "_can_share", lambda self: False),
         ]
@@ -54,7 +54,7 @@ def both(settings: dict[str, Any], plain: dict[str, Any], overflow_at: int) -> t
     with Elsewhere():
         engine = make_engine(settings)
         norms = train_some(engine, range(4), overflow_at)
-        held = engine._runtime.ledger.live(StorageKind.GRADIENT, Home.HOST)
+        held = engine._runtime.memory_tracker.live(StorageKind.GRADIENT, Tier.HOST)
         landed = [gradients._destination._held for gradients in engine._runtime.reducer.buckets]
         assert any(isinstance(buffer, HeldBuffer) for buffer in landed)
         got = collect(engine, norms)
@@ -187,7 +187,7 @@ def test_buffers_come_back_when_their_copies_are_over(tmp_path: Path) -> None:
     device = torch.device("cpu")
     settings = FileSettings(str(tmp_path), "parameters", 0, IoSettings(block_size=PAGE), pin=False)
     memory = FileMemory(device, settings, buffer_count=1, buffer_bytes=lambda tensors: PAGE, up=Up(device))
-    memory.open([(8, 4)] * 2, Ledger())
+    memory.open([(8, 4)] * 2, MemoryTracker())
     try:
         first, second = (memory.empty(8, torch.float32, name) for name in ("first", "second"))
         memory.write(second, torch.arange(8.0))

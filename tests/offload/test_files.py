@@ -24,8 +24,8 @@ from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.pinned import PAGE, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory, remove_leftovers
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 from tests.harness import run_ranks
 from tests.harness.errors import RanksFailed
 from tests.offload.training import config, make_engine, train, train_some
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def open_memory(folder: Path, tensors: list[tuple[int, int]], *, buffers: int = 2, pages: int = 2) -> FileMemory:
     settings = FileSettings(str(folder), "test", 0, IoSettings(block_size=PAGE, queue_depth=3), pin=False)
     memory = FileMemory(CPU, settings, buffer_count=buffers, buffer_bytes=lambda _: pages * PAGE, up=CopyStream(CPU))
-    memory.open(tensors, Ledger())
+    memory.open(tensors, MemoryTracker())
     return memory
 
 
@@ -338,9 +338,9 @@ def test_failure_during_an_update(pipelined: bool, tmp_path: Path) -> None:
 
 
 def test_staging_is_counted(tmp_path: Path) -> None:
-    ledger = Ledger()
+    memory_tracker = MemoryTracker()
     settings = FileSettings(str(tmp_path), "test", 0, IoSettings(), pin=False)
     memory = FileMemory(CPU, settings, buffer_count=3, buffer_bytes=lambda _: 5000, up=CopyStream(CPU))
-    memory.open([(10, 4)], ledger)
-    assert ledger.live(StorageKind.STAGING, Home.HOST) == memory.staging_bytes == 3 * 2 * PAGE
+    memory.open([(10, 4)], memory_tracker)
+    assert memory_tracker.live(StorageKind.STAGING, Tier.HOST) == memory.staging_bytes == 3 * 2 * PAGE
     memory.close()

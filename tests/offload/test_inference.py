@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.zero.storage import Home, Ledger, StorageKind
+from deepspeed.zero.storage import MemoryTracker, StorageKind, Tier
 from tests.harness import run_ranks
 
 WIDTH, LAYERS, VOCABULARY = 32, 6, 50
@@ -75,13 +75,13 @@ class Budget:
         self.nbytes, self.live = nbytes, 0
 
     def __enter__(self) -> None:
-        Ledger.observer = self
+        MemoryTracker.observer = self
 
     def __exit__(self, *_error: object) -> None:
-        Ledger.observer = None
+        MemoryTracker.observer = None
 
-    def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
-        if home is Home.DEVICE:
+    def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
+        if tier is Tier.DEVICE:
             self.live += nbytes
             if self.live > self.nbytes:
                 raise MemoryError(f"{nbytes:,} bytes of {kind.value} do not fit into {self.nbytes:,}")
@@ -100,10 +100,10 @@ def generate(section: dict[str, Any] | None) -> tuple[list[int], list[int], int,
         engine = deepspeed.initialize(model=Writer(), config=settings(section, unit))[0]
         engine.eval()
         write(engine, 1)  # learns the order of gathers
-        ledger = engine._runtime.ledger
+        memory_tracker = engine._runtime.memory_tracker
         tokens = write(engine)
-        peak = ledger.peak(StorageKind.GATHERED) + ledger.live(StorageKind.COMPUTE)
-        live = ledger.live_at(Home.DEVICE)
+        peak = memory_tracker.peak(StorageKind.GATHERED) + memory_tracker.live(StorageKind.COMPUTE)
+        live = memory_tracker.live_at(Tier.DEVICE)
         engine.destroy()
     return unsharded, tokens, whole, budget, peak, live
 

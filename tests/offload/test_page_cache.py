@@ -12,8 +12,8 @@ from deepspeed.offload.file_io import BlockFile, IoSettings
 from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 
 CPU = torch.device("cpu")
 
@@ -31,21 +31,21 @@ def test_what_fits_beside_others_is_cached(monkeypatch: pytest.MonkeyPatch) -> N
     assert not CachePolicy(False, is_trained=False, ranks=1).choose(1)[0]
 
 
-def memory_in(folder: Path, cache: CachePolicy, ledger: Ledger) -> FileMemory:
+def memory_in(folder: Path, cache: CachePolicy, memory_tracker: MemoryTracker) -> FileMemory:
     settings = FileSettings(str(folder), "parameters", 0, IoSettings(), pin=False, cache=cache)
     memory = FileMemory(CPU, settings, buffer_count=2, buffer_bytes=lambda _: 4096, up=CopyStream(CPU))
-    memory.open([(300, 4), (100, 4)], ledger)
+    memory.open([(300, 4), (100, 4)], memory_tracker)
     return memory
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_cached_file_needs_no_buffers(is_trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger()
-    memory = memory_in(tmp_path, CachePolicy(True, is_trained), ledger)
+    memory_tracker = MemoryTracker()
+    memory = memory_in(tmp_path, CachePolicy(True, is_trained), memory_tracker)
     monkeypatch.setattr(BlockFile, "read", None)
     monkeypatch.setattr(BlockFile, "write", None)
     first, second = memory.empty(300, torch.float32, "first"), memory.empty(100, torch.float32, "second")
-    assert ledger.live(StorageKind.STAGING, Home.HOST) == 0 and memory.lends is not is_trained
+    assert memory_tracker.live(StorageKind.STAGING, Tier.HOST) == 0 and memory.lends is not is_trained
     values = torch.arange(300.0)
     memory.write(first, values)
     memory.write(second[7:9], torch.tensor([1.0, 2.0]))

@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.logging import logger
 from deepspeed.offload import file_io
 from deepspeed.offload.pinned import PAGE
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from tests.harness import run_ranks
 
 WIDTH = 160  # a square of it is 6 and a bit pieces of 4096 elements
@@ -43,7 +43,7 @@ def pieces_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int],
     engine = make_engine(
         {"offload_optimizer": {"device": device, "nvme_path": folder}, "sub_group_size": sub_group_size}
     )
-    strategy = engine.optimizer._updater._strategies[{"cpu": Home.HOST, "nvme": Home.FILE}[device]]
+    strategy = engine.optimizer._updater._strategies[{"cpu": Tier.HOST, "nvme": Tier.FILE}[device]]
     begin, lengths = strategy.begin, []
 
     def noted(pieces: Any) -> None:

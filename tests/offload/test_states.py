@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.errors import CallOrderError
 from deepspeed.offload import states
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.zero.storage import Home
+from deepspeed.zero.storage import Tier
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import make_batch
 from tests.offload.training import Trained, collect, config, make_engine, train_some
@@ -24,17 +24,17 @@ def interrupted(settings: dict[str, Any], kinds: list[Any] | None) -> tuple[Trai
     expected = collect(plain, train_some(plain, range(4)))
     plain.destroy()
     engine = make_engine(settings)
-    ledger = engine._runtime.ledger
+    memory_tracker = engine._runtime.memory_tracker
     norms = train_some(engine, range(2))
     weights = [master.flat.clone() for master in engine._runtime.masters]
     engine.optimizer.count_state()
-    before = ledger.live_at(Home.DEVICE)
+    before = memory_tracker.live_at(Tier.DEVICE)
     engine.offload_states(include=kinds, device=OffloadDeviceEnum.cpu, pin_memory=False)
     engine.offload_states(include=kinds)  # nothing is left to move
     engine.optimizer.count_state()
-    assert ledger.live_at(Home.DEVICE) < before
+    assert memory_tracker.live_at(Tier.DEVICE) < before
     if kinds is None:
-        assert ledger.live_at(Home.DEVICE) == 0, ledger._live
+        assert memory_tracker.live_at(Tier.DEVICE) == 0, memory_tracker._live
     for master, values in zip(engine._runtime.masters, weights, strict=True):
         assert torch.equal(master.flat, values)  # readable while away
     with pytest.raises(CallOrderError, match="reload_states"):
@@ -45,7 +45,7 @@ def interrupted(settings: dict[str, Any], kinds: list[Any] | None) -> tuple[Trai
     engine.reload_states()
     engine.reload_states()
     engine.optimizer.count_state()
-    assert ledger.live_at(Home.HOST) == 0
+    assert memory_tracker.live_at(Tier.HOST) == 0
     got = collect(engine, norms + train_some(engine, range(2, 4)))
     engine.destroy()
     return got, expected

@@ -1,4 +1,4 @@
-"""Parameters without a gradient stay as they are, whatever else of their bucket is updated, in every home."""
+"""Parameters without a gradient stay as they are, whatever else of their bucket is updated, in every tier."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def settings_of(stage: int, precision: str, optimizer: str, **zero: Any) -> dict
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_home(ranks: int, tmp_path: Path) -> None:
-    """Each cell of homes, and those of an accelerator with results that go up, against training without offload."""
+    """Each cell of tiers, and those of an accelerator with results that go up, against training without offload."""
     kinds = [("bf16", "AdamW"), ("fp32", "SGD"), ("bf16", "SGD")]
     plain = {(stage, kind): (settings_of(stage, *kind), False) for stage in (2, 3) for kind in kinds}
     cells: dict[tuple[Any, ...], tuple[dict[str, Any], bool]] = {}

@@ -23,7 +23,7 @@ class Trained:
         masters: fp32 weights of this rank, by bucket.
         compute: What forward uses, by bucket.
         states: Optimizer state by run.
-        homes: Live bytes by kind and home.
+        tiers: Live bytes by kind and tier.
         rows: The engine's memory report.
     """
 
@@ -31,7 +31,7 @@ class Trained:
     masters: list[torch.Tensor]
     compute: list[torch.Tensor]
     states: list[dict[str, Any]]
-    homes: dict[tuple[str, str], int]
+    tiers: dict[tuple[str, str], int]
     rows: list[tuple[str, int, int, str]]
 
 
@@ -90,7 +90,7 @@ def collect(engine: Any, norms: list[float]) -> Trained:
             for run in master.runs
             if (state := optimizer.state.get(run.param))
         ],
-        homes={(kind.value, home.value): n for (kind, home), n in runtime.ledger._live.items() if n},
+        tiers={(kind.value, tier.value): n for (kind, tier), n in runtime.memory_tracker._live.items() if n},
         rows=rows,
     )
 

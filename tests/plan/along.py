@@ -13,7 +13,7 @@ from deepspeed.comm.transports.counters import counted
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan.actions import loss_of
 from deepspeed.plan.memory import MemoryCount
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.plan.cells import SAMPLES
 
@@ -42,22 +42,22 @@ def count_step(
         for _ in range(2):
             _step(engine, inputs, accumulation, count)
         engine.optimizer.count_state()
-        ledger = engine._runtime.ledger
-        ledger.reset_peak()
+        memory_tracker = engine._runtime.memory_tracker
+        memory_tracker.reset_peak()
         count.reset_peaks()
         with counted() as traffic:
             activations = _step(engine, inputs, accumulation, count)
             asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
             ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
         count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
+        kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {
         "kinds": {key: n for key, n in kinds.items() if n},
         "asked": asked,
         "ran": ran,
-        "peak": count.peaks[Home.DEVICE].nbytes,
-        "at": str(count.peaks[Home.DEVICE]),
+        "peak": count.peaks[Tier.DEVICE].nbytes,
+        "at": str(count.peaks[Tier.DEVICE]),
         "activations": activations,
     }
 
@@ -65,9 +65,9 @@ def count_step(
 def _step(engine: Any, inputs: dict[str, torch.Tensor], accumulation: int, count: MemoryCount) -> int:
     most = 0
     for _ in range(accumulation):
-        held = count.other(Home.DEVICE)
+        held = count.other(Tier.DEVICE)
         loss = loss_of(engine(**inputs))
-        most = max(most, count.other(Home.DEVICE) - held)
+        most = max(most, count.other(Tier.DEVICE) - held)
         engine.backward(loss)
         engine.step()
         del loss
@@ -86,13 +86,13 @@ def assert_as_counted(plan: Any, real: dict[str, Any], what: Any, *, aside: int 
     found = plan.rehearsed
     assert found.flow.asked_along == real["asked"], (what, found.flow.asked_along, real["asked"])
     assert found.flow.ran_along == real["ran"], (what, found.flow.ran_along, real["ran"])
-    kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
+    kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == real["kinds"].keys(), what
     for key, nbytes in real["kinds"].items():
         assert kinds[key] == pytest.approx(nbytes, rel=0.02), (what, key)
     assert found.activations == pytest.approx(real["activations"], rel=0.05), (what, "activations")
-    assert found.peaks[Home.DEVICE].nbytes == pytest.approx(real["peak"] - aside, rel=0.05), (
+    assert found.peaks[Tier.DEVICE].nbytes == pytest.approx(real["peak"] - aside, rel=0.05), (
         what,
-        plan.rehearsed.peaks[Home.DEVICE],
+        plan.rehearsed.peaks[Tier.DEVICE],
         real["at"],
     )

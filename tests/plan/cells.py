@@ -14,7 +14,7 @@ from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.memory import MemoryCount
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 SHAPE = DecoderShape(layers=3, hidden=128, heads=4, vocab=512, kv_heads=2)
@@ -104,20 +104,20 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
         for _ in range(2):
             _step(engine, batch, cell.accumulation, count)
         engine.optimizer.count_state()
-        ledger = engine._runtime.ledger
-        ledger.reset_peak()
+        memory_tracker = engine._runtime.memory_tracker
+        memory_tracker.reset_peak()
         count.reset_peaks()
         with counted() as traffic:
             activations = _step(engine, batch, cell.accumulation, count)
             asked = {name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()}
             ran = {name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()}
         count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
+        kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {
         "kinds": {key: nbytes for key, nbytes in kinds.items() if nbytes},
-        "peaks": {home.name: count.peaks[home].nbytes for home in (Home.DEVICE, Home.HOST)},
-        "peak": str(count.peaks[Home.DEVICE]),
+        "peaks": {tier.name: count.peaks[tier].nbytes for tier in (Tier.DEVICE, Tier.HOST)},
+        "peak": str(count.peaks[Tier.DEVICE]),
         "activations": activations,
         "asked": asked,
         "ran": ran,
@@ -127,9 +127,9 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
 def _step(engine: Any, batch: torch.Tensor, accumulation: int, count: MemoryCount) -> int:
     most = 0
     for _ in range(accumulation):
-        held = count.other(Home.DEVICE)
+        held = count.other(Tier.DEVICE)
         loss = engine(batch, batch)
-        most = max(most, count.other(Home.DEVICE) - held)
+        most = max(most, count.other(Tier.DEVICE) - held)
         engine.backward(loss)
         engine.step()
         del loss
@@ -154,18 +154,18 @@ def planned(cell: Cell, ranks: int, folder: str, rank: int | None = None) -> Any
 def assert_true(plan: Any, real: dict[str, Any], tolerance: float = 0.05) -> None:
     """Fails unless a plan says what a real rank counted."""
     found = plan.rehearsed
-    kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
+    kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == real["kinds"].keys(), (kinds, real["kinds"])
     wrong = [
         f"{key}: planned {kinds[key]:,}, counted {nbytes:,}"
         for key, nbytes in real["kinds"].items()
         if abs(kinds[key] - nbytes) > tolerance * nbytes
     ]
-    sums = {home.name: found.peaks[home].nbytes for home in (Home.DEVICE, Home.HOST)}
+    sums = {tier.name: found.peaks[tier].nbytes for tier in (Tier.DEVICE, Tier.HOST)}
     for name, nbytes in {**real["peaks"], "activations": real["activations"]}.items():
         mine = found.activations if name == "activations" else sums[name]
         if abs(mine - nbytes) > tolerance * max(nbytes, 1):
-            wrong.append(f"{name}: planned {mine:,}, counted {nbytes:,}; {found.peaks[Home.DEVICE]}, {real['peak']}")
+            wrong.append(f"{name}: planned {mine:,}, counted {nbytes:,}; {found.peaks[Tier.DEVICE]}, {real['peak']}")
     if found.flow.asked != real["asked"]:
         wrong.append(f"collectives: planned {found.flow.asked}, counted {real['asked']}")
     if found.flow.ran != real["ran"]:

@@ -14,7 +14,7 @@ from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.plan.result import Plan
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.harness.device import simulated_device
 from tests.plan.cells import SHAPE
@@ -43,7 +43,7 @@ def test_errors_and_codes_are_in_the_plan(stage: int, kept: int, reductions: int
     with travelling_rounded(None, Rounding()):
         coded = planned(stage)
     assert (
-        coded.rehearsed.kind_peaks[StorageKind.PRIVATE, Home.DEVICE] == 8 * kept
+        coded.rehearsed.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE] == 8 * kept
     )  # a skipped step leaves it as it was
     assert coded.device_bytes >= plain.device_bytes + 8 * kept
     moved = {travel.title: travel.nbytes for travel in coded.travels}
@@ -132,7 +132,7 @@ def test_bytes_by_formula_are_those_of_the_rehearsal(codec: str, stage: int, zer
             moved += travel.nbytes * (among - 1) / among
     assert asked.nbytes == pytest.approx(moved, rel=0.02), plan.travels
     if codec != "int8":
-        assert asked.kept == plan.rehearsed.kind_peaks[StorageKind.PRIVATE, Home.DEVICE]
+        assert asked.kept == plan.rehearsed.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
     assert f"{codec} (this plan)" in plan.table(120)
 
 

@@ -17,7 +17,7 @@ from deepspeed.parallel.expert.dispatch import plan_routes
 from deepspeed.parallel.expert.gate import TopKGate
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
 from tests.plan.along import assert_as_counted, count_step
@@ -153,7 +153,7 @@ def test_a_plan_says_nothing_about_the_next():
 def test_which_size_fits(capsys):
     sizes = [_planned(Cell(1), ep) for ep in (1, 2, 4)]
     assert [plan.parameters for plan in sizes] == [sizes[0].parameters] * 3
-    held = [plan.rehearsed.kind_peaks[StorageKind.COMPUTE, Home.DEVICE] for plan in sizes]
+    held = [plan.rehearsed.kind_peaks[StorageKind.COMPUTE, Tier.DEVICE] for plan in sizes]
     of_experts = SHAPE.layers * SHAPE.experts * 3 * SHAPE.hidden * SHAPE.width * 2
     assert held[0] - held[1] == of_experts // 2 and held[1] - held[2] == of_experts // 4
     spread = deepspeed.plan(SHAPE, Cell(1).config(""), nodes=2, devices_per_node=2, ep=4, suggest=False)

@@ -10,7 +10,7 @@ import pytest
 
 import deepspeed
 from deepspeed.plan import longest
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from tests.ecosystem.support import needs_transformers
 
 USABLE = 1_000_000
@@ -18,9 +18,9 @@ USABLE = 1_000_000
 
 def _pretended(tokens: int, *moments: Any) -> Any:
     """What the search reads of a plan, of which each moment's memory is a function of the tokens."""
-    tops = {Home.DEVICE: {str(n): int(moment(tokens)) for n, moment in enumerate(moments)}, Home.HOST: {}}
-    peaks = {home: SimpleNamespace(nbytes=max(found.values(), default=0)) for home, found in tops.items()}
-    most = peaks[Home.DEVICE].nbytes
+    tops = {Tier.DEVICE: {str(n): int(moment(tokens)) for n, moment in enumerate(moments)}, Tier.HOST: {}}
+    peaks = {tier: SimpleNamespace(nbytes=max(found.values(), default=0)) for tier, found in tops.items()}
+    most = peaks[Tier.DEVICE].nbytes
     return SimpleNamespace(
         request=SimpleNamespace(sequence_length=tokens),
         machine=SimpleNamespace(usable=USABLE, devices_per_node=1),

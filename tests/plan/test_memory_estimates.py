@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.memory_estimates import count_params
 from deepspeed.runtime.zero import stage3, stage_1_and_2
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
 
@@ -43,11 +43,11 @@ def _held(stage, optimizer, params):
     for _ in range(2):
         engine.backward(engine(torch.ones(1, LAYER // 100, dtype=torch.bfloat16)))
         engine.optimizer.count_state()
-        ledger = engine._runtime.ledger
+        memory_tracker = engine._runtime.memory_tracker
         found = (
-            ledger.live_at(Home.HOST),
-            ledger.live_at(Home.DEVICE) - ledger.live(StorageKind.GATHERED),
-            ledger.peak(StorageKind.GATHERED),
+            memory_tracker.live_at(Tier.HOST),
+            memory_tracker.live_at(Tier.DEVICE) - memory_tracker.live(StorageKind.GATHERED),
+            memory_tracker.peak(StorageKind.GATHERED),
         )
         engine.step()
     engine.destroy()

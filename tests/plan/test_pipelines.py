@@ -23,7 +23,7 @@ from deepspeed.plan.kinds import kinds_of, needed
 from deepspeed.plan.memory import MemoryCount
 from deepspeed.plan.pipeline import Pipeline, idle_shares, idle_time
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
 from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
@@ -66,16 +66,16 @@ def _run(cell: Cell, make: Any, cut: dict[str, Any] | None = None) -> dict[str, 
         for _ in range(2):
             engine.train_batch(items)
         engine.optimizer.count_state()
-        ledger = engine._runtime.ledger
-        ledger.reset_peak()
+        memory_tracker = engine._runtime.memory_tracker
+        memory_tracker.reset_peak()
         count.reset_peaks()
         with counted() as traffic:
             engine.train_batch(items)
             asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
         count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
+        kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
-    return {"kinds": {key: n for key, n in kinds.items() if n}, "asked": asked, "peak": count.peaks[Home.DEVICE].nbytes}
+    return {"kinds": {key: n for key, n in kinds.items() if n}, "asked": asked, "peak": count.peaks[Tier.DEVICE].nbytes}
 
 
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)])
@@ -160,11 +160,11 @@ def test_stages_whose_layers_are_cut_against_real_ranks(cells):
 def _assert_as_counted(plan: Any, counted_: dict[str, Any], what: Any, aside: int = 0) -> None:
     found = plan.rehearsed
     assert found.flow.asked_along == counted_["asked"], what
-    kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
+    kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == counted_["kinds"].keys()
     for key, nbytes in counted_["kinds"].items():
         assert kinds[key] == pytest.approx(nbytes, rel=0.02), (what, key)
-    assert found.peaks[Home.DEVICE].nbytes == pytest.approx(counted_["peak"] - aside, rel=0.05), what
+    assert found.peaks[Tier.DEVICE].nbytes == pytest.approx(counted_["peak"] - aside, rel=0.05), what
 
 
 def test_one_rank_of_each_stage_that_may_be_the_heaviest():
@@ -178,13 +178,13 @@ def test_one_rank_of_each_stage_that_may_be_the_heaviest():
     assert sorted(stage for part in plan.parts for stage in part.layers) == list(range(5))
     in_flight = {stage: number for part in plan.parts for stage, number in part.in_flight.items()}
     assert in_flight == {stage: 5 - stage + (stage < 4) for stage in range(5)}
-    assert plan.device_bytes == max(part.rehearsed.peaks[Home.DEVICE].nbytes for part in plan.parts)
+    assert plan.device_bytes == max(part.rehearsed.peaks[Tier.DEVICE].nbytes for part in plan.parts)
     whole = _planned(Cell(1, accumulation=8), pipe=1)
     assert plan.parameters == whole.parameters and not whole.to_dict().get("stages")
     # In-flight micro-batches are really there: the second stage keeps 5 of them, and all 8 under GPipe.
     more = _planned(Cell(1, accumulation=8), pipe=5, schedule="gpipe", rank=3).rehearsed
     second = plan.parts[1].rehearsed
-    kept = more.peaks[Home.DEVICE].nbytes - second.peaks[Home.DEVICE].nbytes
+    kept = more.peaks[Tier.DEVICE].nbytes - second.peaks[Tier.DEVICE].nbytes
     assert kept == pytest.approx(3 * second.activations, rel=0.25)
 
 

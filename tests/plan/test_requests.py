@@ -17,7 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.devices import DEVICES, in_words, read_bytes
 from deepspeed.plan.sweep import Point, frontier, read_axes, sweep_text
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 SHAPE = DecoderShape(layers=2, hidden=64, heads=4, vocab=128)
@@ -211,12 +211,12 @@ def test_offloaded_states_are_on_the_host_and_page_locked():
     made = plan(config={**CONFIG, "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
     kinds = made.rehearsed.kind_peaks
     assert (
-        kinds[StorageKind.OPTIMIZER, Home.HOST]
-        == 2 * kinds[StorageKind.MASTER, Home.HOST]
-        == 4 * kinds[StorageKind.COMPUTE, Home.HOST]
+        kinds[StorageKind.OPTIMIZER, Tier.HOST]
+        == 2 * kinds[StorageKind.MASTER, Tier.HOST]
+        == 4 * kinds[StorageKind.COMPUTE, Tier.HOST]
     )
-    assert (StorageKind.MASTER, Home.DEVICE) not in kinds
-    assert made.rehearsed.pinned >= kinds[StorageKind.MASTER, Home.HOST]
+    assert (StorageKind.MASTER, Tier.DEVICE) not in kinds
+    assert made.rehearsed.pinned >= kinds[StorageKind.MASTER, Tier.HOST]
     assert made.rehearsed.flow.up > 0 and made.rehearsed.flow.down > 0
 
 

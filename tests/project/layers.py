@@ -54,7 +54,7 @@ LAYERS = (
     Layer("the base class of features that the engine asks for by name", ("engine_feature",)),
     Layer("optimizers: plain tensors, no sharding; zero drives them", ("ops", "precision", "schedulers")),
     Layer("ZeRO", ("zero",)),
-    Layer("other homes for shards, data, recomputation", ("offload", "data", "dropping", "activation_checkpointing")),
+    Layer("other tiers for shards, data, recomputation", ("offload", "data", "dropping", "activation_checkpointing")),
     Layer("checkpoints", ("checkpoint",)),
     Layer("what the engine drives to show a run", ("monitor", "profiling", "run_report")),
     Layer("further axes: pipeline, tensor, sequence, expert", ("parallel",)),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from tests.project import graph
 
-HOME = "deepspeed.models"
+PACKAGE = "deepspeed.models"
 
 PRIVATE = frozenset({
     "_apply_gate", "_attn_implementation", "_can_record_outputs", "_from_config", "_gradient_checkpointing_func",
@@ -52,7 +52,7 @@ def _named(module: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_home(module: str) -> bool:
-    return f"{module}.".startswith(f"{HOME}.")
+    return f"{module}.".startswith(f"{PACKAGE}.")
 
 
 def test_only_one_package_knows_the_library():

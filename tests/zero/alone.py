@@ -16,10 +16,10 @@ from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.storage import Ledger, Memory
+from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.update.loop import UpdateStrategy
@@ -91,7 +91,7 @@ def bucket_of(
     *,
     is_sharded: bool = True,
     group: BucketGroup | None = None,
-    ledger: Ledger | None = None,
+    memory_tracker: MemoryTracker | None = None,
     index: int = 0,
 ) -> Bucket:
     """A bucket of some parameters, named by their position, with their own values."""
@@ -107,7 +107,7 @@ def bucket_of(
         device=CPU,
         group=group or BucketGroup.over(transport),
         is_sharded=is_sharded,
-        ledger=ledger or Ledger(),
+        memory_tracker=memory_tracker or MemoryTracker(),
         memory=Memory(CPU),
     )
     flat = torch.zeros(layout.numel, dtype=dtype)
@@ -198,7 +198,7 @@ def rank_of(
     torch_optimizer = make(model)
     groups = Groups.of(replace(BucketGroup.over(transport), **(group or {})))
     placement = Placement.of_stage(stage)
-    memory = {Home.DEVICE: Memory(CPU)}
+    memory = {Tier.DEVICE: Memory(CPU)}
     options = RuntimeOptions(
         placement=placement,
         layout=Limits(persistence=joined, joined=max(joined, 1), unit=10**6),
@@ -210,7 +210,7 @@ def rank_of(
         device=CPU,
         param_memories=memory,
         master_memories=memory,
-        destination=lambda home, _ledger: GradientDestination(home),
+        destination=lambda tier, _memory_tracker: GradientDestination(tier),
     )
     runtime = build_runtime(model, options, groups, group_indices(torch_optimizer))
     move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
@@ -223,11 +223,11 @@ def rank_of(
         placement=placement,
         groups=groups,
         agreement=runtime.agreement,
-        ledger=runtime.ledger,
+        ledger=runtime.memory_tracker,
         leave_backward=runtime.leave_backward,
         before_update=runtime.free_gathered,
         backward=lambda loss, retain_graph=False: loss.backward(retain_graph=retain_graph),
-        strategies={Home.DEVICE: UpdateStrategy()},
+        strategies={Tier.DEVICE: UpdateStrategy()},
         **{**defaults, **settings},
     )
     runtime.optimizer = optimizer

@@ -11,8 +11,8 @@ from deepspeed.errors import CallOrderError
 from deepspeed.zero.address import State
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.gather_count import GatherCount
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of
 
@@ -32,20 +32,20 @@ def gathered(bucket: Bucket) -> Bucket:
 
 def test_a_gather_brings_the_values_and_a_reshard_takes_them_away() -> None:
     def body(transport: LoopbackTransport) -> None:
-        ledger, expected = Ledger(), params()
-        bucket = bucket_of(transport, params(), ledger=ledger)
+        memory_tracker, expected = MemoryTracker(), params()
+        bucket = bucket_of(transport, params(), memory_tracker=memory_tracker)
         count = bucket.count = GatherCount()
         numel = bucket.layout.numel
         assert bucket.state is State.SHARDED
         assert all(parameter.shape == (0,) for parameter in bucket.params)
-        assert ledger.live(StorageKind.COMPUTE, Home.DEVICE) == numel // transport.size * 4
+        assert memory_tracker.live(StorageKind.COMPUTE, Tier.DEVICE) == numel // transport.size * 4
         for _ in range(2):
-            assert ledger.live(StorageKind.GATHERED, Home.DEVICE) == 0
+            assert memory_tracker.live(StorageKind.GATHERED, Tier.DEVICE) == 0
             bucket.start_gather()
             assert (bucket.state, count.live, dict(count.arriving)) == (State.GATHERING, numel, {0: numel})
             bucket.finish_gather()
             assert (bucket.state, count.live, count.arriving_numel) == (State.FULL, numel, 0)
-            assert ledger.live(StorageKind.GATHERED, Home.DEVICE) == numel * 4
+            assert memory_tracker.live(StorageKind.GATHERED, Tier.DEVICE) == numel * 4
             for parameter, value, tile in zip(bucket.params, expected, range(3), strict=True):
                 assert type(parameter) is nn.Parameter and torch.equal(parameter, value)
                 assert torch.equal(bucket.view(tile), value)

@@ -123,14 +123,14 @@ def _sizes(kind):
         phases.append(dict(sent))
     for name, counted, formula, _ in engine.memory_report():
         assert counted == formula, f"{name}: {counted} counted, {formula} by formula"
-    ledger = engine._runtime.ledger
+    memory_tracker = engine._runtime.memory_tracker
     psi = sum(bucket.layout.numel for bucket in engine._runtime.buckets)
     assert all(bucket.is_sharded for bucket in engine._runtime.buckets)
     return (
         psi,
-        ledger.live(StorageKind.COMPUTE),
-        ledger.live(StorageKind.MASTER),
-        ledger.live(StorageKind.OPTIMIZER),
+        memory_tracker.live(StorageKind.COMPUTE),
+        memory_tracker.live(StorageKind.MASTER),
+        memory_tracker.live(StorageKind.OPTIMIZER),
         phases[4:],
     )
 
@@ -206,7 +206,7 @@ def test_access_to_single_parameters(kind):
     run_ranks(_access, 4, kind)
 
 
-# -- construction, files, other homes --------------------------------------------------------------------------------
+# -- construction, files, other tiers --------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):

@@ -18,7 +18,7 @@ def _phases(stage, zero, mode):
     """Asserts the bytes after init, forward, backward and step, for one micro-batch per step."""
     config, itemsize = MODES[mode]
     engine = engine_of(tower(), stage, zero=zero, **config)
-    ledger, ranks = engine._runtime.ledger, dist.get_world_size()
+    memory_tracker, ranks = engine._runtime.memory_tracker, dist.get_world_size()
     buckets = engine._runtime.buckets
     psi = sum(bucket.layout.numel for bucket in buckets)
     sharded = sum(bucket.layout.numel for bucket in buckets if bucket.is_sharded)
@@ -38,10 +38,10 @@ def _phases(stage, zero, mode):
             StorageKind.OPTIMIZER: optimizer,
         }
         engine.optimizer.count_state()
-        found = {kind: ledger.live(kind) for kind in expected}
+        found = {kind: memory_tracker.live(kind) for kind in expected}
         # One rank: the packed gradient itself is what the update reads; its memory is kept for the next backward.
         packed = itemsize * psi if ranks == 1 and (step or phase in ("backward", "step")) else 0
-        assert ledger.live(StorageKind.GRADIENT_BUCKET) == packed, f"after {phase}: gradient buckets"
+        assert memory_tracker.live(StorageKind.GRADIENT_BUCKET) == packed, f"after {phase}: gradient buckets"
         assert found == expected, f"after {phase}: {found}, expected {expected}"
 
     step = 0
@@ -76,7 +76,7 @@ def _accumulating(stage, mode, sum_dtype):
     config, itemsize = MODES[mode]
     config = {**config, "data_types": {"grad_accum_dtype": sum_dtype}}
     engine = engine_of(tower(), stage, accumulation=3, **config)
-    ledger, ranks = engine._runtime.ledger, dist.get_world_size()
+    memory_tracker, ranks = engine._runtime.memory_tracker, dist.get_world_size()
     psi = sum(bucket.layout.numel for bucket in engine._runtime.buckets)
     owned = psi // ranks if stage >= 1 else psi
     bytes_of_sum = 4 if sum_dtype == "fp32" else 2
@@ -90,7 +90,7 @@ def _accumulating(stage, mode, sum_dtype):
             else:
                 expected = (bytes_of_sum if stage >= 2 else 4) * owned  # ranks are summed in fp32
             where = f"stage {stage}, {mode}, sum {sum_dtype}, {ranks} rank(s), step {step}, micro-batch {micro}"
-            assert ledger.live(StorageKind.GRADIENT) == expected, where
+            assert memory_tracker.live(StorageKind.GRADIENT) == expected, where
             by_formula, _ = formula.gradients(accumulation=True, reduced=last, accumulate_itemsize=bytes_of_sum)
             assert by_formula == expected, f"{where}: {by_formula} by formula"
             engine.step()
@@ -109,9 +109,9 @@ def _peak(max_live):
     zero = {**SHARDED, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": max_live}
     engine = engine_of(tower(depth=6), 3, zero=zero)
     for step in range(3):
-        engine._runtime.ledger.reset_peak()
+        engine._runtime.memory_tracker.reset_peak()
         engine.backward(engine(inputs(step, rank())))
-        peak = engine._runtime.ledger.peak(StorageKind.GATHERED)
+        peak = engine._runtime.memory_tracker.peak(StorageKind.GATHERED)
         engine.step()
     return peak, 4 * max(bucket.layout.numel for bucket in engine._runtime.buckets)
 

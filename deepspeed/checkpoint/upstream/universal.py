@@ -99,12 +99,12 @@ def _take_parameter(
         raise CheckpointError(
             f"{folder}: parameter name {name!r} leads out of the folder; the files were made to harm, or are damaged"
         )
-    home = folder / "zero" / name
-    if not home.is_dir():
-        raise CheckpointError(f"{home} is missing; the checkpoint is not complete")
+    directory = folder / "zero" / name
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is missing; the checkpoint is not complete")
     content.shapes[name] = shape
     scalars = dict(common)
-    for path in sorted(home.glob("*.pt")):
+    for path in sorted(directory.glob("*.pt")):
         value = load(path, trust=trust)
         value = value["param"] if isinstance(value, dict) else value
         if not isinstance(value, torch.Tensor) or (value.dim() == 0 and path.stem != "fp32"):

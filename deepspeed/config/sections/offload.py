@@ -14,7 +14,7 @@ class OffloadParam(Section):
     """Where the shards of the compute parameters live between uses (stage 3)."""
 
     device: Device = key(
-        "none", "Home of the parameter shards. cpu and nvme need stage 3; nvme needs nvme_path.", min_stage=0
+        "none", "Where the parameter shards are kept. cpu and nvme need stage 3; nvme needs nvme_path.", min_stage=0
     )
     nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
     buffer_count: Int = key(5, "Staging buffers (device nvme).", unit="buffers", above=0)
@@ -41,7 +41,7 @@ class OffloadOptimizer(Section):
 
     device: Device = key(
         "none",
-        "Home of master weights and optimizer state. Needs stage 1 or more; nvme needs nvme_path. At stage 0 "
+        "Where master weights and optimizer state are kept. Needs stage 1 or more; nvme needs nvme_path. At stage 0 "
         "(reference models are built from training configurations) it is accepted with one line.",
     )
     nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")

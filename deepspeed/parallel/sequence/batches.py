@@ -57,7 +57,7 @@ def _exchanged(
     tensor: torch.Tensor, name: str, descriptions: list[BatchDescription], group: Any, device: torch.device
 ) -> list[torch.Tensor]:
     ranks = len(descriptions)
-    home, tensor = tensor.device, tensor.to(device)
+    original, tensor = tensor.device, tensor.to(device)
     pieces = [piece.reshape(-1) for piece in tensor.chunk(ranks, dim=1)]
     shapes = [(rows, tokens // ranks) for rows, tokens in (one.shapes[name] for one in descriptions)]
     received = [rows * tokens for rows, tokens in shapes]
@@ -65,7 +65,7 @@ def _exchanged(
     sent = [piece.numel() for piece in pieces]
     transport, label = transport_of(group, device), f"{name} of a batch (sequence parallel)"
     transport.all_to_all(torch.cat(pieces), sent, out, received, label=label).wait()
-    return [part.view(shape).to(home) for part, shape in zip(out.split(received), shapes, strict=True)]
+    return [part.view(shape).to(original) for part, shape in zip(out.split(received), shapes, strict=True)]
 
 
 def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, torch.Tensor]]:

@@ -53,8 +53,10 @@ def cut_parameter(
         forget_address(parameter)
         mark_full(parameter, part, plain_class(parameter))
         shards = BucketGroup.over(data, name=group or CUT)
-        home = address.bucket.shard.device
-        shard_parameters([parameter], [cut.name], group=shards, device=part.device, dtype=None, home=home)
+        shard_device = address.bucket.shard.device
+        shard_parameters(
+            [parameter], [cut.name], group=shards, device=part.device, dtype=None, shard_device=shard_device
+        )
     else:
         parameter.data = _part(parameter.detach(), cut.dim, intervals)
     parameter.grad = None

@@ -120,9 +120,9 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             compute_dtype=lambda name, parameter: parameter.dtype,
             whole_tensors=False,
             device=device,
-            param_memories={memory.home: memory},
-            master_memories={memory.home: memory},
-            destination=lambda home, ledger: GradientDestination(home),
+            param_memories={memory.tier: memory},
+            master_memories={memory.tier: memory},
+            destination=lambda tier, memory_tracker: GradientDestination(tier),
         )
         self._adopt(build_runtime(module, options, Groups.of(BucketGroup.over(gather, reduce), lease=lease), {}))
         self._lease = lease

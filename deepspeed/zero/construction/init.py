@@ -118,7 +118,7 @@ class Init:
             ),
             self._device,
             self.dtype,
-            _home(remote_device, parsed, self._device),
+            _shard_device(remote_device, parsed, self._device),
         )
         if module is not None:
             for part in module.modules():
@@ -182,7 +182,7 @@ def _configured_dtype(parsed: ParsedConfig | None) -> torch.dtype | None:
     return torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else torch.float32
 
 
-def _home(remote_device: str | None, parsed: ParsedConfig | None, device: torch.device) -> torch.device:
+def _shard_device(remote_device: str | None, parsed: ParsedConfig | None, device: torch.device) -> torch.device:
     """Returns where the shards wait for ``initialize``."""
     offload = None if parsed is None else parsed.root.zero_optimization.offload_param
     configured = "none" if offload is None else offload.device

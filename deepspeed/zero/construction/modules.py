@@ -46,7 +46,7 @@ class Construction:
         groups: The ranks that share parameters.
         device: Where they compute.
         dtype: Of floating parameters; None keeps each one's own.
-        home: Device of the shards.
+        shard_device: Device of the shards.
         patches: Further replacements that hold while the context is active.
     """
 
@@ -55,13 +55,13 @@ class Construction:
         groups: ProvisionalGroups,
         device: torch.device,
         dtype: torch.dtype | None,
-        home: torch.device,
+        shard_device: torch.device,
         patches: Sequence[Patch] = (),
     ) -> None:
         self.groups = groups
         self.device = device
         self.dtype = dtype
-        self.home = home
+        self.shard_device = shard_device
         self.patches = list(patches)
         self._unfinished: list[int] = []
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -119,7 +119,7 @@ class Construction:
                 group=group,
                 device=self.device,
                 dtype=self.dtype,
-                home=self.home,
+                shard_device=self.shard_device,
                 gatherer=self.gather,
             )
 

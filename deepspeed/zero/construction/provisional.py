@@ -35,7 +35,7 @@ class ProvisionalBucket(BucketBase):
     """Parameters that are sharded but belong to no engine.
 
     Attributes:
-        home: Device of the shard: that of the parameters, or the host.
+        shard_device: Device of the shard: that of the parameters, or the host.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class ProvisionalBucket(BucketBase):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        home: torch.device,
+        shard_device: torch.device,
         group: BucketGroup,
     ) -> None:
         super().__init__(group)
         self.layout = layout
         self.dtype = dtype
         self.device = device
-        self.home = home
+        self.shard_device = shard_device
         self.is_sharded = group.size > 1
         self.is_partitioned = True
         self.state = State.SHARDED if self.is_sharded else State.FULL
         # On one rank the parameters keep what they have.
-        self.shard = torch.zeros(layout.slice_numel if self.is_sharded else 0, dtype=dtype, device=home)
+        self.shard = torch.zeros(layout.slice_numel if self.is_sharded else 0, dtype=dtype, device=shard_device)
         nbytes = self.shard.numel() * dtype.itemsize
         _ShardTotals.add(nbytes)
         weakref.finalize(self, _ShardTotals.add, -nbytes).atexit = False
@@ -99,7 +99,7 @@ def copy_of(bucket: BucketBase) -> ProvisionalBucket:
         replace(bucket.layout, index=next(_indices), tiles=tiles),
         dtype=bucket.dtype,
         device=bucket.device,
-        home=bucket.shard.device,
+        shard_device=bucket.shard.device,
         group=bucket.group,
     )
     made.shard.copy_(bucket.shard)
@@ -135,7 +135,7 @@ def shard_parameters(
     group: BucketGroup,
     device: torch.device,
     dtype: torch.dtype | None,
-    home: torch.device | None = None,
+    shard_device: torch.device | None = None,
     gatherer: Gatherer | None = None,
 ) -> None:
     """Shards full parameters into provisional buckets; the values of the group's first rank win.
@@ -148,7 +148,7 @@ def shard_parameters(
         group: The ranks that share them.
         device: Where they shall compute.
         dtype: Of floating parameters from now on; None keeps each one's own.
-        home: Where the shards are kept; None: on ``device``.
+        shard_device: Where the shards are kept; None: on ``device``.
         gatherer: Makes one of them full for code that uses it outside ``GatheredParameters``.
     """
     kinds: dict[torch.dtype, list[tuple[torch.nn.Parameter, str]]] = {}
@@ -159,7 +159,7 @@ def shard_parameters(
         described = [(name, tuple(p.shape), str(p.dtype)) for p, name in zip(params, names, strict=True)]
         compare_calls(group.gather, f"zero.Init shards {described}")
         for kind, members in kinds.items():
-            bucket = _shard_kind(members, group, device, kind, home or device)
+            bucket = _shard_kind(members, group, device, kind, shard_device or device)
             bucket.gatherer = gatherer
 
 
@@ -168,7 +168,7 @@ def _shard_kind(
     group: BucketGroup,
     device: torch.device,
     dtype: torch.dtype,
-    home: torch.device,
+    shard_device: torch.device,
 ) -> ProvisionalBucket:
     members = list(members)
     layout = bucket_layout(
@@ -179,7 +179,7 @@ def _shard_kind(
         num_slices=group.size,
         group=group.name,
     )
-    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, group=group)
+    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, shard_device=shard_device, group=group)
     pieces: list[Piece] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tile, (parameter, _) in enumerate(members):

@@ -37,7 +37,7 @@ class SlicesFromFiles:
             comm.init_distributed()
         self._dtype = dtype
         self._device = local_device()
-        self._home = torch.device("cpu") if on_host else self._device
+        self._shard_device = torch.device("cpu") if on_host else self._device
         timeout = comm.default_timeout()
         peers = Job.current().axis_of().transport("outside engines", device=self._device, timeout=timeout)
         self._groups = ProvisionalGroups(peers, self._device, timeout)
@@ -65,7 +65,9 @@ class SlicesFromFiles:
             num_slices=group.size,
             group=group.name,
         )
-        bucket = ProvisionalBucket(layout, dtype=dtype, device=self._device, home=self._home, group=group)
+        bucket = ProvisionalBucket(
+            layout, dtype=dtype, device=self._device, shard_device=self._shard_device, group=group
+        )
         made = torch.nn.Parameter(torch.empty(0, dtype=dtype, device=self._device), requires_grad=like.requires_grad)
         remember_class(made)
         set_address(made, bucket, 0)

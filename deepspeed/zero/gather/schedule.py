@@ -252,7 +252,7 @@ class GatherSchedule:
             bucket.show_shapes(shown)
 
     def _announce(self) -> None:
-        """Shards that have to be read from a slow home are read one step before their gather."""
+        """Shards that have to be read from a slow tier are read one step before their gather."""
         assert self._order is not None
         for index in self._order[len(self._issued) : len(self._issued) + _ANNOUNCED]:
             self._buckets[index].announce()

@@ -237,12 +237,12 @@ def _keeps_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         result = func(empty, *args[1:], **kwargs)
         if not isinstance(result, torch.Tensor) or result.dtype != empty.dtype or result.is_meta:
             return False
-        moves, home, target = result.device != empty.device, empty.device, result.device
+        moves, device, target = result.device != empty.device, empty.device, result.device
     if moves:
         warn_once(
             f"move:{target.type}",
             f"moving the model to {target}: its parameters are sharded (ZeRO stage 3) and their shards stay with the "
-            f"engine, which computes on {home}; to free that memory use engine.destroy() or engine.offload_states()",
+            f"engine, which computes on {device}; to free that memory use engine.destroy() or engine.offload_states()",
         )
     return True
 

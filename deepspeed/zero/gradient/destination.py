@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import FlatBuffer
 from deepspeed.zero.update.norm import Squares
 
@@ -19,16 +19,16 @@ class GradientDestination:
     model computes in. ``deepspeed.offload`` has the one that copies them down from an accelerator.
 
     Args:
-        home: The memory, for the books.
+        tier: The memory, for the books.
     """
 
-    def __init__(self, home: Home = Home.DEVICE) -> None:
-        self.home = home
+    def __init__(self, tier: Tier = Tier.DEVICE) -> None:
+        self.tier = tier
 
     @property
-    def incoming_home(self) -> Home:
+    def incoming_tier(self) -> Tier:
         """Where the reduction itself leaves its result."""
-        return self.home
+        return self.tier
 
     def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
         """Returns the reduced gradient in its memory; ``reduced`` is given up."""

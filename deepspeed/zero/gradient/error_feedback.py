@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed.comm.codecs.codec import Residual
-from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
+from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout
 
 
@@ -41,7 +41,7 @@ class ErrorFeedback:
     Args:
         layout: The bucket's.
         device: Where gradients are.
-        ledger: Books of the memory.
+        memory_tracker: Books of the memory.
         to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
         spread: Sums of slices over the ranks with the same ones are cut among these, too.
         may_skip: An update may be skipped, which leaves the errors as they were: twice the memory.
@@ -51,7 +51,7 @@ class ErrorFeedback:
         self,
         layout: BucketLayout,
         device: torch.device,
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
         *,
         to_owner: bool,
         spread: bool,
@@ -59,7 +59,7 @@ class ErrorFeedback:
     ) -> None:
         numel = feedback_numel(layout, to_owner=to_owner, spread=spread)
         self._buffers = [
-            FlatBuffer(numel, torch.float32, device, kind=StorageKind.PRIVATE, ledger=ledger)
+            FlatBuffer(numel, torch.float32, device, kind=StorageKind.PRIVATE, memory_tracker=memory_tracker)
             for _ in range(1 + may_skip)
         ]
         self.tensor = rest = self._buffers[0].tensor.zero_()

@@ -23,7 +23,7 @@ from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientSum
 from deepspeed.zero.gradient.packing import pack_and_square
-from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
+from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.update.norm import squared_norm
 
 
@@ -129,7 +129,7 @@ class GradientBucket:
         self,
         bucket: Bucket,
         policy: ReductionPolicy,
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
         destination: GradientDestination,
     ) -> None:
         self.bucket = bucket
@@ -147,7 +147,7 @@ class GradientBucket:
             policy.reduce_dtype(bucket.dtype),
             bucket.device,
             kind=StorageKind.GRADIENT_BUCKET,
-            ledger=ledger,
+            memory_tracker=memory_tracker,
         )
         shapes = [tile.shape for tile in layout.tiles]
         self._views = self._flat.views(layout.starts, shapes)
@@ -170,7 +170,7 @@ class GradientBucket:
             dtype=torch.float64 if is_double else accumulate_dtype,
             device=bucket.device,
             destination=destination,
-            ledger=ledger,
+            memory_tracker=memory_tracker,
         )
         self._before = self.sum.mark()
         self.repeats = False
@@ -184,7 +184,7 @@ class GradientBucket:
             self.feedback = ErrorFeedback(
                 layout,
                 bucket.device,
-                ledger,
+                memory_tracker,
                 to_owner=policy.to_owner,
                 spread=group.is_spread,
                 may_skip=policy.may_skip,
@@ -372,7 +372,7 @@ class GradientBucket:
             source.tensor.mul_(self._prescale)
         layout = self.bucket.layout
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
-        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_home)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_tier)
         self._rounds += 1
         feedback = self.feedback if self.is_coded else None
         if feedback is not None:
@@ -459,7 +459,7 @@ class GradientBucket:
         feedback = self.feedback if self.is_coded else None
         partial = self.sum.take_partial()
         numel = partial.tensor.numel() // (transport.size if to_owner else 1)
-        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_home)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._destination.incoming_tier)
         self._rounds += 1
         combine = transport.reduce_scatter if to_owner else transport.all_reduce
         work = combine(
@@ -526,7 +526,7 @@ class GradientBucket:
 
     def new_result(self, numel: int) -> FlatBuffer:
         """Zeros for what the update is to read in the place of a gradient: fp32, aligned with the master."""
-        made = self.sum.new_buffer(numel, torch.float32, self._destination.incoming_home)
+        made = self.sum.new_buffer(numel, torch.float32, self._destination.incoming_tier)
         made.tensor.zero_()
         return made
 

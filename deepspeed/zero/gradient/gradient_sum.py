@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.zero.gradient.destination import GradientDestination, add_into
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.update.norm import Squares, squared_norm
 
 
@@ -55,7 +55,7 @@ class GradientSum:
         dtype: See the attribute.
         device: Of sums that have not landed.
         destination: Brings reduced gradients to where the update reads them.
-        ledger: Books of the memory.
+        memory_tracker: Books of the memory.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class GradientSum:
         dtype: torch.dtype,
         device: torch.device,
         destination: GradientDestination,
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
     ) -> None:
         self._packed = packed
         self._tiles = starts, shapes
         self.dtype = dtype
         self._device = device
         self._destination = destination
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         self.local: FlatBuffer | None = None
         self.partial: FlatBuffer | None = None
         self.reduced: FlatBuffer | None = None
@@ -194,7 +194,7 @@ class GradientSum:
             self.reduced = self._destination.add(self.reduced, incoming, self.dtype, self.squares)
 
     def _narrowed(self, reduced: FlatBuffer) -> FlatBuffer:
-        narrower = self.new_buffer(reduced.tensor.numel(), self.dtype, self._destination.incoming_home)
+        narrower = self.new_buffer(reduced.tensor.numel(), self.dtype, self._destination.incoming_tier)
         narrower.tensor.copy_(reduced.tensor)
         reduced.free()
         return narrower
@@ -205,9 +205,11 @@ class GradientSum:
             self.reduced = self.new_buffer(self._packed.tensor.numel(), self.dtype)
             self.reduced.tensor.copy_(self._packed.tensor)
 
-    def new_buffer(self, numel: int, dtype: torch.dtype, home: Home = Home.DEVICE) -> FlatBuffer:
+    def new_buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
         """Memory for gradients, in the books."""
-        return FlatBuffer(numel, dtype, self._device, kind=StorageKind.GRADIENT, ledger=self._ledger, home=home)
+        return FlatBuffer(
+            numel, dtype, self._device, kind=StorageKind.GRADIENT, memory_tracker=self._memory_tracker, tier=tier
+        )
 
     # -- the update's side -------------------------------------------------------------------------------------------
 
@@ -228,20 +230,20 @@ class GradientSum:
             return None
         return squared_norm(result) if self.squares is None else self.squares.total
 
-    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
         """Moves what waits for an update to other memory.
 
         Args:
             copy: Makes the copy of a 1-D tensor there.
-            home: Where it goes, for the ledger.
+            tier: Where it goes, for the memory tracker.
         """
 
         def moved(old: FlatBuffer) -> FlatBuffer:
-            new = FlatBuffer.holding(copy(old.tensor), old, home)
+            new = FlatBuffer.holding(copy(old.tensor), old, tier)
             old.free()
             return new
 
-        if self.reduced is not None and self._destination.home is Home.DEVICE:
+        if self.reduced is not None and self._destination.tier is Tier.DEVICE:
             self.reduced = moved(self.reduced)
         if self.local is not None:
             self.local = moved(self.local)

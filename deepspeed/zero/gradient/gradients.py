@@ -32,7 +32,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.trial import Trial
-from deepspeed.zero.storage import Ledger
+from deepspeed.zero.storage import MemoryTracker
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
 _SMALL = 2**23  # elements of reductions on their way for which the host need not wait for a device that lags behind,
@@ -94,7 +94,7 @@ class GradientReducer:
         buckets: Trainable buckets in model order.
         policy: How gradients are combined.
         peers: The ranks that run the same backwards and agree on the order.
-        ledger: Counts the buffers.
+        memory_tracker: Counts the buffers.
         destinations: For each bucket, how its gradients get to where the update reads them.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
@@ -107,7 +107,7 @@ class GradientReducer:
         buckets: list[Bucket],
         policy: ReductionPolicy,
         peers: Transport,
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
         destinations: Sequence[GradientDestination],
         *,
         on_packed: Callable[[Bucket], None],
@@ -128,7 +128,7 @@ class GradientReducer:
         self._on_stray = on_stray
         self._may_block = may_block
         self.buckets = [
-            GradientBucket(bucket, policy, ledger, destination)
+            GradientBucket(bucket, policy, memory_tracker, destination)
             for bucket, destination in zip(buckets, destinations, strict=True)
         ]
         self._positions = {gradients: position for position, gradients in enumerate(self.buckets)}
@@ -142,7 +142,7 @@ class GradientReducer:
         # Buckets with sums of earlier backwards: equal on all ranks, unlike which of them have one.
         self._local_sums: set[int] = set()
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         self._in_one_order = all(bucket.group.reduce.needs_one_order for bucket in buckets)
         self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
         self._reader: GradientReader | None = None
@@ -169,7 +169,7 @@ class GradientReducer:
             destination: How its gradients get to where the update reads them.
         """
         assert self._backward is None
-        self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, destination))
+        self.buckets.append(GradientBucket(bucket, self.policy, self._memory_tracker, destination))
         self.buckets[-1].is_coded = self.is_coded
         self._positions[self.buckets[-1]] = len(self.buckets) - 1
         self._largest = max(self._largest, bucket.layout.numel)

@@ -22,7 +22,7 @@ from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
 from deepspeed.comm.transports.transport import LocalTransport, transfer_key
 from deepspeed.ops.onebit.phases import ExchangesMomentum, frozen_root, largest_update, mask_of
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
+from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.update.masters import MasterBucket
 
 _MOMENTUM = 3  # kind of transfer, see transfer_key
@@ -53,7 +53,7 @@ class BucketMomentum:
         root: In the same case, what momentum is divided by before it travels; None where it travels as it is.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, ledger: Ledger) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, memory_tracker: MemoryTracker) -> None:
         self.master = master
         self._optimizer = optimizer
         self._transport = master.bucket.group.reduce
@@ -68,17 +68,17 @@ class BucketMomentum:
         padded = padded_numel(self.numel, size)
         self.private: FlatBuffer | None = None
         if not isinstance(self._transport, LocalTransport):
-            self.private = self._buffer(padded + padded // size, ledger)
+            self.private = self._buffer(padded + padded // size, memory_tracker)
             self._error = Residual(self.private.tensor[:padded], self.private.tensor[padded:])
         else:
             nothing = torch.zeros(0, device=master.bucket.device)
             self._error = Residual(nothing, nothing)
         self._padded = padded
         assert isinstance(optimizer, ExchangesMomentum)
-        self.momentum = self._buffer(padded, ledger) if master.is_sharded else None
+        self.momentum = self._buffer(padded, memory_tracker) if master.is_sharded else None
         self.root: FlatBuffer | None = None
         if master.is_sharded and optimizer.precondition and self.private is not None:
-            self.root = self._buffer(padded, ledger)
+            self.root = self._buffer(padded, memory_tracker)
         self._mask: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
         self._unit: torch.Tensor | None = None  # of what is on its way
@@ -89,8 +89,10 @@ class BucketMomentum:
         self._work: OneBitExchange | None = None
         self.rounds = 0
 
-    def _buffer(self, numel: int, ledger: Ledger) -> FlatBuffer:
-        made = FlatBuffer(numel, torch.float32, self.master.bucket.device, kind=StorageKind.PRIVATE, ledger=ledger)
+    def _buffer(self, numel: int, memory_tracker: MemoryTracker) -> FlatBuffer:
+        made = FlatBuffer(
+            numel, torch.float32, self.master.bucket.device, kind=StorageKind.PRIVATE, memory_tracker=memory_tracker
+        )
         made.tensor.zero_()
         return made
 

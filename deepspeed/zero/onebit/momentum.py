@@ -66,7 +66,7 @@ class MomentumExchange(MeanGradient):
 
     def _grow(self) -> None:
         for master in self._masters[len(self.buckets) :]:
-            self.buckets.append(BucketMomentum(self._optimizer, master, self._ledger))
+            self.buckets.append(BucketMomentum(self._optimizer, master, self._memory_tracker))
 
     @override
     def begin_update(self, before: int) -> None:

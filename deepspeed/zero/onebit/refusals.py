@@ -8,7 +8,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.ops.onebit.phases import mask_of
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.placement import Placement, Tier
 
 
 def refuse_combinations(root: Root, placement: Placement, optimizer: torch.optim.Optimizer) -> None:
@@ -24,7 +24,7 @@ def refuse_combinations(root: Root, placement: Placement, optimizer: torch.optim
             f"optimizer {name} with zero_optimization.stage {placement.stage}: between exchanges each rank moves all "
             "its weights by itself, for which it needs all masters and states; use stage 0, or OneBitAdam"
         )
-    if placement.master_home is not Home.DEVICE:
+    if placement.master_tier is not Tier.DEVICE:
         raise DeepSpeedConfigError(
             f"optimizer {name} with zero_optimization.offload_optimizer: its momentum is sent at each step, so it "
             "stays on the device; leave the section out"

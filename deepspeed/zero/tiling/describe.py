@@ -34,7 +34,7 @@ SHARED = "shared base"
 ROWS = "rows of embeddings"
 """The group of tables whose gradients travel by rows (``sparse_gradients``)."""
 OFFLOADED = "offloaded base"
-"""Name of the group of frozen parameters that are sharded at every stage and, between uses, in another home."""
+"""Name of the group of frozen parameters that are sharded at every stage and, between uses, in another tier."""
 
 _EXPERTS = "ep_size_"
 _ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from deepspeed.zero.placement import BucketPlacement, Home, Placement
+from deepspeed.zero.placement import BucketPlacement, Placement, Tier
 from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout
 
 _BITS = re.compile(r"[a-z]+(\d+)")
@@ -24,7 +24,7 @@ def itemsize(dtype: str) -> int:
 
 
 class MemoryFormula:
-    """Bytes on one rank between two steps, in one home.
+    """Bytes on one rank between two steps, in one tier.
 
     Attributes:
         placement: The ZeRO row.
@@ -32,7 +32,7 @@ class MemoryFormula:
     Args:
         layout: Every bucket.
         placement: The ZeRO row.
-        host_is_device: The model computes in host memory, so that fp32 compute parameters in either home can be their
+        host_is_device: The model computes in host memory, so that fp32 compute parameters in either tier can be their
             own masters.
         placed: Where each bucket is, if some began to be trained after the others; None: where the placement puts them.
     """
@@ -50,26 +50,26 @@ class MemoryFormula:
         self._placed = placement.of_buckets(layout) if placed is None else tuple(placed)
         self._host_is_device = host_is_device
 
-    def compute(self, home: Home = Home.DEVICE) -> tuple[int, str]:
+    def compute(self, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
         """Compute parameters: the shard, or everything."""
         total = 0
         for bucket, placed in zip(self._layout.buckets, self._placed, strict=True):
-            if placed.param_home is home:
+            if placed.param_tier is tier:
                 numel = bucket.slice_numel if placed.is_sharded else bucket.numel
                 total += numel * itemsize(bucket.dtype)
         if not any(placed.is_sharded for placed in self._placed):
             return total, "bytes x Psi"
         ranks = "S" if self.has_copies else "N"
-        if home is not Home.DEVICE:
+        if tier is not Tier.DEVICE:
             return total, f"bytes x Psi_offloaded / {ranks}"
         return total, f"bytes x (Psi_sharded / {ranks} + Psi_persistent)"
 
-    def compute_tensors(self, home: Home) -> list[tuple[int, int]]:
-        """``(elements, bytes per element)`` of the compute tensors of a home."""
+    def compute_tensors(self, tier: Tier) -> list[tuple[int, int]]:
+        """``(elements, bytes per element)`` of the compute tensors of a tier."""
         return [
             (bucket.slice_numel if placed.is_sharded else bucket.numel, itemsize(bucket.dtype))
             for bucket, placed in zip(self._layout.buckets, self._placed, strict=True)
-            if placed.param_home is home
+            if placed.param_tier is tier
         ]
 
     def owned_numel(self, bucket: BucketLayout) -> int:
@@ -98,12 +98,12 @@ class MemoryFormula:
 
     def has_master(self, bucket: BucketLayout, placed: BucketPlacement) -> bool:
         """Returns whether a trained bucket has a master besides its compute parameters."""
-        if self.master_itemsize(bucket) != itemsize(bucket.dtype) or Home.FILE in (
-            placed.param_home,
-            placed.master_home,
+        if self.master_itemsize(bucket) != itemsize(bucket.dtype) or Tier.FILE in (
+            placed.param_tier,
+            placed.master_tier,
         ):
             return True
-        return placed.param_home is not placed.master_home and not self._host_is_device
+        return placed.param_tier is not placed.master_tier and not self._host_is_device
 
     def master_itemsize(self, bucket: BucketLayout) -> int:
         """Returns the bytes per element of a master."""
@@ -115,34 +115,34 @@ class MemoryFormula:
         size = itemsize(bucket.dtype)
         return in_fp32 * (size if self.placement.narrow_states else max(size, 4)) // 4
 
-    def master(self, home: Home = Home.DEVICE) -> tuple[int, str]:
+    def master(self, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
         """Masters, where the compute parameters are not their own."""
         total = sum(
             self.master_itemsize(bucket) * self.owned_numel(bucket)
             for bucket, placed in self._trained()
-            if placed.master_home is home and self.has_master(bucket, placed)
+            if placed.master_tier is tier and self.has_master(bucket, placed)
         )
         size = 2 if self.placement.narrow_masters else 4
         return total, f"{size} x Psi / {self.owners}" if self.placement.shard_master else f"{size} x Psi"
 
-    def master_tensors(self, state_itemsizes: Sequence[int], home: Home) -> list[tuple[int, int]]:
-        """``(elements, bytes per element)`` of masters and states of a home.
+    def master_tensors(self, state_itemsizes: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
+        """``(elements, bytes per element)`` of masters and states of a tier.
 
         Args:
             state_itemsizes: For every state, its bytes per fp32 element.
-            home: Which.
+            tier: Which.
         """
         found = []
         for bucket, placed in self._trained():
-            if placed.master_home is home:
+            if placed.master_tier is tier:
                 sizes = [self.master_itemsize(bucket)] if self.has_master(bucket, placed) else []
                 sizes += [self._state_itemsize(bucket, size) for size in state_itemsizes]
                 found += [(self.owned_numel(bucket), size) for size in sizes]
         return found
 
-    def optimizer(self, states: int, home: Home = Home.DEVICE) -> tuple[int, str]:
+    def optimizer(self, states: int, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
         """Optimizer state: ``states`` numbers per element (two for Adam), fp32 unless they are narrow."""
-        total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
+        total = sum(n * size for n, size in self.master_tensors([4] * states, tier)) - self.master(tier)[0]
         size = 2 if self.placement.narrow_states else 4
         return total, f"{size * states} x Psi" + (f" / {self.owners}" if self.placement.shard_master else "")
 
@@ -152,7 +152,7 @@ class MemoryFormula:
             return 0, "0"
         total = 0
         for bucket, placed in self._trained():
-            if placed.master_home is Home.HOST:
+            if placed.master_tier is Tier.HOST:
                 wide = max(itemsize(bucket.dtype), 4)
                 out = itemsize(bucket.dtype) if self.has_master(bucket, placed) else 0
                 total += self.owned_numel(bucket) * (wide * (1 + states) + out)
@@ -167,7 +167,7 @@ class MemoryFormula:
         reduced: bool,
         reduce_itemsize: int | None = None,
         accumulate_itemsize: int = 4,
-        home: Home = Home.DEVICE,
+        tier: Tier = Tier.DEVICE,
     ) -> tuple[int, str]:
         """Gradients between backward and step, or between micro-batches.
 
@@ -177,12 +177,12 @@ class MemoryFormula:
             reduce_itemsize: Bytes per element on the wire; None is the parameter's.
             accumulate_itemsize: Bytes per element of a sum over micro-batches (``grad_accum_dtype``). Sums over ranks
                 are fp32 whatever it is; only where they are added to a sum over micro-batches do they take its dtype.
-            home: Where; unreduced gradients are on the device.
+            tier: Where; unreduced gradients are on the device.
         """
         total, text = 0, "bytes x Psi"
         for bucket, placed in self._trained():
             unreduced = not reduced and not self.placement.shard_gradients and bucket.num_slices > 1
-            if (Home.DEVICE if unreduced else placed.gradient_home) is not home:
+            if (Tier.DEVICE if unreduced else placed.gradient_tier) is not tier:
                 continue
             if bucket.num_slices == 1 and not accumulation:
                 total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel

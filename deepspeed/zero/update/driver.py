@@ -20,7 +20,7 @@ from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.storage import Ledger
+from deepspeed.zero.storage import MemoryTracker
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
@@ -39,7 +39,7 @@ class UpdateParts:
         masters: Master weights of this rank, by trainable bucket; the list may grow.
         reducer: The gradients, in the same order.
         groups: The ranks that share masters, and those that decide together.
-        ledger: Books of the memory.
+        memory_tracker: Books of the memory.
         carry_user_writes: Takes what a program wrote into parameters into the masters.
         publish_masters: Makes the compute parameters follow masters that were written; a collective.
     """
@@ -47,7 +47,7 @@ class UpdateParts:
     masters: list[MasterBucket]
     reducer: GradientReducer
     groups: Groups
-    ledger: Ledger
+    memory_tracker: MemoryTracker
     carry_user_writes: Callable[[], None]
     publish_masters: Callable[[], None]
 
@@ -182,7 +182,7 @@ class MeanGradient(UpdateDriver):
         self._masters = parts.masters
         self._reducer = parts.reducer
         self._groups = parts.groups
-        self._ledger = parts.ledger
+        self._memory_tracker = parts.memory_tracker
 
     @override
     def begin_update(self, before: int) -> None:

@@ -1,8 +1,8 @@
 """The loop of the update: one pass over pieces of masters, wherever they live.
 
 A *piece* is a stretch of one master that is updated at once: the whole master on the device, a bounded stretch where it
-must travel. A :class:`UpdateStrategy` knows one home: it brings the operands of a piece to where the kernel runs and
-takes the results back. The loop is the same for all homes::
+must travel. A :class:`UpdateStrategy` knows one tier: it brings the operands of a piece to where the kernel runs and
+takes the results back. The loop is the same for all tiers::
 
     fetch piece i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete
 """
@@ -18,7 +18,7 @@ import torch
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.rounding import ElementRounding
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Tier
 from deepspeed.zero.update.masters import MasterBucket
 
 
@@ -136,7 +136,7 @@ class UpdateStrategy:
         Those that were updated; parameters without a gradient are left as they are. Only to a file the piece goes as a
         whole, in whole pages, so what is missing is made from the master, which rounds to it.
         """
-        if piece.master.bucket.memory.home is not Home.FILE or not updated:
+        if piece.master.bucket.memory.tier is not Tier.FILE or not updated:
             return updated
         assert operands.out is not None
         starts = [0, *(part.stop for part in updated)]
@@ -161,7 +161,7 @@ class PieceUpdater:
     Args:
         flat: The optimizer's update of a 1-D run.
         optimizer: Holds groups and states by run.
-        strategies: By home.
+        strategies: By tier.
         rounds: Masters or states have 16 bit: they are rounded stochastically.
     """
 
@@ -169,7 +169,7 @@ class PieceUpdater:
         self,
         flat: FlatUpdate,
         optimizer: torch.optim.Optimizer,
-        strategies: Mapping[Home, UpdateStrategy],
+        strategies: Mapping[Tier, UpdateStrategy],
         *,
         rounds: bool = False,
     ) -> None:
@@ -201,11 +201,11 @@ class PieceUpdater:
         by_master = [
             (master, [] if master in store else self._cut(master, gradients, used)) for master, gradients, used in work
         ]
-        for home, strategy in self._strategies.items():
-            strategy.begin([piece for master, pieces in by_master if master.home is home for piece in pieces])
+        for tier, strategy in self._strategies.items():
+            strategy.begin([piece for master, pieces in by_master if master.tier is tier for piece in pieces])
         try:
             for master, pieces in by_master:
-                strategy = self._strategies[master.home]
+                strategy = self._strategies[master.tier]
                 if master in store:
                     store[master]()
                 for piece in pieces:
@@ -222,7 +222,7 @@ class PieceUpdater:
     def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[UpdateSlice]:
         """Returns the pieces of a master with something to update: none where others own all that got a gradient."""
         numel = master.flat.numel()
-        step = self._strategies[master.home].piece_numel or numel
+        step = self._strategies[master.tier].piece_numel or numel
         spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
         return [
             UpdateSlice(master, gradients, used, start, min(start + step, numel))
@@ -231,10 +231,10 @@ class PieceUpdater:
         ]
 
     def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
-        """Per-element states live in the home of their master, also after somebody replaced them."""
+        """Per-element states live in the tier of their master, also after somebody replaced them."""
         initial: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
         for master, _, used in work:
-            if master.home is Home.DEVICE:
+            if master.tier is Tier.DEVICE:
                 continue
             for run in master.runs:
                 if not used[master.tile_spans(run.span)[0][0]]:

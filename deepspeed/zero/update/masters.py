@@ -18,8 +18,8 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.ops.rounding import ParameterInterval
 from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, Memory, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Run
 
 
@@ -48,7 +48,7 @@ class MasterBucket:
         flat: 1-D master.
         out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
         memory: Where ``flat`` and the optimizer state are.
-        state_home: Where the optimizer state is at the moment.
+        state_tier: Where the optimizer state is at the moment.
         states: Away from the device: per-element states of the whole master, of which those of the runs are views.
         runs: In order of their start; together they cover every parameter that has a param group.
 
@@ -64,7 +64,7 @@ class MasterBucket:
         *,
         is_sharded: bool,
         original: torch.Tensor,
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
         whole_tensors: bool,
         memory: Memory,
         is_narrow: bool = False,
@@ -72,8 +72,8 @@ class MasterBucket:
         self.bucket = bucket
         self.whole_tensors = whole_tensors
         self.memory = memory
-        self.state_home = memory.home
-        self._ledger = ledger
+        self.state_tier = memory.tier
+        self._memory_tracker = memory_tracker
         self.transport: Transport = bucket.group.owners
         self.layout: BucketLayout = replace(bucket.layout, num_slices=self.transport.size if is_sharded else 1)
         self.rank = self.transport.rank if is_sharded else 0
@@ -83,9 +83,9 @@ class MasterBucket:
             self.flat, self.out = compute, None
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
-            ledger.add(StorageKind.MASTER, self.home, (upper - lower) * dtype.itemsize)
+            memory_tracker.add(StorageKind.MASTER, self.tier, (upper - lower) * dtype.itemsize)
             self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
-            ledger.claim(self.flat)
+            memory_tracker.claim(self.flat)
             base = 0 if original.numel() == self.layout.numel else bucket.layout.slice_bounds(bucket.transport.rank)[0]
             memory.write(self.flat, original[lower - base : upper - base])
             memory.settle()
@@ -110,14 +110,14 @@ class MasterBucket:
         return group.counts and (group.is_spread or group.combine is None or group.combine.rank == 0)
 
     @property
-    def home(self) -> Home:
+    def tier(self) -> Tier:
         """The memory of master and optimizer state."""
-        return self.memory.home
+        return self.memory.tier
 
     def _can_share(self) -> bool:
         """Returns whether the compute tensor may be the master: the same kind of memory, and not a file."""
         return (
-            Home.FILE not in (self.home, self.bucket.memory.home)
+            Tier.FILE not in (self.tier, self.bucket.memory.tier)
             and self.bucket.memory.tensor_device == self.memory.tensor_device
         )
 
@@ -125,11 +125,11 @@ class MasterBucket:
     def writes_out_in_place(self) -> bool:
         """Returns whether a kernel that works on ``flat`` can write the compute tensor itself."""
         return self.out is None or (
-            self.bucket.memory.tensor_device == self.memory.tensor_device and self.bucket.memory.home is not Home.FILE
+            self.bucket.memory.tensor_device == self.memory.tensor_device and self.bucket.memory.tier is not Tier.FILE
         )
 
     def state_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """One per-element state of the whole master, in the master's home; made at the first call."""
+        """One per-element state of the whole master, in the master's tier; made at the first call."""
         if key not in self.states:
             numel = self.flat.numel()
             self.states[key] = self.memory.empty(numel, dtype, f"the state {key} of {self.bucket.label}")
@@ -270,12 +270,12 @@ class MasterBucket:
         if self.out is not None:
             self.out.copy_(self.flat)
 
-    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor] | None, home: Home) -> None:
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor] | None, tier: Tier) -> None:
         """Moves the master to other memory, or follows the compute tensor that has moved.
 
         Args:
             copy: Makes the copy of the 1-D master; None: the master stays.
-            home: Where it goes, for the ledger.
+            tier: Where it goes, for the memory tracker.
         """
         compute = self._compute()
         if self.out is None:
@@ -284,8 +284,8 @@ class MasterBucket:
             self.out = compute
             if copy is not None:
                 nbytes = self.flat.numel() * self.flat.element_size()
-                self._ledger.add(StorageKind.MASTER, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
-                self._ledger.add(StorageKind.MASTER, home, nbytes)
+                self._memory_tracker.add(StorageKind.MASTER, Tier.DEVICE if tier is Tier.HOST else Tier.HOST, -nbytes)
+                self._memory_tracker.add(StorageKind.MASTER, tier, nbytes)
                 self.flat = copy(self.flat)
         for run in self.runs:
             run.param.data = self.flat[run.span.start :][: run.param.numel()].view(run.param.shape)

@@ -24,8 +24,8 @@ from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.storage import Ledger, StorageKind, storage_key
+from deepspeed.zero.placement import Placement, Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
 from deepspeed.zero.update.driver import UpdateDriver, UpdateParts, gradient_factor
@@ -62,7 +62,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         placement: The ZeRO row.
         groups: The ranks that share masters, and those that decide together.
         agreement: Source of the order's checksum, compared in every update.
-        ledger: Books of the memory.
+        ledger: Memory tracker: counts the bytes that are allocated.
         loss_scaler: fp16 loss scaler, or None.
         clip_grad: Largest gradient norm, 0 for no clipping.
         max_skipped: Non-finite steps in a row before training stops; 0 = never.
@@ -70,7 +70,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         leave_backward: Refuses a call inside a backward, and drops what an exception has left of one.
         before_update: Frees what must not be gathered while parameters change.
         backward: The engine's backward, for ``optimizer.backward(loss)``.
-        strategies: How masters of every home in use are updated.
+        strategies: How masters of every tier in use are updated.
         driver: Exchanges what the update needs of other ranks; None: the one for the optimizer.
     """
 
@@ -83,7 +83,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         placement: Placement,
         groups: Groups,
         agreement: Agreement,
-        ledger: Ledger,
+        ledger: MemoryTracker,
         loss_scaler: Any,
         clip_grad: float,
         max_skipped: int,
@@ -91,7 +91,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         leave_backward: Callable[[str], None],
         before_update: Callable[[], None],
         backward: Callable[..., Any],
-        strategies: Mapping[Home, UpdateStrategy],
+        strategies: Mapping[Tier, UpdateStrategy],
         driver: UpdateDriver | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -105,7 +105,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._reducer = reducer
         self._groups = groups
         self._step_agreement = StepAgreement(masters, reducer, groups, agreement)
-        self._ledger = ledger
+        self._memory_tracker = ledger
         self._max_skipped = max_skipped
         self._skip_non_finite = skip_non_finite
         self._leave_backward = leave_backward
@@ -137,7 +137,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 optimizer,
                 strategies=strategies,
                 factor=lambda: gradient_factor(0.0, scale=self.loss_scale, clip_grad=0.0),
-                ledger=ledger,
+                memory_tracker=ledger,
             )
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
@@ -523,8 +523,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             master.bucket.remember_values()
 
     def count_state(self) -> int:
-        """Bytes of the optimizer's state on this rank, in all homes; also written into the ledger."""
-        nbytes, seen = dict.fromkeys(Home, 0), set[tuple[int, int]]()
+        """Bytes of the optimizer's state on this rank, in all tiers; also written into the memory tracker."""
+        nbytes, seen = dict.fromkeys(Tier, 0), set[tuple[int, int]]()
         for master in self._masters:
             for run in master.runs:
                 for value in self.optimizer.state.get(run.param, {}).values():
@@ -533,10 +533,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                     place = (storage_key(value), int(value.storage_offset()))
                     if place not in seen:
                         seen.add(place)
-                        self._ledger.claim(value)
-                        nbytes[master.state_home] += value.numel() * value.element_size()
-        for home, counted in nbytes.items():
-            self._ledger.set(StorageKind.OPTIMIZER, home, counted)
+                        self._memory_tracker.claim(value)
+                        nbytes[master.state_tier] += value.numel() * value.element_size()
+        for tier, counted in nbytes.items():
+            self._memory_tracker.set(StorageKind.OPTIMIZER, tier, counted)
         return sum(nbytes.values())
 
 

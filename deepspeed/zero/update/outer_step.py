@@ -81,7 +81,9 @@ class OuterStep(UpdateDriver):
         for master in parts.masters:
             flat = master.flat
             anchor, momentum = (
-                FlatBuffer(flat.numel(), flat.dtype, flat.device, kind=StorageKind.PRIVATE, ledger=parts.ledger)
+                FlatBuffer(
+                    flat.numel(), flat.dtype, flat.device, kind=StorageKind.PRIVATE, memory_tracker=parts.memory_tracker
+                )
                 for _ in range(2)
             )
             momentum.tensor.zero_()

@@ -25,8 +25,8 @@ from deepspeed.ops.chunks import default_chunk_numel
 from deepspeed.ops.flat import FlatUpdate
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradients import GradientReducer
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy, first_state, update_piece
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
@@ -106,12 +106,12 @@ class ShadowMaster:
     Args:
         master: In host memory.
         states: Dtypes of the per-element states, by name.
-        ledger: Counts the memory.
+        memory_tracker: Counts the memory.
     """
 
-    def __init__(self, master: MasterBucket, states: Mapping[str, torch.dtype], ledger: Ledger) -> None:
+    def __init__(self, master: MasterBucket, states: Mapping[str, torch.dtype], memory_tracker: MemoryTracker) -> None:
         self.master = master
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         self.nbytes = 0
         self.flat = self._empty(master.flat.dtype, "the shadow of the master weights")
         self.states = {key: self._empty(dtype, f"the shadow of the state {key}") for key, dtype in states.items()}
@@ -120,10 +120,10 @@ class ShadowMaster:
 
     def _empty(self, dtype: torch.dtype, what: str) -> torch.Tensor:
         numel = self.master.flat.numel()
-        self._ledger.add(StorageKind.SHADOW, Home.HOST, numel * dtype.itemsize)
+        self._memory_tracker.add(StorageKind.SHADOW, Tier.HOST, numel * dtype.itemsize)
         self.nbytes += numel * dtype.itemsize
         made = self.master.memory.empty(numel, dtype, f"{what} of {self.master.bucket.label}")
-        self._ledger.claim(made)
+        self._memory_tracker.claim(made)
         return made
 
     def fits(self, state: Mapping[torch.Tensor, dict[str, Any]], runs: Sequence[MasterRun]) -> bool:
@@ -160,7 +160,7 @@ class ShadowMaster:
     def close(self) -> None:
         """Takes the memory out of the books. It ends with the last reference."""
         self.wait()
-        self._ledger.add(StorageKind.SHADOW, Home.HOST, -self.nbytes)
+        self._memory_tracker.add(StorageKind.SHADOW, Tier.HOST, -self.nbytes)
 
 
 @dataclass(eq=False)
@@ -301,9 +301,9 @@ class SpeculativeUpdater:
         reducer: Calls :meth:`offer` and :meth:`withdraw`.
         flat: The optimizer's update of a 1-D run.
         optimizer: Has groups and states.
-        strategies: How masters are updated, by home.
+        strategies: How masters are updated, by tier.
         factor: Returns the multiplier of gradients that are not clipped; None for exactly 1.
-        ledger: Counts the memory.
+        memory_tracker: Counts the memory.
     """
 
     def __init__(
@@ -313,9 +313,9 @@ class SpeculativeUpdater:
         flat: FlatUpdate,
         optimizer: torch.optim.Optimizer,
         *,
-        strategies: Mapping[Home, UpdateStrategy],
+        strategies: Mapping[Tier, UpdateStrategy],
         factor: Callable[[], float | None],
-        ledger: Ledger,
+        memory_tracker: MemoryTracker,
     ) -> None:
         self._masters = masters
         self._reducer = reducer
@@ -323,7 +323,7 @@ class SpeculativeUpdater:
         self._optimizer = optimizer
         self._strategies = strategies
         self._factor = factor
-        self._ledger = ledger
+        self._memory_tracker = memory_tracker
         self._worker = _make_worker()
         self._shadows: dict[int, ShadowMaster] = {}
         self._open: dict[int, SpeculativeUpdate] = {}
@@ -336,8 +336,8 @@ class SpeculativeUpdater:
     def add_masters(self) -> None:
         """Makes shadows for masters that are new in the list."""
         for position, master in enumerate(self._masters):
-            if position not in self._shadows and master.home is Home.HOST:
-                self._shadows[position] = ShadowMaster(master, self._state_dtypes(master), self._ledger)
+            if position not in self._shadows and master.tier is Tier.HOST:
+                self._shadows[position] = ShadowMaster(master, self._state_dtypes(master), self._memory_tracker)
 
     def _state_dtypes(self, master: MasterBucket) -> dict[str, torch.dtype]:
         found: dict[str, torch.dtype] = {}
@@ -434,7 +434,7 @@ class SpeculativeUpdater:
         if shadow.out is not None:
             piece = UpdateSlice(master, one.gradients, one.used, 0, master.flat.numel())
             operands = Operands(master.flat, master.flat, None, shadow.out)
-            shadow.copy = self._strategies[master.home].store_whole(piece, operands, one.updated)
+            shadow.copy = self._strategies[master.tier].store_whole(piece, operands, one.updated)
 
     def close(self) -> None:
         """Ends the worker and gives the memory back. May be called twice."""

@@ -86,8 +86,8 @@ def _numbers(folder):
         where = {"cpu": "host", "nvme": "file"}
         assert f"optimizer state ({where[optimizer_at]})" in kinds
         # Parameters that go to files may stay in host memory up to max_in_cpu, which the plugin cannot set.
-        homes = {"cpu": ("host",), "nvme": ("host", "file"), None: ("",)}[param_at]
-        assert param_at is None or any(f"compute parameters ({home})" in kinds for home in homes)
+        tiers = {"cpu": ("host",), "nvme": ("host", "file"), None: ("",)}[param_at]
+        assert param_at is None or any(f"compute parameters ({tier})" in kinds for tier in tiers)
 
     # The client's own optimizer under offload, which accelerate would replace.
     config = {

@@ -125,7 +125,7 @@ def _bytes(stage, accumulation, wider):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
     engine = deepspeed.initialize(model=model, config=config)[0]
-    ledger = engine._runtime.ledger
+    memory_tracker = engine._runtime.memory_tracker
     counted = {}
     for _ in range(2 * accumulation):
         batch = tokens(dist.get_rank())
@@ -133,11 +133,11 @@ def _bytes(stage, accumulation, wider):
         for parameter in model.parameters():
             assert parameter.requires_grad or parameter.grad is None
         for kind in (StorageKind.GRADIENT, StorageKind.GRADIENT_BUCKET):
-            counted[kind.value] = max(counted.get(kind.value, 0), ledger.peak(kind))
+            counted[kind.value] = max(counted.get(kind.value, 0), memory_tracker.peak(kind))
         engine.step()
     engine.memory_report()  # measures the optimizer's own state
     for kind in (StorageKind.OPTIMIZER, StorageKind.MASTER):
-        counted[kind.value] = ledger.live(kind)
+        counted[kind.value] = memory_tracker.live(kind)
     held = [
         t for state in engine.basic_optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()
     ]

@@ -60,9 +60,9 @@ def _round_trips():
         mine = _mine(whole, tokens, (start, start + lengths[rank])).clone().requires_grad_()
         inside = exchange(mine, None, tokens, head_axis, heads=heads, lengths=lengths)
         assert torch.equal(inside, _mine(whole, head_axis, heads[rank]))
-        home = exchange(inside * 2, None, tokens, head_axis, back=True, heads=heads, lengths=lengths)
-        assert torch.equal(home, 2 * mine)
-        (home * mine.detach()).sum().backward()
+        returned = exchange(inside * 2, None, tokens, head_axis, back=True, heads=heads, lengths=lengths)
+        assert torch.equal(returned, 2 * mine)
+        (returned * mine.detach()).sum().backward()
         assert torch.equal(mine.grad, 2 * mine.detach())
         # The same head on all ranks: its gradient is the sum over them.
         one = _mine(whole, tokens, (start, start + lengths[rank]))[..., :2].narrow(head_axis, 0, 1)
@@ -143,9 +143,9 @@ def _by_its_other_name():
         mine = _mine(whole, tokens, in_equal_parts(8, size)[rank]).clone().requires_grad_()
         inside = _SeqAllToAll.apply(dist.group.WORLD, mine, 2, tokens, batch_axis)
         assert torch.equal(inside, _mine(whole, 2, in_equal_parts(5, size)[rank])) and inside.is_contiguous()
-        home = _SeqAllToAll.apply(dist.group.WORLD, inside, tokens, 2, batch_axis)
-        assert torch.equal(home, mine)
-        (home * home.detach()).sum().backward()
+        returned = _SeqAllToAll.apply(dist.group.WORLD, inside, tokens, 2, batch_axis)
+        assert torch.equal(returned, mine)
+        (returned * returned.detach()).sum().backward()
         assert torch.equal(mine.grad, mine.detach())
 
 

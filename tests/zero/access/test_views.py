@@ -244,7 +244,7 @@ def _of_fixed_size():
             losses.append(engine(torch.ones(2, 8)).square().mean())
             engine.backward(losses[-1])
             engine.step()
-            assert engine._runtime.ledger.live(StorageKind.GATHERED) == 0
+            assert engine._runtime.memory_tracker.live(StorageKind.GATHERED) == 0
             assert not any(b.full.tensor.untyped_storage().nbytes() for b in engine._runtime.buckets)
         assert losses[2] < losses[1] < losses[0]
         with GatheredParameters(weight):

@@ -144,14 +144,14 @@ def test_what_a_forward_writes_is_kept():
 
 
 def _written_in_groups(folder):
-    homes = {"device": "nvme", "nvme_path": folder}
+    tiers = {"device": "nvme", "nvme_path": folder}
     compare(
         Writing,
         _loss,
         steps=2,
         stages=[
             (3, {**LIMITS["all sharded"], "zero_hpz_partition_size": 2}),
-            (3, {**LIMITS["all sharded"], "offload_param": homes, "offload_optimizer": homes}),
+            (3, {**LIMITS["all sharded"], "offload_param": tiers, "offload_optimizer": tiers}),
         ],
     )
 

@@ -118,7 +118,7 @@ def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
     runtime = engine._runtime
     if reference.ranks == 1:
-        assert StorageKind.PRIVATE.value not in rows and runtime.ledger.live(StorageKind.PRIVATE) == 0
+        assert StorageKind.PRIVATE.value not in rows and runtime.memory_tracker.live(StorageKind.PRIVATE) == 0
         return
     counted, formula = rows[StorageKind.PRIVATE.value]
     psi = sum(master.bucket.layout.numel for master in runtime.masters)

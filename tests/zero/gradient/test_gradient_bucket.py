@@ -16,8 +16,8 @@ from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, GradientState
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Ledger, StorageKind
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.storage import MemoryTracker, StorageKind
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of, policy_of
 
@@ -31,7 +31,7 @@ class Filling:
         self, transport: Transport, stage: int = 1, dtype: torch.dtype = torch.float32, codec: str = "", **settings: Any
     ) -> None:
         self.transport = transport
-        self.ledger = Ledger()
+        self.memory_tracker = MemoryTracker()
         group = BucketGroup.over(transport)
         if codec:
             group = replace(group, reduce_codec=CODECS[codec].codec())
@@ -40,9 +40,11 @@ class Filling:
             [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES],
             is_sharded=False,
             group=group,
-            ledger=self.ledger,
+            memory_tracker=self.memory_tracker,
         )
-        self.gradients = GradientBucket(self.bucket, policy_of(stage, **settings), self.ledger, GradientDestination())
+        self.gradients = GradientBucket(
+            self.bucket, policy_of(stage, **settings), self.memory_tracker, GradientDestination()
+        )
 
     def fill(self, step: int = 0, absent: tuple[int, ...] = (), *, last: bool = True) -> None:
         """Gradients arrive."""
@@ -206,9 +208,9 @@ def test_a_group_of_one_reads_the_packed_buffer_and_keeps_it() -> None:
         assert filling.gradients.sum.is_packed and filling.gradients.sum.squares is not None
         filling.gradients.clear()
         assert filling.gradients.result is None
-        assert filling.ledger.live(StorageKind.GRADIENT_BUCKET, Home.DEVICE) == filling.bucket.layout.numel * 4
+        assert filling.memory_tracker.live(StorageKind.GRADIENT_BUCKET, Tier.DEVICE) == filling.bucket.layout.numel * 4
     filling.gradients.free_idle_buffer()
-    assert filling.ledger.live(StorageKind.GRADIENT_BUCKET, Home.DEVICE) == 0
+    assert filling.memory_tracker.live(StorageKind.GRADIENT_BUCKET, Tier.DEVICE) == 0
     for step in range(2):
         filling.fill(step)
         filling.gradients.pack()
@@ -242,7 +244,7 @@ def test_a_skipped_update_leaves_the_errors_as_they_were() -> None:
         filling = Filling(transport, 1, codec="int4", may_skip=True)
         feedback = filling.gradients.feedback
         assert feedback is not None
-        assert filling.ledger.live(StorageKind.PRIVATE, Home.DEVICE) == 2 * 4 * feedback.tensor.numel()
+        assert filling.memory_tracker.live(StorageKind.PRIVATE, Tier.DEVICE) == 2 * 4 * feedback.tensor.numel()
 
         def exchange(step: int) -> None:
             filling.fill(step)

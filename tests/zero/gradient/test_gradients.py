@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradients import GradientReducer
-from deepspeed.zero.storage import Ledger
+from deepspeed.zero.storage import MemoryTracker
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of, policy_of
 
@@ -32,9 +32,9 @@ class Reducing:
     ) -> None:
         self.transport = transport
         self.params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES]
-        ledger = Ledger()
+        memory_tracker = MemoryTracker()
         buckets = [
-            bucket_of(transport, [parameter], is_sharded=False, ledger=ledger, index=number)
+            bucket_of(transport, [parameter], is_sharded=False, memory_tracker=memory_tracker, index=number)
             for number, parameter in enumerate(self.params)
         ]
         self.packed: list[int] = []
@@ -44,7 +44,7 @@ class Reducing:
             buckets,
             policy_of(stage, **settings),
             transport,
-            ledger,
+            memory_tracker,
             [GradientDestination() for _ in buckets],
             on_packed=lambda bucket: self.packed.append(bucket.index),
             on_stray=self._stray,

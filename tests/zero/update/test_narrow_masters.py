@@ -181,26 +181,26 @@ def test_a_checkpoint_goes_on_anywhere_with_the_same_bits(reference, tmp_path):
 
 
 def counted(stage, offload, accumulation):
-    from deepspeed.zero.placement import Home
+    from deepspeed.zero.placement import Tier
     from deepspeed.zero.storage import StorageKind
 
     engine = engine_of(config_of(stage, offload=offload, accumulation=accumulation), trains_unused=False)
-    ledger, buckets = engine._runtime.ledger, engine._runtime.buckets
+    memory_tracker, buckets = engine._runtime.memory_tracker, engine._runtime.buckets
     train(engine, 0, 1, accumulation)
     tokens = torch.zeros(2, 5, dtype=torch.long)
     for part in range(accumulation):
         engine.backward(engine(tokens).float().square().mean())
         if part + 1 < accumulation:
             engine.step()
-    gradients = ledger.live_at(Home.HOST if offload else Home.DEVICE)
-    live = {kind: sum(ledger.live(kind, home) for home in Home) for kind in StorageKind}
+    gradients = memory_tracker.live_at(Tier.HOST if offload else Tier.DEVICE)
+    live = {kind: sum(memory_tracker.live(kind, tier) for tier in Tier) for kind in StorageKind}
     engine.step()
     psi = sum(bucket.layout.numel for bucket in buckets if bucket.layout.trainable)
     report = engine.memory_report()
     assert all(found == formula for _, found, formula, _ in report), report
     assert all(row["master"] == row["state"] == ["torch.bfloat16"] for row in engine.precision_report())
     assert gradients
-    states = sum(ledger.live(StorageKind.OPTIMIZER, home) for home in Home)
+    states = sum(memory_tracker.live(StorageKind.OPTIMIZER, tier) for tier in Tier)
     return psi, live[StorageKind.MASTER], live[StorageKind.GRADIENT], states
 
 
@@ -222,9 +222,9 @@ def test_masters_on_the_host_of_a_device(tmp_path):
     from tests.device.support import engine_at, step
     from tests.harness.device import simulated_device
 
-    def trained(stage, home):
+    def trained(stage, tier):
         with simulated_device(ranks=1):
-            engine = engine_at(stage, home, tmp_path, precision="fp32", bf16=NARROW)
+            engine = engine_at(stage, tier, tmp_path, precision="fp32", bf16=NARROW)
             for number in range(3):
                 step(engine, number)
             on_host = [row for row in engine.memory_report() if row[0].endswith("(host)")]
@@ -234,8 +234,8 @@ def test_masters_on_the_host_of_a_device(tmp_path):
         return found
 
     expected = trained(0, "device")
-    for stage, home in ((2, "optimizer on the host"), (3, "both on the host")):
-        same(trained(stage, home), expected)
+    for stage, tier in ((2, "optimizer on the host"), (3, "both on the host")):
+        same(trained(stage, tier), expected)
 
 
 def test_a_plan_counts_them_too():

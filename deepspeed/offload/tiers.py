@@ -1,4 +1,4 @@
-"""From the configuration to the homes of one engine: memories, destinations of gradients, update strategies."""
+"""From the configuration to the tiers of one engine: memories, destinations of gradients, update strategies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
 from deepspeed.zero.gradient.destination import GradientDestination
-from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.storage import Ledger, Memory
+from deepspeed.zero.placement import Placement, Tier
+from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.update.loop import UpdateStrategy
 
-_HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.FILE}
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
 _PIECE = 4096  # elements; pieces are multiples of it: whole pages in every dtype
 _FILE_PIECE = 1 << 22  # most elements of a piece that passes through staging buffers: 16 MiB of fp32
 
@@ -42,8 +42,8 @@ def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
     is_grid = ranks is not None and 1 < neighbours < ranks
     return Placement.of_stage(
         zero.stage,
-        param_home=_HOMES[param.device] if param is not None else Home.DEVICE,
-        master_home=_HOMES[optimizer.device] if optimizer is not None else Home.DEVICE,
+        param_tier=_TIERS[param.device] if param is not None else Tier.DEVICE,
+        master_tier=_TIERS[optimizer.device] if optimizer is not None else Tier.DEVICE,
         offloaded_share=optimizer.ratio if optimizer is not None else 1.0,
         max_host_params=param.max_in_cpu if param is not None else 0,
         shard_ranks=neighbours if is_grid else None,
@@ -53,26 +53,26 @@ def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
 
 
 @dataclass
-class OffloadHomes:
-    """The homes of one engine.
+class OffloadTiers:
+    """The tiers of one engine.
 
     Attributes:
-        param_memories: Where compute shards are kept, by home.
-        master_memories: Where masters and optimizer states are kept, by home.
-        strategies: How masters are updated, by home.
+        param_memories: Where compute shards are kept, by tier.
+        master_memories: Where masters and optimizer states are kept, by tier.
+        strategies: How masters are updated, by tier.
     """
 
-    param_memories: Mapping[Home, Memory]
-    master_memories: Mapping[Home, Memory]
-    strategies: Mapping[Home, UpdateStrategy]
+    param_memories: Mapping[Tier, Memory]
+    master_memories: Mapping[Tier, Memory]
+    strategies: Mapping[Tier, UpdateStrategy]
     _pool: StagingPool
     _host_is_device: bool
 
-    def destination(self, home: Home, ledger: Ledger) -> GradientDestination:
-        """Returns what brings the gradients of one bucket to ``home``."""
-        if home is Home.DEVICE or self._host_is_device:
-            return GradientDestination(home)
-        return HostGradientDestination(self._pool, ledger)
+    def destination(self, tier: Tier, memory_tracker: MemoryTracker) -> GradientDestination:
+        """Returns what brings the gradients of one bucket to ``tier``."""
+        if tier is Tier.DEVICE or self._host_is_device:
+            return GradientDestination(tier)
+        return HostGradientDestination(self._pool, memory_tracker)
 
     def close(self) -> None:
         """Gives everything back. May be called twice."""
@@ -82,7 +82,7 @@ class OffloadHomes:
             memory.close()
 
 
-def open_homes(
+def open_tiers(
     root: Root,
     placement: Placement,
     device: torch.device,
@@ -91,8 +91,8 @@ def open_homes(
     ranks_here: int,
     state_itemsizes: Sequence[int],
     is_trained: bool,
-) -> OffloadHomes:
-    """Opens the homes that ``placement`` uses. Files are made when the runtime says what they will hold.
+) -> OffloadTiers:
+    """Opens the tiers that ``placement`` uses. Files are made when the runtime says what they will hold.
 
     Args:
         root: The configuration.
@@ -105,28 +105,28 @@ def open_homes(
     """
     zero = root.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
-    pin_masters = Home.DEVICE is not placement.master_home and may_pin(optimizer is None or optimizer.pin_memory)
-    keeps_params = {placement.param_home, placement.base_home} != {Home.DEVICE}
+    pin_masters = Tier.DEVICE is not placement.master_tier and may_pin(optimizer is None or optimizer.pin_memory)
+    keeps_params = {placement.param_tier, placement.base_tier} != {Tier.DEVICE}
     pin_params = keeps_params and may_pin(param is None or param.pin_memory)
     up, down = CopyStream(device), CopyStream(device)
-    params: dict[Home, Memory] = {Home.DEVICE: Memory(device)}
-    masters: dict[Home, Memory] = {Home.DEVICE: params[Home.DEVICE]}
-    strategies: dict[Home, UpdateStrategy] = {Home.DEVICE: UpdateStrategy()}
+    params: dict[Tier, Memory] = {Tier.DEVICE: Memory(device)}
+    masters: dict[Tier, Memory] = {Tier.DEVICE: params[Tier.DEVICE]}
+    strategies: dict[Tier, UpdateStrategy] = {Tier.DEVICE: UpdateStrategy()}
     if keeps_params:
-        params[Home.HOST] = HostMemory(device, pin=pin_params, up=up)
-    if placement.master_home is Home.HOST:
-        masters[Home.HOST] = HostMemory(device, pin=pin_masters, up=up)
+        params[Tier.HOST] = HostMemory(device, pin=pin_params, up=up)
+    if placement.master_tier is Tier.HOST:
+        masters[Tier.HOST] = HostMemory(device, pin=pin_masters, up=up)
         piece = _whole_pieces(zero.sub_group_size)
-        strategies[Home.HOST] = HostUpdate(piece_numel=piece, pin=pin_masters, up=up)
-    if param is not None and placement.param_home is Home.FILE:
+        strategies[Tier.HOST] = HostUpdate(piece_numel=piece, pin=pin_masters, up=up)
+    if param is not None and placement.param_tier is Tier.FILE:
         cache = CachePolicy(param.page_cache, is_trained, ranks_here)
-        params[Home.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up, cache=cache)
-    if optimizer is not None and placement.master_home is Home.FILE:
+        params[Tier.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up, cache=cache)
+    if optimizer is not None and placement.master_tier is Tier.FILE:
         memory, strategy = _master_files(
             root, optimizer, device, rank=rank, pin=pin_masters, up=up, tensors=1 + len(state_itemsizes)
         )
-        masters[Home.FILE], strategies[Home.FILE] = memory, strategy
-    return OffloadHomes(
+        masters[Tier.FILE], strategies[Tier.FILE] = memory, strategy
+    return OffloadTiers(
         param_memories=params,
         master_memories=masters,
         strategies=strategies,
