@@ -438,17 +438,17 @@ class KnownPathFinder(MetaPathFinder, Loader):
         if inner in MODULES:
             sys.modules[module.__name__] = importlib.import_module(MODULES[inner])
             return
-        homes = {
-            new: f"{home}:{old or new}"
-            for home, names in PATHS[inner].items()
+        sources = {
+            new: f"{source}:{old or new}"
+            for source, names in PATHS[inner].items()
             for new, _, old in (name.partition("=") for name in names.split())
         }
-        listed = ", ".join(f":mod:`{home}`" for home in PATHS[inner]) or "the modules below"
+        listed = ", ".join(f":mod:`{source}`" for source in PATHS[inner]) or "the modules below"
         module.__doc__ = f"Re-exports from {listed}; made from the table of :mod:`{__name__}`."
         children = children_of(inner)
-        find, listing, names = lazy_names(module.__name__, homes, submodules=set(children) - set(homes))
+        find, listing, names = lazy_names(module.__name__, sources, submodules=set(children) - set(sources))
         module.__dict__.update(__getattr__=find, __dir__=listing, __all__=names)
-        for both in homes.keys() & set(children):
+        for both in sources.keys() & set(children):
             # The import of a submodule sets the attribute, once. So it comes first, and the attribute is the name's.
             importlib.import_module(f"{module.__name__}.{both}")
             delattr(module, both)

@@ -48,7 +48,9 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         """Calls a function of the device module; one sentence if it has none of that name."""
         found = getattr(self._module, function, None)
         if found is None:
-            raise NotYetSupportedError(f"torch.{self._name} of torch {torch.__version__} has no {function}()")
+            raise NotYetSupportedError(
+                f"torch.{self._name} of torch {torch.__version__} has no {function}(); use a torch that has it"
+            )
         return found(*args)
 
     def device(self, index: Index = None) -> AbstractContextManager[Any]:

@@ -28,8 +28,8 @@ class BlockCheckpointing:
         self._blocks = [block for blocks in lists for block in blocks if next(block.parameters(), None) is not None]
         if not self._blocks:
             raise DeepSpeedConfigError(
-                f"activation checkpointing of blocks: {type(model).__name__} has no repeated ones (children of a "
-                "ModuleList); call deepspeed.checkpointing.checkpoint in its forward instead"
+                "activation checkpointing of blocks: expected a model with repeated blocks (children of a ModuleList), "
+                f"found none in {type(model).__name__}; call deepspeed.checkpointing.checkpoint in its forward instead"
             )
 
     def on(self) -> None:

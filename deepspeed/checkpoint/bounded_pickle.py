@@ -148,7 +148,7 @@ def _pop_to_mark(stack: list[Any]) -> list[Any]:
 def _check_call(called: Any, arguments: Any) -> str:
     """Returns the name of what is called; raises where the call may make more than the pickle holds."""
     if not isinstance(called, _Global) or not isinstance(arguments, tuple):
-        raise pickle.UnpicklingError("a call of what is no global, or with arguments that are no tuple")
+        raise pickle.UnpicklingError("a call of something that is not a global, or whose arguments are not a tuple")
     name = called.name
     if any(isinstance(argument, _PickledObject) and argument.by == "builtins.range" for argument in arguments):
         _refuse(name, "a range")

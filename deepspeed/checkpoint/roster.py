@@ -151,8 +151,8 @@ def _refuse_copies(listed: tuple[Listed, ...]) -> None:
                 what = "whole" if tile.part is None else "the same part"
                 raise CheckpointError(
                     f"save_checkpoint: parameter {tile.logical!r} is {what} on rank "
-                    f"{found[tile.logical, tile.boxes]} and again on rank {entry.rank}, and both count. If "
-                    "the ranks hold different parts of it, say which: "
+                    f"{found[tile.logical, tile.boxes]} and again on rank {entry.rank}, where one of the "
+                    "two must be a replica. If the ranks hold different parts of it, mark them: "
                     "deepspeed.zero.tiling.parts.say_part(parameter, TilePart.cut(...)) before initialize"
                 )
 

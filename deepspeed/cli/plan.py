@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check_targets(options: argparse.Namespace) -> None:
     """Refuses files that cannot be written before anything is planned."""
     if options.picture and not options.sweep and (options.predict or options.search is not None):
-        raise DeepSpeedConfigError("--picture draws a sweep or the step of a play; leave --predict and --search out")
+        raise DeepSpeedConfigError("--picture draws a sweep or a simulated step; leave --predict and --search out")
     for option in ("write", "picture", "measure"):
         target = getattr(options, option)
         if target is not None:

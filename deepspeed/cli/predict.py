@@ -41,7 +41,7 @@ _NUMBERS = {
 def add_prediction_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of both to the parser of ``ds_plan``."""
     group = parser.add_argument_group("predicted time, of a decoder by its sizes")
-    group.add_argument("--predict", action="store_true", help="predict the time of a step, without a play")
+    group.add_argument("--predict", action="store_true", help="predict the time of a step, without simulating it")
     group.add_argument("--search", type=int, metavar="SAMPLES", help="rank layouts for a step of so many samples")
     group.add_argument("--recompute", choices=RECOMPUTATIONS, help="what runs again in backward; default: none")
     group.add_argument("--context", type=int, help="ranks that share sequences as a ring")

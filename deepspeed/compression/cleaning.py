@@ -130,7 +130,8 @@ def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
         )
     if section != model.__dict__.get("compression_section", section):
         raise DeepSpeedConfigError(
-            "redundancy_clean: compression_training is another one than init_compression was given; pass the same"
+            "redundancy_clean: expected the section compression_training that init_compression was given, found a "
+            "different one; pass the same"
         )
 
 

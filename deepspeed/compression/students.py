@@ -92,7 +92,7 @@ def _pairs(target: Any, source: Any, name: str) -> list[tuple[torch.Tensor, torc
     mine, theirs = ([tuple(getattr(t, "ds_shape", t.shape)) for t in side] for side in (targets, sources))
     if mine != theirs:
         raise DeepSpeedConfigError(
-            f"compression_training.layer_reduction: {name} of student and teacher have other shapes: {mine} and "
+            f"compression_training.layer_reduction: {name} of student and teacher have different shapes: {mine} and "
             f"{theirs}; layers are copied as they are"
         )
     return list(zip(targets, sources, strict=True))

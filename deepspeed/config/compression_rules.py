@@ -64,7 +64,7 @@ def _sparse(section: SparsePruning, findings: ConfigMessages) -> None:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shared.block_pattern):
         findings.problem((*at, "block_pattern"), f"expected ROWSxCOLUMNS, such as 4x1, found {shared.block_pattern!r}")
     if shared.schedule_offset < 1:
-        findings.problem((*at, "schedule_offset"), "0: scores come from updates, so at least 1 must be made before")
+        findings.problem((*at, "schedule_offset"), "expected at least 1, as scores are computed from updates; found 0")
     end = shared.schedule_offset_end
     if end is not None and end < shared.schedule_offset:
         findings.problem(

@@ -70,9 +70,9 @@ class LayerDrop:
             self._skips_as = len(answer)
         else:
             raise ValueError(
-                "progressive_layer_drop: a block must answer with its hidden states, alone or as the first of a tuple "
-                f"of nothing else, but it gave {_shown(answer)}, which a block that is left out cannot; drop layers in "
-                "the model's own forward instead, which gets pld_theta from the engine"
+                "progressive_layer_drop: expected a block to return its hidden states, alone or in a tuple with None "
+                f"for the rest, found {_shown(answer)}; a dropped block returns only its input. Drop layers in the "
+                "model's own forward instead, which gets pld_theta from the engine"
             )
 
     def skipped(self, hidden: torch.Tensor) -> Any:
@@ -137,7 +137,7 @@ def progressive_layer_drop(
     row = _row(model, blocks)
     taken = [number for number, block in enumerate(row) if isinstance(block, DroppableBlock)]
     if taken:
-        raise ValueError(f"progressive_layer_drop: block {taken[0]} of these is in a row already; name each once")
+        raise ValueError(f"progressive_layer_drop: block {taken[0]} of these was given before; name each once")
     drop = LayerDrop(len(row), seed)
     for number, block in enumerate(row):
         droppable = give_base(block, DroppableBlock)

@@ -60,7 +60,10 @@ def restore(
     told: list[_CopyTable] = gather_objects(transport, _own_words(kept, number, transport.rank), label="listing copies")
     layout = next((each.layout for each in told if each.layout is not None), None)
     if layout is None:
-        raise CheckpointError(f"no rank holds the copies of generation {key[0]} that all were to go on from")
+        raise CheckpointError(
+            f"elasticity.continue: expected copies of model states of generation {key[0]} on some rank, found none. "
+            "Start the run again from its last checkpoint"
+        )
     listed = [copy for each in told for copy in each.copies]
     source = MemorySource(layout, listed, mine, transport.rank)
     smalls = {copy.owner: copy.small for copy in sorted(listed, key=lambda each: not each.is_own)}

@@ -134,7 +134,7 @@ def _own_group(
     defined: Defined, peers: Transport, divisor: int, ranks: RankCoordinates, device: torch.device
 ) -> BucketGroup:
     if defined.name in (DATA, CUT):
-        raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
+        raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name is reserved; choose another one")
     gather, reduce = (
         Job.current().declared.connect(defined, peers, use, device=device, timeout=comm.default_timeout())
         for use in ("parameters", "gradients")

@@ -106,7 +106,7 @@ def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device:
     if section is None:
         return None
     if section.size == ranks.zero_size:
-        log_dist("communication_compression.islands: one island of all ranks, which meets nobody")
+        log_dist("communication_compression.islands: one island has all ranks, so there is no outer step")
         return None
     island, across = island_groups(ranks.zero_size, section.size, device, comm.default_timeout())
     number, place = divmod(ranks.zero_rank, section.size)
@@ -128,9 +128,9 @@ def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device:
     bits = bits_on_wire(section.wire)
     log_dist(
         f"communication_compression.islands: {ranks.zero_size // section.size} islands of {section.size} rank(s) train "
-        f"alone; every {section.sync_every} updates their masters meet in {bits:g} bits an element, so that "
-        f"{section.sync_every * 32 / bits:.0f} times less travels between them than by sums of fp32 gradients at every "
-        f"update; outer lr {section.outer_lr:g}, momentum {section.outer_momentum:g}"
+        f"by themselves; every {section.sync_every} updates they exchange their masters in {bits:g} bits an element, "
+        f"{section.sync_every * 32 / bits:.0f} times fewer bytes than an all-reduce of fp32 gradients at every update; "
+        f"outer lr {section.outer_lr:g}, momentum {section.outer_momentum:g}"
     )
     return found
 

@@ -278,8 +278,8 @@ class TrainStep:
         assert self._runtime.reducer is not None
         if micro_batch is not None and micro_batch.is_first and self._runtime.reducer.has_sums:
             raise CallOrderError(
-                f"engine.backward: micro-batch {micro_batch.index} is said to be the first of an update, but gradients "
-                "of earlier ones wait for theirs; call engine.step() after the last of them, or engine.zero_grad()"
+                f"engine.backward: micro-batch {micro_batch.index} is marked as the first of an update, but gradients "
+                "of earlier ones are not used yet; call engine.step() after the last of them, or engine.zero_grad()"
             )
         self._batches.set_current(micro_batch)
 

@@ -94,7 +94,7 @@ def _refuse_gaps(
     for name, count in pieces.items():
         if count not in (0, len(files.parts)):
             raise CheckpointError(
-                f"init_inference: of {name!r} {count} of {len(files.parts)} parts are in the files ({files})"
+                f"init_inference: {name!r}: expected {len(files.parts)} parts in the files ({files}), found {count}"
             )
     # What is left: tensors without a value, by identity, so that a tied head counts as filled.
     state = dict(model.state_dict(keep_vars=True))

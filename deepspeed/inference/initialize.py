@@ -132,21 +132,22 @@ def _refuse(settings: InferenceSettings) -> None:
     read = settings.config
     if settings.save_path is not None and settings.zero is not None:
         raise DeepSpeedConfigError(
-            "init_inference: save_mp_checkpoint_path beside zero; weights that ZeRO shards are written by "
-            "save_16bit_model of the engine that deepspeed.initialize returns"
+            "init_inference: save_mp_checkpoint_path cannot be combined with zero; weights that ZeRO shards are "
+            "written by save_16bit_model of the engine that deepspeed.initialize returns"
         )
     if settings.zero is not None and tensor_size(settings) > 1:
         raise NotYetSupportedError(
-            "init_inference: zero beside tensor_parallel.tp_size > 1; for both, give deepspeed.initialize a "
-            "configuration with tensor_parallel.autotp_size and ZeRO stage 3, without an optimizer"
+            "init_inference: zero cannot be combined with tensor_parallel.tp_size > 1; for both, give "
+            "deepspeed.initialize a configuration with tensor_parallel.autotp_size and ZeRO stage 3, without an "
+            "optimizer"
         )
     if read.enable_cuda_graph and get_accelerator().device_name() == "cpu":
         log_dist("init_inference: enable_cuda_graph has no effect without a GPU", ranks=[0])
     elif read.enable_cuda_graph:
         if settings.zero is not None or tensor_size(settings) > 1:
             raise DeepSpeedConfigError(
-                "init_inference: enable_cuda_graph beside zero or tensor_parallel.tp_size > 1: what travels between "
-                "ranks or from host memory cannot be captured; leave the key out"
+                "init_inference: enable_cuda_graph cannot be combined with zero or tensor_parallel.tp_size > 1: what "
+                "travels between ranks or from host memory cannot be captured; leave the key out"
             )
         log_dist(
             "init_inference: enable_cuda_graph: generate keeps a static cache, whose steps Transformers compiles and "

@@ -71,7 +71,7 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
         meant = [part for part in parts if part in name]
         if len(meant) > 1 and isinstance(module, nn.Linear):
             raise DeepSpeedConfigError(
-                f"post_init_quant: the layer {name!r} is meant by {' and '.join(map(repr, meant))}; let one name it"
+                f"post_init_quant: {' and '.join(map(repr, meant))} both match the layer {name!r}; let only one match"
             )
     names = [name for name, _ in model.named_parameters()]
     for part, asked in parts.items():
@@ -82,7 +82,7 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
         if not any(part in name for name in names):
             raise DeepSpeedConfigError(f"{where}: no parameter of {type(model).__name__} has {part!r} in its name")
         if asked.get("symmetric"):
-            raise DeepSpeedConfigError(f"{where}: symmetric true; only false works")
+            raise DeepSpeedConfigError(f"{where}.symmetric: expected false, found true; leave it out")
         if asked.get("num_bits") not in (None, 4, 8):
             raise DeepSpeedConfigError(f"{where}: num_bits {asked['num_bits']}; expected 4 or 8")
         if asked.get("group_dim") not in (None, 1):

@@ -134,7 +134,7 @@ class _SimulatedOperations:
 
     def __getattr__(self, name: str) -> Any:
         raise NotYetSupportedError(
-            f"plan: {name} between ranks is not played; keep it out of the model, or plan on one device"
+            f"plan: {name} between ranks is not simulated; keep it out of the model, or plan on one device"
         )
 
 

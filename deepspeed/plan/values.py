@@ -153,7 +153,7 @@ def _copy_into_host(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) 
 def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if like.numel() > _MOST_READ:
         raise NotYetSupportedError(
-            f"plan: the model copies a tensor of shape {tuple(like.shape)} to the host, where a rehearsal has no "
+            f"plan: the model copies a tensor of shape {tuple(like.shape)} to the host, where a simulation has no "
             "values for it; keep that out of forward and loss"
         )
     return torch.ones(like.shape, dtype=dtype)

@@ -60,4 +60,7 @@ def refused() -> str:
 
 
 def test_a_model_without_blocks_is_refused():
-    assert "Linear has no repeated ones (children of a ModuleList)" in run_ranks(refused, 1)[0]
+    assert (
+        "expected a model with repeated blocks (children of a ModuleList), found none in Linear"
+        in run_ranks(refused, 1)[0]
+    )

@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_said() -> None:
     ("more", "message"),
     [
         ({"block_pattern": "channelx1"}, "expected ROWSxCOLUMNS"),
-        ({"schedule_offset": 0}, "scores come from updates"),
+        ({"schedule_offset": 0}, "scores are computed from updates"),
         ({"schedule_offset": 9}, "6 is before schedule_offset 9"),
     ],
 )

@@ -290,7 +290,7 @@ def test_what_is_wrong_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"allows no sample at length 0 \(the easiest sample: 1\); raise min_diff"):
         next(iter(none))
     few = DeepSpeedDataSampler(section({"length": metric}), 9, 2, 0, 1)
-    with pytest.raises(ValueError, match="speaks of sample .*, but the dataset has 9"):
+    with pytest.raises(ValueError, match="contains sample .*, but the dataset has 9"):
         next(iter(few))
     other = index(tmp_path, "other", [1, 2])
     wrong = {**metric, "index_to_metric_path": other["index_to_metric_path"]}

@@ -49,7 +49,7 @@ def test_reading(tmp_path):
     assert data.doc_idx.tolist() == [0, 2, 4] == data.get_doc_idx().tolist() and data.num_documents == 2
     assert [item.tolist() for item in data.document(1)] == ITEMS[2:]
     for wrong in (lambda: data[4], lambda: data[-5], lambda: data.get(0, 2, 2), lambda: data.document(2)):
-        with pytest.raises(IndexError, match="of 4|of item 0|document 2 of 2"):
+        with pytest.raises(IndexError, match="has 4 items|item 0 of|document 2:"):
             wrong()
     with pytest.raises(ValueError, match="without step"):
         data[::2]

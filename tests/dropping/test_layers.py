@@ -68,7 +68,7 @@ def test_what_cannot_be_dropped_is_named():
     with pytest.raises(ValueError, match="modules of the model, each once; found 1"):
         deepspeed.progressive_layer_drop(model, [Layer()])
     deepspeed.progressive_layer_drop(model, model.layers)
-    with pytest.raises(ValueError, match="block 0 of these is in a row already"):
+    with pytest.raises(ValueError, match="block 0 of these was given before"):
         deepspeed.progressive_layer_drop(model, [model.layers[2]])
 
     class Pair(Layer):

@@ -125,7 +125,7 @@ def mistakes_of_a_driver() -> None:
     refused(engine, "found list; pass the element of it that is the loss, or outputs together with gradients", [loss])
     engine.backward([one, loss], gradients=[None, one / 2], micro_batch=first)
     loss = engine(inputs(1))
-    refused(engine, "is said to be the first of an update, but gradients", loss, micro_batch=first)
+    refused(engine, "is marked as the first of an update, but gradients", loss, micro_batch=first)
     engine.backward(loss, micro_batch=last)
     engine.step()
     assert engine.global_steps == 1

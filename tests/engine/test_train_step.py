@@ -168,7 +168,7 @@ def test_gradients_of_another_part_are_neither_scaled_nor_reported():
 def test_a_schedule_may_not_begin_an_update_twice():
     made = Made()
     made.runtime.reducer.has_sums = True
-    with pytest.raises(CallOrderError, match="micro-batch 0 is said to be the first"):
+    with pytest.raises(CallOrderError, match="micro-batch 0 is marked as the first"):
         made.step.backward_of_loss(made.loss(), MicroBatch(0, is_first=True, is_last=False))
     assert made.runtime.micro_batches == []
 

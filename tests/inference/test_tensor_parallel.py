@@ -192,7 +192,7 @@ def refused():
     says("injection_policy_tuple: no module .* layer 'mlp.up'", injection_policy_tuple=["mlp.up"], **two)
     both = {"injection_policy_tuple": ["o_proj"], "injection_policy": {"LlamaMLP": "down_proj"}}
     says("give one of them", **both, **two)
-    says("save_mp_checkpoint_path beside zero", save_mp_checkpoint_path="x", zero={"stage": 3})
+    says("save_mp_checkpoint_path cannot be combined with zero", save_mp_checkpoint_path="x", zero={"stage": 3})
     group = dist.new_group([dist.get_rank()])
     says("tp_size is 2, but tp_group has the 1 ranks", tensor_parallel={"tp_size": 2, "tp_group": group})
     engine = deepspeed.init_inference(

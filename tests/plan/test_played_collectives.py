@@ -74,7 +74,7 @@ def test_torchs_own_collectives_are_played_or_refused_by_name() -> None:
         whole = torch.zeros(4)
         comm.all_gather_into_tensor(whole, torch.ones(2), group=SEQUENCE)
         assert whole.tolist() == [1.0] * 4
-        with pytest.raises(NotYetSupportedError, match="reduce_scatter_tensor between ranks is not played"):
+        with pytest.raises(NotYetSupportedError, match="reduce_scatter_tensor between ranks is not simulated"):
             comm.reduce_scatter_tensor(torch.zeros(2), torch.zeros(4), group=SEQUENCE)
-        with pytest.raises(NotYetSupportedError, match="all_gather_object between ranks is not played"):
+        with pytest.raises(NotYetSupportedError, match="all_gather_object between ranks is not simulated"):
             comm.all_gather_object([None, None], 1, group=SEQUENCE)

@@ -196,7 +196,7 @@ class MessageQueue:
             except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
                 length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
         except BlockingIOError:
-            raise self._failed(f"rank {peer} of the group said nothing within the group's time limit") from None
+            raise self._failed(f"rank {peer} of the group sent nothing within the group's time limit") from None
         except OSError as error:
             raise self._failed(f"nothing came from rank {peer} of the group ({error})") from error
         if not length:
@@ -206,8 +206,8 @@ class MessageQueue:
     def _check_length(self, found: int, expected: int, peer: int) -> None:
         if found != expected:
             raise self._failed(
-                f"rank {peer} of the group sent {found} bytes where {expected} were expected: the ranks do not do the "
-                "same"
+                f"rank {peer} of the group sent {found} bytes where {expected} were expected: the ranks run "
+                "different operations"
             )
 
     def _failed(self, words: str) -> RuntimeError:

@@ -72,8 +72,8 @@ class SharedRegion:
             return torch.frombuffer(mmap.mmap(self._file, length), dtype=torch.uint8)
         except (OSError, ValueError) as error:
             raise CommunicationError(
-                f"ranks of one host share {length} bytes of memory to tell each other tensors, and these could not be "
-                f"had: {error}. Raise this process's limits (ulimit -v, ulimit -f), or send less at once"
+                f"the ranks of this host exchange tensors through {length} bytes of shared memory, which could not be "
+                f"allocated: {error}. Raise this process's limits (ulimit -v, ulimit -f), or send less at once"
             ) from error
 
 
@@ -136,7 +136,7 @@ class HostPeer:
             except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
                 message = self.connection.recv(_LONGEST)
         except BlockingIOError:
-            raise RuntimeError(f"rank {self.rank} of the group said nothing within the group's time limit") from None
+            raise RuntimeError(f"rank {self.rank} of the group sent nothing within the group's time limit") from None
         except OSError as error:
             raise RuntimeError(f"nothing came from rank {self.rank} of the group ({error})") from error
         if not message:

@@ -155,10 +155,10 @@ class ExpertGroups:
             ranks = cut(dense or [range(self._ranks.size_of())], ep_size, data_first=bool(data_first))
         if ep_size in known and known[ep_size].ranks != ranks:
             raise DeepSpeedConfigError(
-                f"the experts of layers with ep_size {ep_size} are shared by the ranks "
-                f"{_shown(known[ep_size].ranks)}, as was decided before, and now by {_shown(ranks)}; set "
-                "use_data_before_expert_parallelism alike everywhere, and under zero.Init or before the groups are "
-                "made by hand leave it out. If an engine that is no longer needed decided it, call its destroy() first"
+                f"ep_size {ep_size}: expected the experts on the ranks {_shown(known[ep_size].ranks)}, as for earlier "
+                f"layers with this ep_size; found {_shown(ranks)}. Set use_data_before_expert_parallelism to one value "
+                "everywhere, and leave it out under zero.Init and where groups are made by hand. If the earlier layers "
+                "belong to an engine that is no longer needed, call its destroy() first"
             )
         self._define(ep_size, ranks)
         known.setdefault(ep_size, _Size(ranks))

@@ -152,7 +152,7 @@ def create_grid(
     everyone = job.axis_of(group).transport(device=device, timeout=timeout)
     if everyone.size * islands != size_of():
         raise DeepSpeedConfigError(
-            f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
+            f"zero_hpz_partition_size and mics_shard_size: expected every rank to be data-parallel, found "
             f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
         )
     mesh = grid_mesh(everyone.size, shard_size)

@@ -160,8 +160,8 @@ def _check_names(source: str, given: Mesh | None) -> None:
     unknown = [name for name, size in given.axes if name not in AXES and size > 1] if given is not None else []
     if unknown:
         raise DeepSpeedConfigError(
-            f"initialize: {source} is a {given}; nobody knows what ranks along {', '.join(map(repr, unknown))} share. "
-            f"The axes of a job are {', '.join(AXES)} (a DeviceMesh may say dp, sp, tp, pp, ep)"
+            f"initialize: {source} is a {given}: expected axes among {', '.join(AXES)} (a DeviceMesh may say dp, sp, "
+            f"tp, pp, ep), found {', '.join(map(repr, unknown))}. Rename them"
         )
 
 

@@ -244,9 +244,9 @@ class ProcessGroups:
         for word, members in found.items():
             if word != f"{members[0]} {zlib.crc32(repr(members).encode())}":
                 raise CommunicationError(
-                    f"process groups that the ranks use side by side must hold every rank once: rank {members[0]} gave "
-                    f"a group that is not that of the other ranks in it (the ranks {', '.join(map(str, members))} gave "
-                    "equal ones). Check the groups that the mpu answers"
+                    "process groups that are used side by side must hold every rank once: the group of rank "
+                    f"{members[0]} differs from that of other ranks in it (the ranks {', '.join(map(str, members))} "
+                    "have equal groups). Check the groups that the mpu returns"
                 )
         return list(found.values())
 

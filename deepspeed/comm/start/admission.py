@@ -223,9 +223,8 @@ def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: time
         return _attend(store, joining, where, timeout, deadline), []
     except ValueError as error:
         raise CommunicationError(
-            f"{joining.name}: at {where}, where the ranks were to meet, is something that no rank of this version has "
-            f"written ({error}). {_OWN_PORT}. A file that an "
-            "earlier run has left at init_method must be deleted"
+            f"{joining.name}: expected the rendezvous of this run at {where}, found something that no rank of this "
+            f"version has written ({error}). {_OWN_PORT}. Delete a file that an earlier run has left at init_method"
         ) from error
     except RuntimeError as error:
         if isinstance(error, (CommunicationError, StoreLostError)):

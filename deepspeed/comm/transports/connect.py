@@ -175,7 +175,7 @@ class Connector:
             return plain
         if everyone.size != self._ranks.size_of():
             raise DeepSpeedConfigError(
-                f"{HIERARCHICAL}: needs data-parallel ranks that are all ranks: found {everyone.size} data-parallel "
+                f"{HIERARCHICAL}: expected every rank to be data-parallel, found {everyone.size} data-parallel "
                 f"ranks of {self._ranks.size_of()}. Leave the mpu out, or the key"
             )
         nodes = ask_for_nodes(everyone, os.environ, groups)

@@ -92,8 +92,8 @@ def job_is_over(what: str) -> CommunicationError:
         what: Was wanted.
     """
     return CommunicationError(
-        f"{what}: what was to carry this belongs to a job that is over, as its process groups were destroyed "
-        "(destroy_process_group). Make a new engine with deepspeed.initialize"
+        f"{what}: the process group of this belongs to a job that is over (destroy_process_group was called). "
+        "Make a new engine with deepspeed.initialize"
     )
 
 

@@ -159,7 +159,7 @@ class PostReader:
         if post is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"the rendezvous store holds something else than a post where rank {rank} says what it waits for. It "
-                "is ignored. Check that all ranks have the same version, and that nothing else uses the master port"
+                f"rendezvous store: expected what rank {rank} waits for, found something else, which is ignored. "
+                "Check that all ranks have the same version, and that nothing else uses the master port"
             )
         return post or {}

@@ -52,10 +52,15 @@ class DistributedDataAnalyzer:
         there = comm.is_initialized()
         ranks = comm.get_world_size(group=comm_group) if there else 1
         if num_workers not in (None, 1, ranks):
-            raise ValueError(f"DistributedDataAnalyzer(num_workers={num_workers}): each of the {ranks} ranks is one")
+            raise ValueError(
+                f"DistributedDataAnalyzer(num_workers={num_workers}): every rank is a worker, so expected {ranks}; "
+                "leave it out"
+            )
         self._ranks, self._rank = ranks, comm.get_rank(group=comm_group) if there else 0
         if worker_id not in (None, 0, self._rank):
-            raise ValueError(f"DistributedDataAnalyzer(worker_id={worker_id}): on rank {self._rank} it is that")
+            raise ValueError(
+                f"DistributedDataAnalyzer(worker_id={worker_id}): expected {self._rank}, the rank; leave it out"
+            )
 
     def run_map_reduce(self) -> None:
         """Measures, and writes the index files. Every rank of the group must call it; all return together.

@@ -111,7 +111,7 @@ class Clusters:
         if len(fresh):
             if int(fresh.max()) >= self._num_samples:
                 raise ValueError(
-                    f"the index of the metric(s) {', '.join(m.name for m in self._metrics)} speaks of sample "
+                    f"the index of the metric(s) {', '.join(m.name for m in self._metrics)} contains sample "
                     f"{int(fresh.max())}, but the dataset has {self._num_samples}; analyze this dataset anew"
                 )
             self.members.append(fresh)

@@ -198,8 +198,8 @@ class DeepSpeedDataSampler(BatchSampler):
             if state["micro_batches"] == micro_batches:
                 return state
         raise ValueError(
-            f"the state after {micro_batches} micro-batches is no longer known after {self.micro_batches}: "
-            f"{_REMEMBERED} are remembered"
+            f"DeepSpeedDataSampler: expected one of the last {_REMEMBERED} states up to micro-batch "
+            f"{self.micro_batches}, found micro-batch {micro_batches}; older states are not kept"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -225,8 +225,8 @@ class DeepSpeedDataSampler(BatchSampler):
             self.current_difficulties = dict(state_dict["current_difficulties"])
         else:
             log_dist(
-                f"data sampler: the saved state is of the published package; the curriculum goes on at step "
-                f"{self.curriculum_step} with draws of its own"
+                f"data sampler: the saved state was written by the published package; the curriculum continues at step "
+                f"{self.curriculum_step}, with other random draws"
             )
         self._states.clear()
         self._states.append(self._state())

@@ -77,11 +77,11 @@ class MMapIndexedDataset(Dataset[Any]):
         """
         number = idx + len(self) if idx < 0 else idx
         if not 0 <= number < len(self):
-            raise IndexError(f"item {idx} of {len(self)} in {self._path}")
+            raise IndexError(f"item {idx}: {self._path} has {len(self)} items")
         size = int(self._index.sizes[number])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"{length} values from {offset} on of item {idx}, which has {size}, in {self._path}")
+            raise IndexError(f"item {idx} of {self._path} has {size} values, so there are no {length} from {offset} on")
         start = self._position(number) + offset
         return self._values[start : start + length]
 
@@ -128,7 +128,7 @@ class MMapIndexedDataset(Dataset[Any]):
             IndexError: There is no document ``number``.
         """
         if not 0 <= number < self.num_documents:
-            raise IndexError(f"document {number} of {self.num_documents} in {self._path}")
+            raise IndexError(f"document {number}: {self._path} has {self.num_documents} documents")
         start, stop = self._index.documents[number : number + 2].tolist()
         return list(self[start:stop])
 

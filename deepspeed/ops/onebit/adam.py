@@ -168,4 +168,4 @@ def check_family(optimizer: object, *, eps_inside_sqrt: bool, max_grad_norm: flo
             "by the norm of the mean gradient"
         )
     if freeze_step < 1:
-        raise ValueError(f"{name}: the warm-up must have an update at least, but has {freeze_step}")
+        raise ValueError(f"{name}: freeze_step={freeze_step}: expected 1 or more updates of warm-up")

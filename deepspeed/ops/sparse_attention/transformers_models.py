@@ -125,7 +125,10 @@ def _attention(
     layouts: Layouts = module.__dict__[_MARK]
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
-            raise DeepSpeedConfigError(f"sparse attention: {type(module).__name__} asks for {name}, which it has not")
+            raise DeepSpeedConfigError(
+                f"sparse attention: {type(module).__name__} passes {name} to its attention, which is not supported; "
+                "leave the section sparse_attention out"
+            )
     groups = query.size(1) // key.size(1)
     key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
     queries, keys = query.size(2), key.size(2)

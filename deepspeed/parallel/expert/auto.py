@@ -197,7 +197,7 @@ def _check_numbers(name: str, module: nn.Module, section: ExpertParallel) -> Non
     experts = int(module.num_experts)  # type: ignore[arg-type]
     if experts % section.autoep_size:
         raise DeepSpeedConfigError(
-            f"expert_parallel.autoep_size {section.autoep_size}: the {experts} experts of {name!r} cannot be dealt out "
+            f"expert_parallel.autoep_size {section.autoep_size}: the {experts} experts of {name!r} cannot be divided "
             f"evenly; choose a divisor of {experts}"
         )
 

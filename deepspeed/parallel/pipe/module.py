@@ -264,9 +264,7 @@ class PipelineModule(PlainAttributes, nn.Module):
                 f"with schedule={self.chosen_schedule!r}, num_chunks={self.num_chunks}; leave one of them out"
             )
         if self._stage_of != self._stages_of_chunks(name, num_chunks):
-            log_dist(
-                f"pipeline.schedule {name!r} cuts the layers otherwise than the module was cut: they are built anew"
-            )
+            log_dist(f"pipeline.schedule {name!r} divides the layers differently from the module: they are built again")
             self._place(name, num_chunks)
         self.schedule, self.num_chunks = name, num_chunks
 

@@ -54,7 +54,7 @@ class ProcessTopology:
             AssertionError: The axes have no such place.
         """
         if len(coordinate) != len(self.axes):
-            raise ValueError(f"get_rank: expected a place on each of {self.axes}, found {coordinate}; see filter_match")
+            raise ValueError(f"get_rank: expected a coordinate on each of {self.axes}, found {coordinate}")
         key = self.ProcessCoord(**coordinate)
         assert key in self.mapping, (
             f"get_rank: {coordinate} is no place of {dict(zip(self.axes, self.dims, strict=True))}"

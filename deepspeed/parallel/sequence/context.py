@@ -105,11 +105,13 @@ class SequenceParallelContext:
         )
         if len(set(found)) == 1:
             return
-        parts = [f"rank {rank}: {each >> 40} of {each & (1 << 40) - 1} tokens" for rank, each in enumerate(found)]
+        parts = [
+            f"rank {rank}: {each >> 40} sequences of {each & (1 << 40) - 1} tokens" for rank, each in enumerate(found)
+        ]
         model = self.model()
         raise DeepSpeedConfigError(
-            f"sequence parallel: the parts of sequences that {type(model).__name__} got are not alike on all ranks of "
-            f"the group: {', '.join(parts)}; pad the sequences, so that every rank has as many tokens of as many "
+            f"sequence parallel: the ranks of a group called {type(model).__name__} with parts of different shapes: "
+            f"{', '.join(parts)}. Pad the sequences, so that every rank has equally many sequences and tokens "
             "(UlyssesSPDataLoaderAdapter does)"
         )
 

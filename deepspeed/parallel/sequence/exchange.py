@@ -173,7 +173,7 @@ def _at(x: torch.Tensor, axis: int, share: Share) -> torch.Tensor:
 def _even(length: int, ranks: int) -> list[int]:
     if length % ranks:
         raise DeepSpeedConfigError(
-            f"sequence parallel: a sequence of {length} tokens cannot be cut into {ranks} equal parts; pad it, or say "
+            f"sequence parallel: a sequence of {length} tokens cannot be cut into {ranks} equal parts; pad it, or pass "
             "lengths"
         )
     return [length // ranks] * ranks

@@ -224,8 +224,8 @@ def visible_by(mask_function: Callable[..., Any]) -> Visible:
         kind = mask_kind(mask_function)
     except UnknownMaskError as error:
         raise DeepSpeedConfigError(
-            f"sequence parallel: the model masks attention by {error}, which cannot be had on a part of "
-            "a sequence; expected causal or full attention, a causal sliding window, packed documents or padding. "
+            f"sequence parallel: the model masks attention by {error}, which is not supported on a part "
+            "of a sequence; expected causal or full attention, a causal sliding window, packed documents or padding. "
             "Train this model without sequence_parallel_size"
         ) from None
     return Visible(kind.is_causal, kind.window)

@@ -174,7 +174,7 @@ def adopt_model(
     """
     if recompute_exchange and mode != "ulysses":
         raise DeepSpeedConfigError(
-            f'sequence_parallel.recompute_exchange with mode "{mode}": attention round the ranks keeps its result in '
+            f'sequence_parallel.recompute_exchange with mode "{mode}": ring attention keeps its result in '
             'another order of tokens; set recompute_exchange to false, or mode to "ulysses"'
         )
     if whole is None:
@@ -209,8 +209,8 @@ def adopt_model(
     by_ring = 1 if found.ring_group is None else size_of(found.ring_group)
     log_dist(
         f"sequence parallel: {type(whole).__name__} attends to sequences that {ranks} ranks share (heads divided over "
-        f"{ranks // by_ring}, keys and values round {by_ring}); each rank's inputs are its own tokens of every "
-        "sequence, with position_ids"
+        f"{ranks // by_ring}, keys and values passed around rings of {by_ring}); each rank's inputs are its own "
+        "tokens of every sequence, with position_ids"
     )
 
 

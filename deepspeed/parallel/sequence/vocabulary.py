@@ -108,8 +108,8 @@ def vocab_sequence_parallel_cross_entropy(
     )
     if vocab_end_index is not None and vocab_end_index - start != words:
         raise DeepSpeedConfigError(
-            f"vocab_sequence_parallel_cross_entropy: the words {start} to {vocab_end_index} are "
-            f"{vocab_end_index - start}, but the logits have {words}"
+            f"vocab_sequence_parallel_cross_entropy: the vocabulary entries {start} to {vocab_end_index} "
+            f"are {vocab_end_index - start}, but the logits have {words}; pass the range of this rank"
         )
     device = vocab_parallel_logits.device
     channel = Channel(LocalTransport()) if tp_group is None else channel_along(tp_group, device, TENSOR)

@@ -250,7 +250,7 @@ def _replicas(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device
     if len(kinds) > 1:
         raise DeepSpeedConfigError(
             f"tensor_parallel.autotp_size {layout.size}: the attention layers of the model have different numbers of "
-            f"key/value heads below {layout.size}, which cannot be shared out; choose a smaller autotp_size"
+            f"key/value heads below {layout.size}, which cannot be divided; choose a smaller autotp_size"
         )
     (kind,) = kinds
     sets = sorted(set(kind))

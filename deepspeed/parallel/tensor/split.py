@@ -54,8 +54,8 @@ class Heads:
             return f"{self.query} query heads are fewer than the {self.size} ranks"
         if self.size > self.key_value and self.shared_by < -(-self.size // self.key_value):
             return (
-                f"{self.key_value} key/value heads with {self.shared_by} query heads each cannot be dealt to "
-                f"{self.size} ranks"
+                f"{self.key_value} key/value heads with {self.shared_by} query heads each cannot be divided "
+                f"over {self.size} ranks"
             )
         return None
 

@@ -211,8 +211,8 @@ class GradientReducer:
         """Takes the gradient hooks from the parameters."""
         if not self.is_coded and self._has_codecs and self._hooks and not self.policy.is_trial:
             log_dist(
-                f"training ends before update {self.policy.codes_from + 1}, from which on gradients were to travel as "
-                "communication_compression.gradients says (start_step): none has"
+                "communication_compression.gradients had no effect: training ends before update "
+                f"{self.policy.codes_from + 1}, the first with compressed gradients (start_step)"
             )
         for hook in self._hooks.values():
             hook.remove()

@@ -32,8 +32,8 @@ def refuse_combinations(root: Root, placement: Placement, optimizer: torch.optim
     if root.communication_compression.gradients is not None:
         raise DeepSpeedConfigError(
             f"optimizer {name} with communication_compression.gradients: this optimizer exchanges momenta instead of "
-            "gradients; leave the key out, or use AdamW with it. How those of its warm-up travel is what "
-            "communication_compression.warm_up says"
+            "gradients; leave the key out, or use AdamW with it. For gradients of its warm-up use "
+            "communication_compression.warm_up"
         )
     if root.communication_compression.warm_up is not None and isinstance(optimizer, ZeroOneAdam):
         raise DeepSpeedConfigError(

@@ -106,7 +106,7 @@ def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torc
     try:
         return Tile(name, shape, param_group, getattr(parameter, _MARK, None))
     except ValueError as error:
-        raise DeepSpeedConfigError(f"the part of a logical parameter that a parameter says it is: {error}") from None
+        raise DeepSpeedConfigError(f"say_part: {error}") from None
 
 
 def part_of_placements(

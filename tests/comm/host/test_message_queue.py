@@ -127,7 +127,9 @@ def test_another_length_is_an_error_with_both(sent, expected, is_there):
         three.post(0, 0, b"a")
         if is_there:
             taken(one, 1, 0, 0)
-        words = f"rank 1 of the group sent {sent} bytes where {expected} were expected: the ranks do not do the same"
+        words = (
+            f"rank 1 of the group sent {sent} bytes where {expected} were expected: the ranks run different operations"
+        )
         with pytest.raises(RuntimeError, match=words):
             taken(one, 1, 1, expected)
         # What else is there may be meant for another wait than the next one; and nobody need wait for this rank.
@@ -199,7 +201,7 @@ def test_a_wait_ends_at_the_time_limit_and_with_a_rank_that_leaves():
             taken(one, 1, 0, 1)
     with mails(3, seconds=0.3) as (one, _, three):
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 2 of the group said nothing within the group's time limit"):
+        with pytest.raises(RuntimeError, match="rank 2 of the group sent nothing within the group's time limit"):
             taken(one, 2, 0, 1)
         assert 0.2 < time.monotonic() - started < SOON
     with mails(3) as (one, _, three):
@@ -343,7 +345,7 @@ def _groups_come_and_go() -> None:
         assert queue.is_over and after.watched is not None
         for call in (transport.gather_small, transport.start_small):
             with pytest.raises(
-                CommunicationError, match="a call: what was to carry this belongs to a job that is over"
+                CommunicationError, match="a call: the process group of this belongs to a job that is over"
             ):
                 call(torch.ones(1), channel="call", label="a call")
         assert small(world, float(world.rank)) == [0.0, 1.0]
@@ -473,7 +475,7 @@ def _too_late() -> None:
     transport.watch._patience = 0.0
     started = time.monotonic()
     if transport.rank == 0:
-        with pytest.raises(CommunicationError, match="rank 1 of the group said nothing within the group's time limit"):
+        with pytest.raises(CommunicationError, match="rank 1 of the group sent nothing within the group's time limit"):
             small(transport, 1.0)
         assert 4.9 < time.monotonic() - started < SOON
     dist.barrier()

@@ -267,7 +267,7 @@ def _too_late() -> None:
     transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     _exchange(transport, (2, 2), "what both do")
     if transport.rank == 0:
-        with pytest.raises(CommunicationError, match="rank 1 of the group said nothing within the group's time limit"):
+        with pytest.raises(CommunicationError, match="rank 1 of the group sent nothing within the group's time limit"):
             _exchange(transport, (2, 2), "tokens")
     dist.barrier()
 
@@ -387,7 +387,9 @@ def _job_that_ends_between() -> None:
 def _ends_of_former_jobs() -> None:
     assert len(_BEGUN) == 3
     for rest in (*_BEGUN, *_BEGUN[:2]):  # no wait does at the second attempt either
-        with pytest.raises(CommunicationError, match="tokens.*: what was to carry this belongs to a job that is over"):
+        with pytest.raises(
+            CommunicationError, match="tokens.*: the process group of this belongs to a job that is over"
+        ):
             rest()
     _BEGUN.clear()
 

@@ -234,7 +234,7 @@ def check_groups_by_hand() -> None:
     summed = torch.tensor([float(rank)])
     torch_dist.all_reduce(summed, group=groups._get_expert_data_parallel_group("ep_size_2"))
     assert summed.item() == 2 * (rank % 2) + 2
-    with pytest.raises(DeepSpeedConfigError, match=r"shared by the ranks \[0, 1\], \[2, 3\], as was decided"):
+    with pytest.raises(DeepSpeedConfigError, match=r"on the ranks \[0, 1\], \[2, 3\], as for earlier"):
         groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
 
 

@@ -120,7 +120,7 @@ def _beside_the_configuration():
         model = tower()
         model.mesh = stages
         JobMesh(None, (2, 2), model, PATIENCE)
-    with pytest.raises(DeepSpeedConfigError, match="nobody knows what ranks along 'mystery' share"):
+    with pytest.raises(DeepSpeedConfigError, match="found 'mystery'. Rename"):
         JobMesh(None, Mesh((("data", 2), ("mystery", 2))), None, PATIENCE)
     with pytest.raises(DeepSpeedConfigError, match="has 2 ranks, but the job has 4"):
         JobMesh(None, (2, 1), None, PATIENCE)

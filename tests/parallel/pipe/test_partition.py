@@ -136,7 +136,7 @@ def test_topologies():
     assert mesh_of_topology(topology).axes == (("pipe", 2), ("data", 3), ("tensor", 2))
     two = PipeDataParallelTopology(num_pp=2, num_dp=2)
     assert two.get_axis_comm_lists("data") == [[0, 1], [2, 3]] and two.get_rank_repr(3) == ""
-    with pytest.raises(ValueError, match="expected a place on each of"):
+    with pytest.raises(ValueError, match="expected a coordinate on each of"):
         two.get_rank(pipe=0)
     with pytest.raises(AssertionError):
         two.get_rank(pipe=0, data=2)

@@ -254,7 +254,7 @@ def test_full_channels_that_block_each_other_are_found():
 def test_messages_in_another_order_are_found():
     in_order = [(F, 0), (F, 1)]
     lists = (tuple(_chunk(0, *in_order)), tuple(_chunk(1, *reversed(in_order))), tuple(_chunk(2, *in_order)))
-    with pytest.raises(ScheduleError, match="stage 1 does .* and would get what chunk 0 sent of micro-batch 0"):
+    with pytest.raises(ScheduleError, match="stage 1 does .* and would receive what chunk 0 has sent of micro-batch 0"):
         simulate(Schedule("made", 2, (0, 1, 2), lists))
 
 

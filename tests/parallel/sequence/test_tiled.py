@@ -215,7 +215,7 @@ def _cut_vocabulary():
     found.backward()
     (gradient,) = torch.autograd.grad(functional.cross_entropy(whole.permute(0, 2, 1), target), whole)
     torch.testing.assert_close(mine.grad, gradient[..., words])
-    with pytest.raises(DeepSpeedConfigError, match="the words 4 to 9 are 5, but the logits have 4"):
+    with pytest.raises(DeepSpeedConfigError, match="the vocabulary entries 4 to 9 are 5, but the logits have 4"):
         vocab_sequence_parallel_cross_entropy(mine, target, alone, None, 4, 9)
 
 

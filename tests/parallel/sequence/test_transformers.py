@@ -129,10 +129,13 @@ def _unlike_parts():
     """Ranks that bring other lengths, or more sequences, are named on all ranks; gloo would have ended the process."""
     rank, model = dist.get_rank(), llama()
     _register(model, 2)
-    for sizes, words in (((1, 5 + 2 * rank), "rank 0: 1 of 5 tokens, rank 1: 1 of 7"), ((1 + rank, 6), "1: 2 of 6")):
+    for sizes, words in (
+        ((1, 5 + 2 * rank), "rank 0: 1 sequences of 5 tokens, rank 1: 1 sequences of 7"),
+        ((1 + rank, 6), "1: 2 sequences of 6"),
+    ):
         ids = torch.ones(sizes, dtype=torch.int64)
         positions = (torch.arange(sizes[1]) + rank * sizes[1]).expand(sizes).contiguous()
-        with pytest.raises(DeepSpeedConfigError, match=f"not alike on all ranks of the group: .*{words}"):
+        with pytest.raises(DeepSpeedConfigError, match=f"with parts of different shapes: .*{words}"):
             model(input_ids=ids, position_ids=positions, use_cache=False)
 
 

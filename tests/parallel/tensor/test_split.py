@@ -44,7 +44,7 @@ def test_what_cannot_be_dealt_is_said_with_the_sizes():
     assert Heads(6, 2, 4).problem() is None
     assert "7 query heads are no multiple of 2" in str(Heads(7, 2, 2).problem())
     assert "4 query heads are fewer than the 6 ranks" in str(Heads(4, 2, 6).problem())
-    assert "3 key/value heads with 1 query heads each cannot be dealt to 4" not in str(Heads(3, 3, 3).problem())
+    assert "3 key/value heads with 1 query heads each cannot be divided over 4" not in str(Heads(3, 3, 3).problem())
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))

@@ -187,8 +187,8 @@ class _Run:
         chunk, micro_batch, arrival = self.channels[key].popleft()
         if (chunk, micro_batch) != (instruction.chunk + (1 if is_gradient else -1), instruction.micro_batch):
             raise ScheduleError(
-                f"schedule {self.schedule.name!r}: stage {stage} does {instruction!r} and would get what chunk {chunk} "
-                f"sent of micro-batch {micro_batch}"
+                f"schedule {self.schedule.name!r}: stage {stage} does {instruction!r} and would receive what chunk "
+                f"{chunk} has sent of micro-batch {micro_batch}"
             )
         self._taken[key].append(max(clock, arrival))
         return self._taken[key][-1]
