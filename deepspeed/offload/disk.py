@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from deepspeed.offload.file_io import BlockFile, IoSettings
@@ -22,18 +23,18 @@ class Disk:
         return BlockFile(path, settings)
 
 
-_disk = Disk()
+_HOST = Disk()
+_disk: ContextVar[Disk] = ContextVar("disk", default=_HOST)
 
 
 @contextmanager
 def disk_is(disk: Disk) -> Iterator[None]:
-    """Inside, folders and files are made on ``disk``."""
-    global _disk
-    before, _disk = _disk, disk
+    """Inside, this thread makes folders and files on ``disk``."""
+    token = _disk.set(disk)
     try:
         yield
     finally:
-        _disk = before
+        _disk.reset(token)
 
 
 def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
@@ -47,7 +48,7 @@ def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
     Raises:
         OffloadError: It cannot be made.
     """
-    return _disk.folder(parent, rank=rank, purpose=purpose)
+    return _disk.get().folder(parent, rank=rank, purpose=purpose)
 
 
 def open_file(path: Path, settings: IoSettings) -> BlockFile:
@@ -60,4 +61,4 @@ def open_file(path: Path, settings: IoSettings) -> BlockFile:
     Raises:
         OffloadError: It cannot be made.
     """
-    return _disk.file(path, settings)
+    return _disk.get().file(path, settings)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,18 +80,17 @@ class IdleWorker(InlineWorker):
         return Future()
 
 
-_make_worker: Callable[[], HostWorker] = HostWorker
+_worker_factory: ContextVar[Callable[[], HostWorker]] = ContextVar("worker_factory", default=HostWorker)
 
 
 @contextlib.contextmanager
 def workers_from(make: Callable[[], HostWorker]) -> Iterator[None]:
-    """Inside, engines that are made get their worker from ``make``."""
-    global _make_worker
-    before, _make_worker = _make_worker, make
+    """Inside, engines that this thread makes get their worker from ``make``."""
+    token = _worker_factory.set(make)
     try:
         yield
     finally:
-        _make_worker = before
+        _worker_factory.reset(token)
 
 
 class ShadowMaster:
@@ -324,7 +324,7 @@ class SpeculativeUpdater:
         self._strategies = strategies
         self._factor = factor
         self._memory_tracker = memory_tracker
-        self._worker = _make_worker()
+        self._worker = _worker_factory.get()()
         self._shadows: dict[int, ShadowMaster] = {}
         self._open: dict[int, SpeculativeUpdate] = {}
         self._wrong_in_a_row = 0
