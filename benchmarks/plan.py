@@ -52,13 +52,13 @@ layers, distinct, nodes, devices = json.loads(sys.argv[1])
 plan = deepspeed.plan(lambda: llama(layers, distinct), CONFIG, nodes=nodes, devices_per_node=devices,
                       sequence_length=4096, activation_checkpointing=True, suggest=False)
 print(json.dumps({
-    "parameters": plan.rehearsed.parameters,
+    "parameters": plan.simulated.parameters,
     "planning": plan.seconds,
     "processor": time.process_time(),
     "total": time.perf_counter() - started,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "device": plan.device_bytes,
-    "calls": sum(calls for calls, _ in plan.rehearsed.flow.asked.values()),
+    "calls": sum(calls for calls, _ in plan.simulated.flow.asked.values()),
 }))
 """
 

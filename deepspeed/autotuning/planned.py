@@ -191,7 +191,7 @@ class CandidatePlanner:
         return replace(self.machine, device=replace(device, efficiency=replace(device.efficiency, **shares)))
 
     def _seconds(self, plan: Plan, machine: Machine) -> float:
-        trace, steps = plan.rehearsed.trace, plan.accumulation_steps
+        trace, steps = plan.simulated.trace, plan.accumulation_steps
         return time_step(trace, machine, steps, is_asynchronous=self.kind != "cpu").seconds
 
     # -- many --------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class CandidatePlanner:
             host_bytes=plan.host_bytes,
             usable_bytes=plan.machine.usable,
             seconds=self._seconds(plan, self.machine) + self.outside,
-            flops=plan.rehearsed.flow.flops,
+            flops=plan.simulated.flow.flops,
         )
 
     def plan_all(

@@ -280,10 +280,10 @@ def _plain_config() -> dict[str, Any]:
 def _plan(options: argparse.Namespace) -> int:
     # What the model's own code prints is no part of the answer.
     with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
-        shown.doing("building the model and rehearsing a training step, without devices")
+        shown.doing("building the model and simulating a training step, without devices")
         plan = longest_sequence(_request(options)) if options.longest else make_plan(_request(options))
         if not plan.fits and not options.no_suggestions:
-            shown.doing("it does not fit; rehearsing other settings that may")
+            shown.doing("it does not fit; simulating other settings that may")
             plan.take_advice(advise(plan))
     if options.picture:
         _save("picture", options.picture, _picture(plan, options.picture))
@@ -315,10 +315,10 @@ def _sweep(options: argparse.Namespace) -> int:
     total = math.prod(map(len, axes.values()))
     points: list[Point] = []
     with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
-        shown.doing(f"rehearsing combination 1 of {total}")
+        shown.doing(f"simulating combination 1 of {total}")
         for point in sweep(_request(options), axes, longest=options.longest):
             points.append(point)
-            shown.doing(f"rehearsing combination {min(len(points) + 1, total)} of {total}")
+            shown.doing(f"simulating combination {min(len(points) + 1, total)} of {total}")
     fitting = [p.plan for p in points if p.plan is not None and p.plan.fits]
     _show(
         json.dumps([_point(point) for point in points], indent=2) + "\n"

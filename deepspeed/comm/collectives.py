@@ -32,7 +32,7 @@ def _operations() -> Any:
 
 
 def _flat(name: str, ours: Any) -> Any:
-    """Returns ``ours``, or what a stand-in for the other ranks plays under this name of ``torch.distributed``."""
+    """Returns ``ours``, or what a simulation of the other ranks does under this name of ``torch.distributed``."""
     return ours if _operations() is torch_dist else getattr(_operations(), name)
 
 

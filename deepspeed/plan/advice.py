@@ -112,7 +112,7 @@ def _changes(plan: Plan) -> Iterator[AdviceEntry]:
             "offload",
             stage=3,
             offload_optimizer=files,
-            offload_param={**files, "buffer_size": plan.rehearsed.parameters},
+            offload_param={**files, "buffer_size": plan.simulated.parameters},
         )
     if ranks > request.machine.devices_per_node > 1 and stage < 3:
         yield _zero("stage 3 within each node", "stage", stage=3, mics_shard_size=request.machine.devices_per_node)

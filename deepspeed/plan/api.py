@@ -75,7 +75,7 @@ def plan(
         network: Bytes per second and direction between nodes, per device; None: 50e9.
         disk: Bytes per second of a node's disk; None: 5e9.
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
-        rank: The rank that is played; None: the second, with a pipeline one of each kind of stage.
+        rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
         pipe: Stages of a pipeline; the model is a ``DecoderShape`` or a decoder-only one of Transformers.
         tensor: Ranks that share layers; None: as the configuration says.
         sequence: Ranks that share a sequence; None: as the configuration says.

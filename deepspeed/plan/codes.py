@@ -1,6 +1,6 @@
 """What gradients cost as they are and as codes: bytes, codec time, and whether that pays on the machine's links.
 
-The sums of a step are read from the engine that was rehearsed; how long each way takes is ``plan.codec_cost``'s
+The sums of a step are read from the engine that was simulated; how long each way takes is ``plan.codec_cost``'s
 arithmetic on the links that it crosses. A sum in the backend's own collectives costs the network what a node does not
 hold, once for all its devices (``plan.times``); codes go straight to their owners, so each device sends all of its own.
 Where several devices of a node share a network, codes therefore have that much more to make good.
@@ -82,7 +82,7 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
 
     Args:
         engine: The engine.
-        rank: The one that it plays.
+        rank: The rank that it stands for.
         ranks: Of the job.
         micro_batches: Of a step.
     """

@@ -1,4 +1,4 @@
-"""Where a rehearsed step is, by phase and module: for what is counted there, and for errors of the model's own code."""
+"""Where a simulated step is, by phase and module: for what is counted there, and for errors of the model's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a rehearsal: a rank of a job that does not exist, on a machine that does not exist."""
+"""What surrounds a simulation: a rank of a job that does not exist, on a machine that does not exist."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from deepspeed.plan.memory import META
 from deepspeed.plan.network import SimulatedJob
 from deepspeed.plan.simulated_hardware import SimulatedDevice, SimulatedDisk, SimulatedHostMemory
 from deepspeed.plan.simulated_stage import Stage, simulated_transports
-from deepspeed.plan.values import Rehearsal
+from deepspeed.plan.values import OperationCount
 from deepspeed.zero.update.speculation import IdleWorker, workers_from
 
 
 @dataclass(frozen=True)
 class SimulatedPart:
-    """What is rehearsed.
+    """What is simulated.
 
     Attributes:
         config: The configuration, with micro-batch and accumulation steps in numbers.
@@ -37,7 +37,7 @@ class SimulatedPart:
         micro_batch: Samples per micro-batch and rank.
         sequence_length: Tokens of a sample.
         mesh: The ranks of the job along their axes.
-        rank: The one that is played.
+        rank: The simulated one.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         autocast: Forward runs under ``torch.autocast``.
         stage: Of the pipeline; None: there are no stages.
@@ -55,9 +55,9 @@ class SimulatedPart:
 
 
 @contextmanager
-def simulated_environment(part: SimulatedPart) -> Iterator[tuple[Rehearsal, SimulatedDisk, SimulatedJob]]:
+def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount, SimulatedDisk, SimulatedJob]]:
     """Everything that the engine must not notice; undone at the end. Gives what counts: operations, disk, ranks."""
-    count = Rehearsal(part.kind)
+    count = OperationCount(part.kind)
     disk = SimulatedDisk(count.note)
     accelerator = get_accelerator()
     device = SimulatedDevice(part.kind)

@@ -1,4 +1,4 @@
-"""Operations of a rehearsal that are like one before: the result is made from its shape, without working it out again.
+"""Operations of a simulation that are like one before: the result is made from its shape, without working it out again.
 
 On tensors without values the shape of a result, its strides, its dtype and the arithmetic behind it depend on nothing
 but the same facts of the arguments. So each is worked out once, by torch, and a layer that is like the layer before it
@@ -43,7 +43,7 @@ not known)."""
 
 
 class KnownShapes:
-    """What the operations of one rehearsal gave.
+    """What the operations of one simulation gave.
 
     Args:
         count: Works out what an operation costs; asked once for operations that are alike, and not for views.

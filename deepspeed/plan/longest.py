@@ -85,8 +85,8 @@ class _Lines:
         self._lengths = _length(one), _length(other)
         self._tops = [
             {
-                tier: [(tops.get(moment, top), top) for moment, top in its.rehearsed.tops[tier].items()]
-                for tier, tops in mine.rehearsed.tops.items()
+                tier: [(tops.get(moment, top), top) for moment, top in its.simulated.tops[tier].items()]
+                for tier, tops in mine.simulated.tops.items()
             }
             for mine, its in zip(one.parts, other.parts, strict=True)
         ]
@@ -114,7 +114,7 @@ class _Lines:
 
 
 def _sums(plan: Plan) -> dict[Tier, int]:
-    return {tier: max(part.rehearsed.peaks[tier].nbytes for part in plan.parts) for tier in (Tier.DEVICE, Tier.HOST)}
+    return {tier: max(part.simulated.peaks[tier].nbytes for part in plan.parts) for tier in (Tier.DEVICE, Tier.HOST)}
 
 
 def _length(plan: Plan) -> int:

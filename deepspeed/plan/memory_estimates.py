@@ -140,7 +140,7 @@ def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: in
         ),
         compare=False,
     )
-    found = plan.rehearsed
+    found = plan.simulated
     transient = (StorageKind.GATHERED, StorageKind.GRADIENT_BUCKET) if nodes * devices > 1 else (StorageKind.GATHERED,)
     device = sum(n for (kind, tier), n in found.states.items() if tier is Tier.DEVICE and kind not in transient)
     host = sum(n for (_, tier), n in found.states.items() if tier is Tier.HOST)

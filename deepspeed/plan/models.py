@@ -33,7 +33,7 @@ class Workload:
     """A model on ``meta`` and what its forward gets.
 
     Attributes:
-        model: The model; used up by one rehearsal.
+        model: The model; used up by one simulation.
         inputs: Makes the arguments of forward from micro-batch and sequence length.
     """
 

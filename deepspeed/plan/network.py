@@ -142,7 +142,7 @@ class SimulatedJob(FakeJob):
     """Rank ``rank`` of ``mesh.world_size``, alone.
 
     Args:
-        rank: The rank that is played.
+        rank: The simulated rank.
         mesh: All of them, along their axes.
         backend: ``gloo`` or the name of one with native collectives.
         trace: Records transfers; None: nothing does.
@@ -166,7 +166,7 @@ class SimulatedJob(FakeJob):
         if self.ranks.backend_of() == "gloo":
             made = _SimulatedGlooTransport(_PeerGroup(tuple(members)), *place)
         else:
-            # Small exchanges tell values, which only the host has in a rehearsal.
+            # Small exchanges tell values, which only the host has in a simulation.
             made = _SimulatedNativeTransport(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"))
         made.ranks, made.trace = tuple(members), self._trace
         self.transports.append(made)

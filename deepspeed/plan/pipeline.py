@@ -1,6 +1,6 @@
 """What a pipeline adds to a plan: which layers a stage holds, in which order it works, and how long it waits.
 
-A stage is rehearsed with the computations that its schedule gives it (``parallel.pipe.schedule``), so the activations
+A stage is simulated with the computations that its schedule gives it (``parallel.pipe.schedule``), so the activations
 that wait for their backward are really there while later micro-batches go forward.
 """
 
@@ -162,7 +162,7 @@ _MOST_SIMULATED = 8  # groups of micro-batches per stage: longer steps are like 
 
 
 def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int) -> PipelineBubble:
-    """How long stages wait for each other: the schedule is played.
+    """How long stages wait for each other: the schedule is simulated.
 
     Args:
         pipeline: Stages and schedule.

@@ -1,4 +1,4 @@
-"""From a request to a plan: which configuration on which machines, rehearsed, and what follows from it."""
+"""From a request to a plan: which configuration on which machines, simulated, and what follows from it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
 from deepspeed.plan.memory import META
 from deepspeed.plan.models import Workload
 from deepspeed.plan.pipeline import cut_of
-from deepspeed.plan.rehearsal import heaviest_rank, rehearse
 from deepspeed.plan.result import Plan, PlannedPart, Request
 from deepspeed.plan.simulated_stage import Stage
+from deepspeed.plan.simulation import heaviest_rank, simulate_step
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:
@@ -55,16 +55,16 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     section = config.get("optimizer")
     if not isinstance(section, dict) or section.get("type") is None:
         notices.append("the configuration names no optimizer; AdamW stands for the one that the script makes")
-    rehearsed_config = config
+    simulated_config = config
     if (config.get("zero_optimization") or {}).get("mics_hierarchical_params_gather"):
-        rehearsed_config = changed(config, mics_hierarchical_params_gather=None)
+        simulated_config = changed(config, mics_hierarchical_params_gather=None)
         notices.append(
             "gathers in two steps (mics_hierarchical_params_gather) are planned as gathers in one: they move as many "
             "bytes, fewer of them between nodes, and need room for one part of a bucket more"
         )
     mesh = mesh_of(parsed.root, ranks, pipeline.stages)
     part = SimulatedPart(
-        config=rehearsed_config,
+        config=simulated_config,
         accumulation_steps=parsed.batch.accumulation_steps,
         micro_batch=parsed.batch.micro_batch_size,
         sequence_length=request.sequence_length,
@@ -125,7 +125,7 @@ def _plan_kind(
             other_setting = _other_checkpointing(request, made)
         except DeepSpeedConfigError as error:
             notices.append(str(error))
-    found = rehearse(made, part, other_setting)
+    found = simulate_step(made, part, other_setting)
     activations = {request.checkpointing: found.activations}
     if found.other_activations is not None:
         activations[not request.checkpointing] = found.other_activations

@@ -19,8 +19,8 @@ from deepspeed.plan.kinds import RankKind
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_time
 from deepspeed.plan.prediction.network_model import NetworkModel
-from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.show import plan_text
+from deepspeed.plan.simulated_step import SimulatedStep
 from deepspeed.plan.timeline.timed_step import TimedStep, time_pipeline, time_step
 from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
 from deepspeed.zero.placement import Tier
@@ -42,7 +42,7 @@ class Request:
         micro_batch: Samples per forward and rank; None: the configuration's.
         checkpointing: Repeated blocks keep their inputs only.
         kind: Kind of device: ``cpu``, or one with memory of its own.
-        rank: The rank that is played; None: the one whose optimizer needs most memory, where they differ (Muon), else
+        rank: The simulated rank; None: the one whose optimizer needs most memory, where they differ (Muon), else
             any but the first, which has more to do while the engine is built; one of each stage.
         pipeline: Its stages and their schedule.
         accumulation: Micro-batches of a step and rank; None: the configuration's.
@@ -66,7 +66,7 @@ class PlannedPart:
 
     Attributes:
         kind: Which ranks.
-        rehearsed: What was counted.
+        simulated: What was counted.
         activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; what was not planned
             is missing.
         layers: Of each stage of this content, by chunk, the first of the model's layers that it holds and the one after
@@ -75,7 +75,7 @@ class PlannedPart:
     """
 
     kind: RankKind
-    rehearsed: Rehearsed
+    simulated: SimulatedStep
     activations: dict[bool, int]
     layers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     in_flight: dict[int, int] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Plan:
     @cached_property
     def heaviest(self) -> PlannedPart:
         """The rank that needs most memory on its device; the first of equal ones."""
-        return max(self.parts, key=lambda part: part.rehearsed.peaks[Tier.DEVICE].nbytes)
+        return max(self.parts, key=lambda part: part.simulated.peaks[Tier.DEVICE].nbytes)
 
     @property
     def rank(self) -> int:
@@ -124,9 +124,14 @@ class Plan:
         return self.heaviest.kind.rank
 
     @property
-    def rehearsed(self) -> Rehearsed:
+    def simulated(self) -> SimulatedStep:
         """What was counted there."""
-        return self.heaviest.rehearsed
+        return self.heaviest.simulated
+
+    @property
+    def rehearsed(self) -> SimulatedStep:
+        """Returns :attr:`simulated`, whose name it was before."""
+        return self.simulated
 
     @property
     def activations(self) -> dict[bool, int]:
@@ -142,29 +147,29 @@ class Plan:
     def parameters(self) -> int:
         """Elements of the model's parameters, of all stages that were planned or are like one that was."""
         return sum(
-            (part.rehearsed.parameters - part.rehearsed.repeated) * max(len(part.layers), 1) for part in self.parts
+            (part.simulated.parameters - part.simulated.repeated) * max(len(part.layers), 1) for part in self.parts
         )
 
     @property
     def trained(self) -> int:
         """Elements of those parameters that are trained."""
-        return sum((part.rehearsed.trained - part.rehearsed.repeated) * max(len(part.layers), 1) for part in self.parts)
+        return sum((part.simulated.trained - part.simulated.repeated) * max(len(part.layers), 1) for part in self.parts)
 
     @property
     def device_bytes(self) -> int:
         """Highest sum on one device during a step."""
-        return self.rehearsed.peaks[Tier.DEVICE].nbytes
+        return self.simulated.peaks[Tier.DEVICE].nbytes
 
     @property
     def host_bytes(self) -> int:
         """Highest sum in host memory of a node during a step, if all its ranks were of the kind that needs most."""
-        most = max(part.rehearsed.peaks[Tier.HOST].nbytes for part in self.parts)
+        most = max(part.simulated.peaks[Tier.HOST].nbytes for part in self.parts)
         return most * self.machine.devices_per_node
 
     @property
     def nvme_bytes(self) -> int:
         """Size of the files of all ranks of one node, if all were of the kind that needs most."""
-        return max(part.rehearsed.file_bytes for part in self.parts) * self.machine.devices_per_node
+        return max(part.simulated.file_bytes for part in self.parts) * self.machine.devices_per_node
 
     @property
     def fits(self) -> bool:
@@ -184,7 +189,7 @@ class Plan:
         return self._travels(self.heaviest)
 
     def _travels(self, part: PlannedPart) -> list[PlannedTransfer]:
-        return travels(part.rehearsed.flow, self.machine, self.mesh, part.kind.rank, part.rehearsed.members)
+        return travels(part.simulated.flow, self.machine, self.mesh, part.kind.rank, part.simulated.members)
 
     @cached_property
     def coded_costs(self) -> list[CodedCost]:
@@ -192,7 +197,7 @@ class Plan:
 
         Of what the configuration asks for, that is the second; without, all codecs are there.
         """
-        found = self.rehearsed
+        found = self.simulated
         asked = [] if found.codec is None else [found.codec]
         others = [default_codec(name) for name in NAMES if not any(codec.name == name for codec in asked)]
         codecs = asked if found.is_codec_fixed else [*asked, *others]
@@ -214,12 +219,12 @@ class Plan:
             return None
         if pipeline.stages == 1:
             is_asynchronous = self.request.kind != "cpu"
-            trace = self.rehearsed.trace
+            trace = self.simulated.trace
             return time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
         alike = {stage: part.kind.stage for part in self.parts for stage in part.layers}
         if len(alike) < pipeline.stages:
             return None
-        events = {part.kind.stage: part.rehearsed.trace for part in self.parts}
+        events = {part.kind.stage: part.simulated.trace for part in self.parts}
         sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
         nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
         along = self.mesh.group(0, PIPE)
@@ -257,12 +262,12 @@ class Plan:
             for stage in part.layers:
                 chunks = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
                 for place, chunk in enumerate(chunks):
-                    times[chunk] = _times(part.rehearsed.chunk_flops[place], flops / self._slowdown(part), transfer)
+                    times[chunk] = _times(part.simulated.chunk_flops[place], flops / self._slowdown(part), transfer)
         return times
 
     def _slowdown(self, part: PlannedPart) -> float:
         """Returns how many times longer computations take with the exchanges that they wait for."""
-        flow, machine = part.rehearsed.flow, self.machine
+        flow, machine = part.simulated.flow, self.machine
         computing = flow.flops / machine.device.flops
         return 1 + exposed_seconds(flow, self._travels(part), machine) / computing if computing else 1.0
 
@@ -273,7 +278,7 @@ class Plan:
         most = held = 0
         for action in schedule.actions[stage]:
             change = (action.kind is Computation.FORWARD) - action.kind.gives_weight_gradient
-            held += change * part.rehearsed.chunk_activations[own.index(action.chunk)]
+            held += change * part.simulated.chunk_activations[own.index(action.chunk)]
             most = max(most, held)
         return most
 
@@ -285,7 +290,7 @@ class Plan:
         """
         found: dict[str, float] = {}
         for part in self.parts:
-            for name, seconds in lower_bounds(part.rehearsed.flow, self._travels(part), self.machine).items():
+            for name, seconds in lower_bounds(part.simulated.flow, self._travels(part), self.machine).items():
                 found[name] = max(found.get(name, 0.0), seconds)
         if self.idle is not None:
             found["arithmetic and the pipeline's idle time"] = self.idle.seconds
@@ -309,7 +314,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in numbers and strings, for programs. Bytes and seconds; device figures are per rank."""
-        found, machine = self.rehearsed, self.machine
+        found, machine = self.simulated, self.machine
         return {
             "model": self.request.source.name,
             "parameters": self.parameters,
@@ -381,7 +386,7 @@ class Plan:
 
     def _sent_by_axis(self) -> dict[str, int]:
         sent: dict[str, int] = {}
-        for (_, axis), (_, nbytes) in self.rehearsed.flow.ran_along.items():
+        for (_, axis), (_, nbytes) in self.simulated.flow.ran_along.items():
             sent[axis] = sent.get(axis, 0) + nbytes
         return sent
 
@@ -392,11 +397,11 @@ class Plan:
             {
                 "stage": stage,
                 "layers": [list(bounds) for bounds in layers],
-                "parameters": part.rehearsed.parameters,
+                "parameters": part.simulated.parameters,
                 "micro_batches_in_flight": part.in_flight[stage],
                 "activations_in_flight": self.activations_in_flight(part, stage),
                 "planned_rank": part.kind.rank if part.kind.stage == stage else None,
-                "device_bytes": part.rehearsed.peaks[Tier.DEVICE].nbytes if part.kind.stage == stage else None,
+                "device_bytes": part.simulated.peaks[Tier.DEVICE].nbytes if part.kind.stage == stage else None,
             }
             for part in self.parts
             for stage, layers in part.layers.items()

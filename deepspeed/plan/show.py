@@ -98,7 +98,7 @@ def _axes(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    found, machine = plan.rehearsed, plan.machine
+    found, machine = plan.simulated, plan.machine
     table = Table(title="Memory of one rank in a step", title_justify="left")
     for heading in ("", "where", "most of it", "when the sum is highest"):
         table.add_column(heading, justify="left" if heading in ("", "where") else "right")
@@ -151,7 +151,7 @@ def _stages(plan: Plan) -> Table | None:
         table.add_column(heading, justify="right")
     rows = [(stage, part) for part in plan.parts for stage in part.layers]
     for stage, part in sorted(rows, key=lambda row: row[0]):
-        found, layers = part.rehearsed, part.layers[stage]
+        found, layers = part.simulated, part.layers[stage]
         table.add_row(
             f"{stage + 1}",
             ", ".join(f"{first + 1} to {end}" for first, end in layers),
@@ -185,7 +185,7 @@ def _collectives(plan: Plan) -> Table | None:
 
 def _codes(plan: Plan, *, asked: bool) -> Table | None:
     """What gradients cost as they are and as codes, where the caller asks for it or the configuration names a codec."""
-    costs, found = plan.coded_costs, plan.rehearsed
+    costs, found = plan.coded_costs, plan.simulated
     section = plan.config.get("communication_compression") or {}
     if not costs or not (asked or found.codec is not None or section.get("gradients") is not None):
         return None
@@ -236,7 +236,7 @@ def _times(plan: Plan) -> Table | None:
 
 
 def _timed(plan: Plan) -> Table | None:
-    """Returns the table of where the time of a step goes, from the recorded play."""
+    """Returns the table of where the time of a step goes, from the recorded step."""
     step = plan.timed_step
     if step is None or not step.seconds:
         return None
@@ -271,7 +271,7 @@ def _verdict(plan: Plan) -> Text:
     else:
         lines.append(
             f"Device: DOES NOT FIT, {in_words(-left)} are missing ({in_words(plan.device_bytes)} needed during "
-            f"{plan.rehearsed.peaks[Tier.DEVICE].moment}, {in_words(machine.usable)} usable)."
+            f"{plan.simulated.peaks[Tier.DEVICE].moment}, {in_words(machine.usable)} usable)."
         )
     if plan.host_bytes or machine.host_memory is not None:
         offered = f" of {in_words(machine.host_memory)}" if machine.host_memory is not None else ""

@@ -1,4 +1,4 @@
-"""The machine that a rehearsal sees: a device without memory or streams, host memory and disk that are only sizes.
+"""The machine that a simulation sees: a device without memory or streams, host memory and disk that are only sizes.
 
 Every tensor of the size of the model is on torch's ``meta`` device: shapes, dtypes, storages and views are real,
 values are not there.

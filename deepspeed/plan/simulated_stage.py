@@ -1,4 +1,4 @@
-"""One stage of a pipeline in a rehearsal: its engine runs the schedule, and what other stages send is made here."""
+"""One stage of a pipeline in a simulation: its engine runs the schedule, and what other stages send is made here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Operations of a rehearsal: shapes are computed, and whatever a program reads from the device is answered here.
+"""Operations of a simulation: shapes are computed, and whatever a program reads from the device is answered here.
 
-A rehearsal has no values. Where the program asks for one (a norm, whether something is finite, whether a mask is all
+A simulation has no values. Where the program asks for one (a norm, whether something is finite, whether a mask is all
 true) it gets that of a training in good health: numbers are 1, nothing is infinite or missing.
 """
 
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 _MOST_READ = 1 << 20  # elements that a program may copy to the host without values of its own
 
 
-class Rehearsal(MemoryCount):
+class OperationCount(MemoryCount):
     """Counts memory and arithmetic of operations on ``meta`` tensors.
 
     Args:
-        kind: Of the device that is played.
+        kind: Of the simulated device.
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention so far.
@@ -111,24 +111,24 @@ def _answer_to(func: Any) -> Any:
     return _ANSWERS.get(func)
 
 
-def _nothing(rehearsal: Rehearsal, args: Any, _kwargs: Any) -> None:
+def _nothing(count: OperationCount, args: Any, _kwargs: Any) -> None:
     """Returns nothing, as updates of lists do; what they would compute is of no interest."""
-    if rehearsal.trace.is_on:
-        on_host = any(rehearsal._is_on_host(tuple(value)) for value in args if isinstance(value, (tuple, list)))
-        rehearsal.trace.add(OperationEvent(cost_of_lists(args), on_host))
+    if count.trace.is_on:
+        on_host = any(count._is_on_host(tuple(value)) for value in args if isinstance(value, (tuple, list)))
+        count.trace.add(OperationEvent(cost_of_lists(args), on_host))
 
 
-def _read_number(rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
+def _read_number(count: OperationCount, args: tuple[Any, ...], _kwargs: Any) -> Any:
     tensor = args[0]
     if tensor.device.type != "meta":
         return NotImplemented
-    rehearsal.trace.add(HostWaitEvent())
+    count.trace.add(HostWaitEvent())
     if tensor.dtype == torch.bool:
         return tensor.__dict__.get("_all_true", False)
     return 1.0 if tensor.is_floating_point() else 1
 
 
-def _all_true(rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _all_true(count: OperationCount, args: tuple[Any, ...], kwargs: Any) -> Any:
     if args[0].device.type != "meta":
         return NotImplemented
     made = aten.any.default(args[0])
@@ -136,14 +136,14 @@ def _all_true(rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: Any) -> Any:
     return made
 
 
-def _copy_to_host(_rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy_to_host(_count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, device = args[0], kwargs.get("device")
     if tensor.device.type != "meta" or device is None or torch.device(device).type != "cpu":
         return NotImplemented
     return _ones(tensor, kwargs.get("dtype") or tensor.dtype)
 
 
-def _copy_into_host(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
+def _copy_into_host(_count: OperationCount, args: tuple[Any, ...], _kwargs: Any) -> Any:
     target, source = args[0], args[1]
     if source.device.type != "meta" or target.device.type == "meta":
         return NotImplemented
@@ -159,7 +159,7 @@ def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(like.shape, dtype=dtype)
 
 
-def _counts(_rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _counts(_count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """How often each number occurs: as many as the program says there are at least."""
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if args[0].device.type != "meta" or not least:
@@ -167,7 +167,7 @@ def _counts(_rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]
     return torch.empty(least, dtype=torch.int64, device="meta")
 
 
-def _equal(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
+def _equal(_count: OperationCount, args: tuple[Any, ...], _kwargs: Any) -> Any:
     return True if any(t.device.type == "meta" for t in tensors_of(args)) else NotImplemented
 
 

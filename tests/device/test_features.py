@@ -260,7 +260,7 @@ def _beyond(name: str, place: int, found: dict[str, Any], folder: str) -> Iterat
             suggest=False,
             rank=place,
             **FEATURES[name].get("plan", {}),
-        ).rehearsed
+        ).simulated
         kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in planned.kind_peaks.items()}
         factor = EXPERTS_TOLERANCE if name == "experts" else KIND_TOLERANCE
         for key in kinds.keys() | found["kinds"].keys():

@@ -172,7 +172,7 @@ def test_a_plan_says_how_many_gradients_are_in_flight(accumulation: int) -> None
         compare_checkpointing=False,
         suggest=False,
     )
-    planned = found.rehearsed.kind_peaks[StorageKind.GRADIENT_BUCKET, Tier.DEVICE]
+    planned = found.simulated.kind_peaks[StorageKind.GRADIENT_BUCKET, Tier.DEVICE]
     with simulated_device(ranks=2):
         torch.manual_seed(0)
         engine = deepspeed.initialize(model=Decoder(SHAPE), config=cell.config(""))[0]

@@ -77,7 +77,7 @@ def test_what_cannot_be_dropped_is_named():
 
     two = nn.Sequential(Pair())
     deepspeed.progressive_layer_drop(two, list(two))
-    with pytest.raises(ValueError, match="it gave a tuple of Tensor, Tensor"):
+    with pytest.raises(ValueError, match="found a tuple of Tensor, Tensor"):
         two[0](inputs(1))
 
 

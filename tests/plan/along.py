@@ -81,9 +81,9 @@ def assert_as_counted(plan: Any, real: dict[str, Any], what: Any, *, aside: int 
         plan: The plan of one rank.
         real: What :func:`count_step` counted on it.
         what: The training, for the message.
-        aside: Bytes that are there for values only, which a rehearsal has not.
+        aside: Bytes that are there for values only, which a simulation has not.
     """
-    found = plan.rehearsed
+    found = plan.simulated
     assert found.flow.asked_along == real["asked"], (what, found.flow.asked_along, real["asked"])
     assert found.flow.ran_along == real["ran"], (what, found.flow.ran_along, real["ran"])
     kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
@@ -93,6 +93,6 @@ def assert_as_counted(plan: Any, real: dict[str, Any], what: Any, *, aside: int 
     assert found.activations == pytest.approx(real["activations"], rel=0.05), (what, "activations")
     assert found.peaks[Tier.DEVICE].nbytes == pytest.approx(real["peak"] - aside, rel=0.05), (
         what,
-        plan.rehearsed.peaks[Tier.DEVICE],
+        plan.simulated.peaks[Tier.DEVICE],
         real["at"],
     )

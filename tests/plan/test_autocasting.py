@@ -73,7 +73,7 @@ def test_a_plan_under_autocast():
             **section,
         }
         made = deepspeed.plan(shape, config, devices_per_node=4, sequence_length=64, compare_checkpointing=False)
-        return made.rehearsed.activations
+        return made.simulated.activations
 
     under_autocast = kept(torch_autocast={"enabled": True, "dtype": "bfloat16"})
     assert kept(bf16={"enabled": True}) < under_autocast < kept()

@@ -43,7 +43,7 @@ def test_errors_and_codes_are_in_the_plan(stage: int, kept: int, reductions: int
     with travelling_rounded(None, Rounding()):
         coded = planned(stage)
     assert (
-        coded.rehearsed.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE] == 8 * kept
+        coded.simulated.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE] == 8 * kept
     )  # a skipped step leaves it as it was
     assert coded.device_bytes >= plain.device_bytes + 8 * kept
     moved = {travel.title: travel.nbytes for travel in coded.travels}
@@ -98,7 +98,9 @@ CODED_CELLS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize(("codec", "stage", "zero"), CODED_CELLS)
-def test_bytes_by_formula_are_those_of_the_rehearsal(codec: str, stage: int, zero: dict[str, Any], device: str) -> None:
+def test_bytes_by_formula_are_those_of_the_simulation(
+    codec: str, stage: int, zero: dict[str, Any], device: str
+) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -132,7 +134,7 @@ def test_bytes_by_formula_are_those_of_the_rehearsal(codec: str, stage: int, zer
             moved += travel.nbytes * (among - 1) / among
     assert asked.nbytes == pytest.approx(moved, rel=0.02), plan.travels
     if codec != "int8":
-        assert asked.kept == plan.rehearsed.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
+        assert asked.kept == plan.simulated.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
     assert f"{codec} (this plan)" in plan.table(120)
 
 

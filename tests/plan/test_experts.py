@@ -134,7 +134,7 @@ def test_against_real_ranks_at_every_stage():
 def test_what_travels_is_the_formula():
     """2 k S M (1 - 1 / ep) each way, in forward and in backward, and the counts of the routes."""
     for ep in (2, 4):
-        calls, nbytes = _planned(Cell(1), ep).rehearsed.flow.asked_along["all_to_all", "expert"]
+        calls, nbytes = _planned(Cell(1), ep).simulated.flow.asked_along["all_to_all", "expert"]
         rows = SHAPE.experts_per_token * SAMPLES * TOKENS * SHAPE.hidden * 2 * (ep - 1) // ep
         told = SHAPE.experts * 8 * (ep - 1) // ep
         assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + told)
@@ -144,16 +144,16 @@ def test_a_plan_says_nothing_about_the_next():
     """Layers of played ranks that talk in their backward are no layers of another plan, or of this process's job."""
     dense = {"devices_per_node": 2, "device": "cpu", "device_memory": "8GiB", "sequence_length": TOKENS}
     shape = DecoderShape(layers=3, hidden=128, heads=4, vocab=512)
-    before = deepspeed.plan(shape, Cell(1).config(""), **dense).rehearsed
+    before = deepspeed.plan(shape, Cell(1).config(""), **dense).simulated
     _planned(Cell(1), 2)
-    after = deepspeed.plan(shape, Cell(1).config(""), **dense).rehearsed
+    after = deepspeed.plan(shape, Cell(1).config(""), **dense).simulated
     assert after.kind_peaks == before.kind_peaks and after.peaks == before.peaks
 
 
 def test_which_size_fits(capsys):
     sizes = [_planned(Cell(1), ep) for ep in (1, 2, 4)]
     assert [plan.parameters for plan in sizes] == [sizes[0].parameters] * 3
-    held = [plan.rehearsed.kind_peaks[StorageKind.COMPUTE, Tier.DEVICE] for plan in sizes]
+    held = [plan.simulated.kind_peaks[StorageKind.COMPUTE, Tier.DEVICE] for plan in sizes]
     of_experts = SHAPE.layers * SHAPE.experts * 3 * SHAPE.hidden * SHAPE.width * 2
     assert held[0] - held[1] == of_experts // 2 and held[1] - held[2] == of_experts // 4
     spread = deepspeed.plan(SHAPE, Cell(1).config(""), nodes=2, devices_per_node=2, ep=4, suggest=False)

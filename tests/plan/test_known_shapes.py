@@ -89,7 +89,7 @@ def test_a_plan_is_the_same_with_and_without(case, monkeypatch):
         worked_out.clear()
         given = model() if model is llama else model
         made = deepspeed.plan(given, config, devices_per_node=4, sequence_length=32, suggest=False, **options)
-        return made.to_dict(), made.rehearsed, len(worked_out)
+        return made.to_dict(), made.simulated, len(worked_out)
 
     told, found, operations = planned()
     monkeypatch.setattr(KnownShapes, "is_used", False)

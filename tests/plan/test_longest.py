@@ -24,7 +24,7 @@ def _pretended(tokens: int, *moments: Any) -> Any:
     return SimpleNamespace(
         request=SimpleNamespace(sequence_length=tokens),
         machine=SimpleNamespace(usable=USABLE, devices_per_node=1),
-        parts=[SimpleNamespace(rehearsed=SimpleNamespace(tops=tops, peaks=peaks))],
+        parts=[SimpleNamespace(simulated=SimpleNamespace(tops=tops, peaks=peaks))],
         device_bytes=most,
         fits=most <= USABLE,
         would_fit=lambda device, host: device <= USABLE,

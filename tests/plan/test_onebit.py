@@ -22,7 +22,7 @@ def test_errors_and_momentum_are_in_the_plan(stage: int) -> None:
     plan = deepspeed.plan(
         SHAPE, config, nodes=1, devices_per_node=4, sequence_length=64, suggest=False, compare_checkpointing=False
     )
-    kept = plan.rehearsed.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
+    kept = plan.simulated.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
     # Psi + Psi / N, and Psi each for the whole momentum and what it is divided by.
     errors = kept / (4 * 1.25) if stage == 0 else kept / (4 * 3.25)
-    assert 0.9 * errors < plan.rehearsed.kind_peaks[StorageKind.COMPUTE, Tier.DEVICE] / 2 < 1.1 * errors
+    assert 0.9 * errors < plan.simulated.kind_peaks[StorageKind.COMPUTE, Tier.DEVICE] / 2 < 1.1 * errors

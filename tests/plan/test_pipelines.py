@@ -158,7 +158,7 @@ def test_stages_whose_layers_are_cut_against_real_ranks(cells):
 
 
 def _assert_as_counted(plan: Any, counted_: dict[str, Any], what: Any, aside: int = 0) -> None:
-    found = plan.rehearsed
+    found = plan.simulated
     assert found.flow.asked_along == counted_["asked"], what
     kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == counted_["kinds"].keys()
@@ -178,20 +178,20 @@ def test_one_rank_of_each_stage_that_may_be_the_heaviest():
     assert sorted(stage for part in plan.parts for stage in part.layers) == list(range(5))
     in_flight = {stage: number for part in plan.parts for stage, number in part.in_flight.items()}
     assert in_flight == {stage: 5 - stage + (stage < 4) for stage in range(5)}
-    assert plan.device_bytes == max(part.rehearsed.peaks[Tier.DEVICE].nbytes for part in plan.parts)
+    assert plan.device_bytes == max(part.simulated.peaks[Tier.DEVICE].nbytes for part in plan.parts)
     whole = _planned(Cell(1, accumulation=8), pipe=1)
     assert plan.parameters == whole.parameters and not whole.to_dict().get("stages")
     # In-flight micro-batches are really there: the second stage keeps 5 of them, and all 8 under GPipe.
-    more = _planned(Cell(1, accumulation=8), pipe=5, schedule="gpipe", rank=3).rehearsed
-    second = plan.parts[1].rehearsed
+    more = _planned(Cell(1, accumulation=8), pipe=5, schedule="gpipe", rank=3).simulated
+    second = plan.parts[1].simulated
     kept = more.peaks[Tier.DEVICE].nbytes - second.peaks[Tier.DEVICE].nbytes
     assert kept == pytest.approx(3 * second.activations, rel=0.25)
 
 
 def test_a_long_step_is_like_a_short_one_with_more_in_the_middle():
     long, short = (_planned(Cell(3, accumulation=number), rank=0) for number in (12, 4))
-    middle = _planned(Cell(3, accumulation=5), rank=0).rehearsed.flow.plus(short.rehearsed.flow, -1)
-    assert long.rehearsed.flow == short.rehearsed.flow.plus(middle, 8)
+    middle = _planned(Cell(3, accumulation=5), rank=0).simulated.flow.plus(short.simulated.flow, -1)
+    assert long.simulated.flow == short.simulated.flow.plus(middle, 8)
 
 
 def test_waiting():

@@ -350,7 +350,7 @@ def test_decoders_are_played_as_they_are_predicted(shape):
     plan = deepspeed.plan(shape, config, sequence_length=32, suggest=False, compare_checkpointing=False)
     assert plan.parameters == shape.parameters
     made = predict_step(StepSetup(shape, ParallelLayout(stage=1, micro_batch=2), plan.machine, 32))
-    counted = plan.rehearsed.flow.flops
+    counted = plan.simulated.flow.flops
     causal = (
         made.flops
         if not shape.has_fused_attention

@@ -95,7 +95,7 @@ def test_a_live_model_is_left_alone():
     model = Pair()
     before = {name: (p.clone(), p.data_ptr()) for name, p in model.named_parameters()}
     made = plan(model, inputs=lambda samples, _: (torch.zeros(samples, 8), torch.zeros(samples, 1)), devices_per_node=2)
-    assert made.rehearsed.parameters == 8 * 8 + 8 + 8 + 1
+    assert made.simulated.parameters == 8 * 8 + 8 + 8 + 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name][0]) and parameter.data_ptr() == before[name][1]
     assert model(torch.zeros(1, 8), torch.zeros(1, 1))["loss"].item() >= 0
@@ -104,7 +104,7 @@ def test_a_live_model_is_left_alone():
 
 def test_a_callable_by_name_and_one_that_cannot_be_built_without_values():
     made = plan(f"{__name__}:pair_with_inputs")
-    assert made.rehearsed.parameters == 81
+    assert made.simulated.parameters == 81
     with pytest.raises(DeepSpeedConfigError, match="meta device"):
         plan(reads_values)
     with pytest.raises(DeepSpeedConfigError, match="no callable"):
@@ -129,10 +129,10 @@ def test_a_transformers_configuration(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(facts))
     folder, file = (plan(str(path), devices_per_node=4) for path in (tmp_path, tmp_path / "config.json"))
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64
-    assert folder.rehearsed.parameters == 2 * layer + 2 * 100 * 64 + 64
+    assert folder.simulated.parameters == 2 * layer + 2 * 100 * 64 + 64
     assert folder.device_bytes == file.device_bytes
     checkpointed = plan(str(tmp_path), devices_per_node=4, activation_checkpointing=True)
-    assert checkpointed.rehearsed.activations < folder.rehearsed.activations / 2
+    assert checkpointed.simulated.activations < folder.simulated.activations / 2
     with pytest.raises(DeepSpeedConfigError, match="model_type"):
         (tmp_path / "config.json").write_text("{}")
         plan(str(tmp_path))
@@ -159,7 +159,7 @@ def test_gathers_in_two_steps_are_planned_as_one():
         plan(config={**CONFIG, "zero_optimization": {**zero, **more}}, nodes=4, devices_per_node=2)
         for more in ({}, {"mics_hierarchical_params_gather": True})
     )
-    assert by_nodes.rehearsed.flow == plain.rehearsed.flow
+    assert by_nodes.simulated.flow == plain.simulated.flow
     assert any("two steps" in notice for notice in by_nodes.notices)
     assert by_nodes.config["zero_optimization"]["mics_hierarchical_params_gather"] is True
 
@@ -192,32 +192,32 @@ def test_muon_at_many_ranks():
     """Planned is the rank that has most to do; it sends its slice to the owners and the matrices back."""
     config = {**CONFIG, "optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
     made = plan(config=config, nodes=8192, devices_per_node=8)
-    exchanges, nbytes = made.rehearsed.flow.asked["all_to_all"]
+    exchanges, nbytes = made.simulated.flow.asked["all_to_all"]
     largest, own_slice = 64 * 256 * 4, 64 * 4
     assert exchanges == 2 and nbytes >= largest - own_slice
     idle = plan(config=config, nodes=8192, devices_per_node=8, rank=65535)
-    assert idle.rehearsed.flow.asked["all_to_all"] == (2, 0)
+    assert idle.simulated.flow.asked["all_to_all"] == (2, 0)
     assert any("largest matrix" in notice for notice in made.notices) and not idle.notices
-    assert made.rehearsed.flow.flops > idle.rehearsed.flow.flops
+    assert made.simulated.flow.flops > idle.simulated.flow.flops
     for nodes, devices in ((1, 2), (2, 1)):
         few = plan(config=config, nodes=nodes, devices_per_node=devices)
         row = next(row for row in few.travels if row.name == "all_to_all")
-        sent = few.rehearsed.flow.ran["all_to_all_single"][1]
+        sent = few.simulated.flow.ran["all_to_all_single"][1]
         assert 0 < sent == row.nbytes and (row.inside, row.between) == ((sent, 0) if nodes == 1 else (0, sent))
 
 
 def test_offloaded_states_are_on_the_host_and_page_locked():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}
     made = plan(config={**CONFIG, "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
-    kinds = made.rehearsed.kind_peaks
+    kinds = made.simulated.kind_peaks
     assert (
         kinds[StorageKind.OPTIMIZER, Tier.HOST]
         == 2 * kinds[StorageKind.MASTER, Tier.HOST]
         == 4 * kinds[StorageKind.COMPUTE, Tier.HOST]
     )
     assert (StorageKind.MASTER, Tier.DEVICE) not in kinds
-    assert made.rehearsed.pinned >= kinds[StorageKind.MASTER, Tier.HOST]
-    assert made.rehearsed.flow.up > 0 and made.rehearsed.flow.down > 0
+    assert made.simulated.pinned >= kinds[StorageKind.MASTER, Tier.HOST]
+    assert made.simulated.flow.up > 0 and made.simulated.flow.down > 0
 
 
 def test_advice_is_planned_and_fits():
@@ -232,8 +232,8 @@ def test_advice_is_planned_and_fits():
 def test_ranks_cost_nothing():
     small, large = plan(nodes=1, devices_per_node=8), plan(nodes=8192, devices_per_node=8)
     assert large.machine.ranks == 65536
-    assert {k: c for k, (c, _) in large.rehearsed.flow.asked.items()} == {
-        k: c for k, (c, _) in small.rehearsed.flow.asked.items()
+    assert {k: c for k, (c, _) in large.simulated.flow.asked.items()} == {
+        k: c for k, (c, _) in small.simulated.flow.asked.items()
     }
 
 
@@ -408,8 +408,8 @@ def test_families_of_transformers(family, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
     made = plan(str(tmp_path), devices_per_node=2)
-    assert made.rehearsed.flow.flops > 0 and made.rehearsed.activations > 0
-    assert made.rehearsed.trained > 10_000
+    assert made.simulated.flow.flops > 0 and made.simulated.activations > 0
+    assert made.simulated.trained > 10_000
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_what_the_hybrid_engine_holds_while_it_generates():
     config["hybrid_engine"] = {"enabled": True}
     made = plan(config=config, devices_per_node=4)
     pinned = [notice for notice in made.notices if notice.startswith("hybrid_engine")]
-    whole = 2 * made.rehearsed.parameters
+    whole = 2 * made.simulated.parameters
     assert len(pinned) == 1 and "more than between steps" in pinned[0]
     said = read_bytes(pinned[0].split(" holds ")[1].split(" more")[0], "it")
     assert 0.95 * whole < said < 1.2 * whole

@@ -119,9 +119,9 @@ def test_parts_of_a_step():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_every_exchange_of_the_flow_is_recorded_and_waited_for(stage):
     made = planned(stage)
-    starts = [event for event in made.rehearsed.trace if isinstance(event, CollectiveEvent)]
-    waits = [event.number for event in made.rehearsed.trace if isinstance(event, WaitEvent)]
-    asked = {name: calls for name, (calls, _) in made.rehearsed.flow.asked.items()}
+    starts = [event for event in made.simulated.trace if isinstance(event, CollectiveEvent)]
+    waits = [event.number for event in made.simulated.trace if isinstance(event, WaitEvent)]
+    asked = {name: calls for name, (calls, _) in made.simulated.flow.asked.items()}
     assert Counter(event.name for event in starts) == asked
     assert {event.number for event in starts} <= set(waits)
     assert {event.ranks for event in starts} == {tuple(range(8))}

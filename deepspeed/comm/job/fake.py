@@ -35,10 +35,10 @@ class FakeJob(Job):
     """Rank ``rank`` of ``layout.world_size`` ranks, which nobody waits for.
 
     Args:
-        rank: The rank that this process plays.
+        rank: The rank that this process stands for.
         layout: How the ranks are laid out. It is not registered as the mesh of the job.
-        backend: Name of the backend that is played.
-        operations: Has the collectives of ``torch.distributed`` that are played, under their names.
+        backend: Name of the backend that is simulated.
+        operations: Has the collectives of ``torch.distributed`` that are simulated, under their names.
 
     Attributes:
         substitutes: What :meth:`Job.make` makes in the place of a class.
@@ -64,7 +64,7 @@ class FakeJob(Job):
 
     @override
     def axis_of(self, group: Any = None, name: str | None = None) -> Axis:
-        if name is not None and not isinstance(group, FakeGroup):  # ranks that are played have groups of the mesh
+        if name is not None and not isinstance(group, FakeGroup):  # ranks that are simulated have groups of the mesh
             group = FakeGroup(tuple(self.layout.group(self.rank, name)))
         return super().axis_of(group, name)
 

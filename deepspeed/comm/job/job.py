@@ -130,7 +130,7 @@ class Job:
             self.purpose = before
 
     def make(self, kind: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns ``kind(*arguments)``; a job that is played may have something of its own in its place."""
+        """Returns ``kind(*arguments)``; a simulated job may have something of its own in its place."""
         return kind(*arguments)
 
     def axis(self, *names: str, size: int | None = None, device: torch.device | None = None) -> Axis:

@@ -220,7 +220,7 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
 
 def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
     """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
-    # Ranks that are only played have nothing of their own to compare.
+    # Simulated ranks have nothing of their own to compare.
     watched = Job.current().watched.of(group) if torch_dist.is_initialized() else None
     if watched is None:
         return None

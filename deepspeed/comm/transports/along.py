@@ -1,7 +1,7 @@
 """The transport and the channel of a process group along an axis, for code that is given a process group.
 
 Losses, layers and loaders get a process group from the caller; here it becomes an axis of the job, so that what they
-exchange is watched, in the books of its axis, and played by a plan.
+exchange is watched, in the books of its axis, and simulated by a plan.
 """
 
 from __future__ import annotations

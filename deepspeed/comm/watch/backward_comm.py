@@ -7,7 +7,7 @@ contain them (a recomputation may run them in the middle of a backward again), a
 their graph is gone, as a backward may go through several models; other models of the same job are as before.
 
 Whether gradients may be missing on some ranks decides the order of transfers, which must be equal on all ranks, so that
-holds for the rest of the job. What happens on ranks that are only played, or happened before another job began in this
+holds for the rest of the job. What happens on simulated ranks, or happened before another job began in this
 process, says nothing about it.
 """
 

@@ -1,8 +1,8 @@
 """Looks for the fastest layouts of a model on a machine.
 
 All divisors of the ranks are tried along all axes. What cannot fit (its states alone are too large) is left out before
-its time is worked out; the idle time of pipelines is a formula in the first round, and the schedule is played for the
-best ones only.
+its time is worked out; the idle time of pipelines is a formula in the first round, and the schedule is simulated
+for the best ones only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed.plan.devices import Machine
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, predict_step
 
-_REFINED = 40  # layouts of the first round whose schedules are played
+_REFINED = 40  # layouts of the first round whose schedules are simulated
 _MOST_MICRO_BATCH = 64
 _LONG = 16384  # tokens from which sequences are divided among ranks
 _VEE = 2  # chunks of a stage whose chunks are those at both ends

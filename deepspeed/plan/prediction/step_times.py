@@ -1,4 +1,4 @@
-"""Where the time of a step goes, of a prediction by layout and of a replayed play alike."""
+"""Where the time of a step goes, of a prediction by layout and of a replayed step alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation of a play costs: which kind of kernel it is, its sizes, and the bytes that it reads and writes."""
+"""What an operation of a simulated step costs: its kind of kernel, its sizes, the bytes that it reads and writes."""
 
 from __future__ import annotations
 

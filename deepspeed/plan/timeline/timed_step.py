@@ -1,4 +1,4 @@
-"""The time of a whole step from what was played of it."""
+"""The time of a whole step from what was simulated of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deepspeed.plan.timeline.step_trace import TraceEvent
 
 @dataclass(frozen=True)
 class TimedStep(StepTimes):
-    """The times of a step as its play was replayed.
+    """The times of a step as they were replayed.
 
     Attributes:
         copies: Waits for copies between device and host, in seconds.
-        spans: What each stream does in the micro-batches that were played.
+        spans: What each stream does in the micro-batches that were simulated.
     """
 
     copies: float = 0.0
@@ -69,19 +69,19 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
     """Returns the time of a step without stages.
 
     Args:
-        events: Of the micro-batches that were played: all, or the first and the last.
+        events: Of the micro-batches that were simulated: all, or the first and the last.
         machine: On which they run.
         accumulation: Micro-batches of the step.
         is_asynchronous: The device works beside the host.
     """
     replay = _replay(machine, is_asynchronous=is_asynchronous)
     parts = segments(events)
-    played = max((mark.micro_batch for mark, _ in parts), default=0) + 1
+    simulated = max((mark.micro_batch for mark, _ in parts), default=0) + 1
     whole = replay.run(events)
     found = replace(TimedStep().plus(whole), spans=whole.spans)
-    if accumulation > played:
+    if accumulation > simulated:
         first = [event for mark, part in parts if mark.micro_batch == 0 for event in part]
-        found = found.plus(replay.run(first), accumulation - played)
+        found = found.plus(replay.run(first), accumulation - simulated)
     return found
 
 
@@ -96,8 +96,8 @@ def time_pipeline(
     """Returns the time of a step of a pipeline: that of its busiest stage, and its waits for the others.
 
     Args:
-        events_of: By stage that was played, what it issued in a step.
-        alike: By stage, the played one with the same layers.
+        events_of: By stage that was simulated, what it issued in a step.
+        alike: By stage, the simulated one with the same layers.
         pipeline: Its stages and schedule.
         machine: On which they run.
         accumulation: Micro-batches of the step.
@@ -108,9 +108,9 @@ def time_pipeline(
     for stage, events in events_of.items():
         stages[stage] = _time_stage(replay, events, accumulation, transfer)
     times: dict[int, Times] = {}
-    for stage, played in alike.items():
+    for stage, simulated in alike.items():
         own = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
-        times |= dict(zip(own, stages[played][1], strict=True))
+        times |= dict(zip(own, stages[simulated][1], strict=True))
     found = max((timed for timed, _ in stages.values()), key=lambda timed: timed.seconds)
     idle = idle_time(pipeline, times, accumulation)
     return replace(found, bubble=max(0.0, idle.seconds - idle.busy))

@@ -76,7 +76,7 @@ class StepAgreement:
         if bool((flag_rows != flag_rows[0]).any()):
             self._reducer.note_uneven()
         counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
-        # A rank that plays all the others (the planner's) may count nothing; elsewhere both are 0 then.
+        # A rank that simulates all the others (the planner's) may count nothing; elsewhere both are 0 then.
         total = (counted or copies) if math.isfinite(copies) else counted + copies
         return total, self._merge_flags(flag_rows), received
 

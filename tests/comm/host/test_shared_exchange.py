@@ -250,7 +250,7 @@ def _sees_file_limit() -> None:
     _exchange(transport, (2, 2), "what both do")
     if transport.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        with pytest.raises(CommunicationError, match=r"share 4194304 bytes of memory.*ulimit -f"):
+        with pytest.raises(CommunicationError, match=r"4194304 bytes of shared memory.*ulimit -f"):
             _exchange(transport, (1 << 20, 2), "tokens")
         transport._host.close()  # as its end does
     else:
@@ -364,7 +364,8 @@ def _use_of_former_jobs() -> None:
 
 def test_what_is_left_of_a_job_holds_no_memory_sockets_or_threads():
     found = [run_ranks(_job_whose_transports_stay, 2) for _ in range(4)]
-    assert found[3] == found[1], found
+    for *before, last in zip(*found, strict=True):  # a descriptor that is only open for a moment may be missed once
+        assert all(now <= max(then) for now, then in zip(last, zip(*before, strict=True), strict=True)), found
     run_ranks(_use_of_former_jobs, 2)
 
 

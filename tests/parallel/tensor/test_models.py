@@ -1,4 +1,4 @@
-"""Transformers models of many families are cut by config alone; the rehearsal compares output and gradients."""
+"""Transformers models of many families are cut by config alone; the numeric check compares output and gradients."""
 
 from __future__ import annotations
 

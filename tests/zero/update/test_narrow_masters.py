@@ -247,7 +247,7 @@ def test_a_plan_counts_them_too():
         deepspeed.plan(SHAPE, {**CONFIG, "bf16": bf16}, devices_per_node=2, sequence_length=32)
         for bf16 in ({"enabled": True}, NARROW)
     ]
-    held = [{kind: n for (kind, _), n in made.rehearsed.kind_peaks.items()} for made in plans]
+    held = [{kind: n for (kind, _), n in made.simulated.kind_peaks.items()} for made in plans]
     assert held[0][StorageKind.MASTER] and not held[1].get(StorageKind.MASTER)
     assert held[0][StorageKind.OPTIMIZER] == 2 * held[1][StorageKind.OPTIMIZER]
 

@@ -1,8 +1,8 @@
 """Runs the real engine as rank *r* of *N* on tensors without values, and counts.
 
-Nothing of the engine is copied or imitated here. The world it sees is a stand-in: the other ranks (``network``),
-device, host memory and disk (``stage_set``), and the answers to what it reads from the device (``values``). Two steps
-are run; the second, in which every order is known and the optimizer has its state, is the one that is reported.
+Nothing of the engine is copied or imitated here. The world around it is simulated: the other ranks (``network``),
+device, host memory and disk (``simulated_hardware``), and the answers to what it reads from the device (``values``).
+Two steps are run; the second, in which every order is known and the optimizer has its state, is reported.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from deepspeed.plan.current_module import CurrentModule
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.environment import SimulatedPart, simulated_environment
 from deepspeed.plan.models import Inputs, Workload
-from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.simulated_hardware import SimulatedDisk
 from deepspeed.plan.simulated_stage import SimulatedStage, StageCost
+from deepspeed.plan.simulated_step import SimulatedStep
 from deepspeed.plan.step_totals import StepTotals
 from deepspeed.plan.timeline.step_trace import MarkEvent
-from deepspeed.plan.values import Rehearsal
+from deepspeed.plan.values import OperationCount
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
 
 
-def rehearse(
+def simulate_step(
     workload: Workload | None, part: SimulatedPart, other_setting: Callable[[Any], None] | None = None
-) -> Rehearsed:
+) -> SimulatedStep:
     """Builds the engine and runs it; raises what the engine raises.
 
     Args:
@@ -63,7 +63,9 @@ def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
 
 
 class _SimulatedRun:
-    def __init__(self, workload: Workload | None, part: SimulatedPart, count: Rehearsal, disk: SimulatedDisk) -> None:
+    def __init__(
+        self, workload: Workload | None, part: SimulatedPart, count: OperationCount, disk: SimulatedDisk
+    ) -> None:
         self._workload = workload
         with count.overlooking():
             self._model = workload.model if workload is not None else _module_of(part)
@@ -77,8 +79,8 @@ class _SimulatedRun:
         self._seen = StageCost()  # of a stage
         self._current_module = CurrentModule(self._model, count)
 
-    def result(self, other_setting: Callable[[Any], None] | None) -> Rehearsed:
-        """Runs everything; see :func:`rehearse`."""
+    def result(self, other_setting: Callable[[Any], None] | None) -> SimulatedStep:
+        """Runs everything; see :func:`simulate_step`."""
         count, model = self._count, self._model
         self._current_module.enter("initialize")
         elsewhere = _experts_elsewhere(model)
@@ -114,10 +116,10 @@ class _SimulatedRun:
 
     def _found(
         self, engine: EngineInspection, parameters: int, trained: int, init_peak: int, flows: list[StepTotals]
-    ) -> Rehearsed:
+    ) -> SimulatedStep:
         count, memory_tracker = self._count, engine.memory_tracker
         kinds = {(kind, tier): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
-        return Rehearsed(
+        return SimulatedStep(
             parameters=parameters,
             trained=trained,
             peaks=count.peaks,
@@ -158,7 +160,7 @@ class _SimulatedRun:
 
     def _add_other_activations(
         self,
-        found: Rehearsed,
+        found: SimulatedStep,
         engine: Any,
         run_step: Callable[[], list[StepTotals]],
         inputs: Any,

@@ -1,4 +1,4 @@
-"""What a rehearsal finds: what one rank holds and moves in one step."""
+"""What a simulation finds: what one rank holds and moves in one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.zero.storage import StorageKind
 
 
 @dataclass
-class Rehearsed:
+class SimulatedStep:
     """What one rank holds and moves in one step.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rehearsed:
         init_peak: Highest sum on the device while the engine was built.
         other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
         notices: Why it is not known.
-        trace: What the step issued, in order: of the micro-batches that were played.
+        trace: What the step issued, in order: of the micro-batches that were simulated.
     """
 
     parameters: int
