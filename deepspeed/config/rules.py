@@ -30,6 +30,11 @@ def check_rules(root: Root, findings: ConfigMessages) -> None:
     _neighbours(root.zero_optimization, findings)
     _codes(root, findings)
     _zero_plus_plus(root.zero_optimization, findings)
+    if root.checkpoint.writer is not None and root.checkpoint.writer.type == "mock":
+        findings.problem(
+            ("checkpoint", "writer", "type"),
+            'found "mock", which writes nothing, expected "fast" or "python". Leave the key out to save checkpoints',
+        )
     check_data(root, findings)
     check_elasticity(root, findings)
     check_compression(root, findings)

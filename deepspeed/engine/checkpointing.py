@@ -15,6 +15,7 @@ from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, lo
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.weights_file import parse_size
+from deepspeed.config.sections.checkpoint import Checkpoint
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
 
@@ -110,7 +111,7 @@ class EngineCheckpoints:
             client_state=dict(client_state or {}),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
-            in_background=settings.async_save if async_save is None else async_save,
+            in_background=_is_in_background(settings) if async_save is None else async_save,
         )
         with self._progress.during("save", step=run_state.counters["global_steps"], tag=options.tag):
             self._saver.save(run_state, options)
@@ -387,3 +388,7 @@ def _refuse_no_path(call: str, found: Any) -> None:
         raise DeepSpeedConfigError(
             f"{call}: expected a folder's path, found {type(found).__name__}; pass the same path on every rank"
         )
+
+
+def _is_in_background(settings: Checkpoint) -> bool:
+    return settings.async_save or (settings.writer is not None and settings.writer.decoupled)

@@ -116,7 +116,6 @@ FEATURES: tuple[Feature, ...] = (
         "a file writer of its own for checkpoints",
         "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
         {"deepspeed.io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter"},
-        (section("checkpoint.writer"),),
     ),
     Feature(
         "the DataStates checkpoint engine",

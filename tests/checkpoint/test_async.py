@@ -40,8 +40,8 @@ class Gate:
         saving._write_files = self._original
 
 
-def save_beside(folder: str, stage: int, by_config: bool):
-    settings = {"checkpoint": {"async_save": True}} if by_config else {}
+def save_beside(folder: str, stage: int, by_config: str | None):
+    settings = {"checkpoint": {by_config: {"decoupled": True} if by_config == "writer" else True}} if by_config else {}
     run = engine(stage, "bf16", **settings)
     train(run, range(3))
     expected = fragments(run), other_state(run)
@@ -60,7 +60,7 @@ def save_beside(folder: str, stage: int, by_config: bool):
     return expected, found, losses, train(again, range(3, 6))
 
 
-@pytest.mark.parametrize(("stage", "by_config"), [(0, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("stage", "by_config"), [(0, None), (2, "async_save"), (3, "writer")])
 def test_what_is_saved_is_the_state_at_the_call(stage, by_config, tmp_path):
     results = run_ranks(save_beside, 2, str(tmp_path), stage, by_config)
     for expected, found, losses, resumed in results:

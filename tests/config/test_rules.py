@@ -410,6 +410,17 @@ def test_groups_that_fit_and_those_without_effect() -> None:
     assert "only stage 3 uses that" in notice
 
 
+def test_the_writer_of_checkpoints() -> None:
+    found = read({"checkpoint": {"writer": {"io_buffer_size": 1024, "data_parallel": "socket", "decoupled": True}}})
+    assert [notice.partition(" has no effect")[0] for notice in found.notices] == [
+        "checkpoint.writer.io_buffer_size",
+        "checkpoint.writer.data_parallel",
+    ]
+    assert read({"checkpoint": {"writer": {}}}).notices == []
+    (problem,) = problems({"checkpoint": {"writer": {"type": "mock"}}})
+    assert 'checkpoint.writer.type: found "mock", which writes nothing' in problem
+
+
 # Features that do not exist yet.
 
 SWITCHED_ON: dict[str, Any] = {
@@ -418,7 +429,6 @@ SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.zenflow": {},
     "sequence_parallel_size": 2,
     "expert_parallel.comm_backend": "deepep",
-    "checkpoint.writer": {},
     "datastates_ckpt": {},
 }
 

@@ -18,18 +18,26 @@ class ParallelWrite(Section):
     )
 
 
-class Writer(Section):
-    """The separate fast writer."""
+_ONE_WRITER = "there is one writer, which streams what a rank owns to its files in chunks of 4 MiB with checksums"
+_ALL_SHARE = "every rank writes what it owns, and nothing twice"
 
-    type: Annotated[Literal["mock", "python", "fast"], AnyCase] = key("fast", "Kind of writer.")
-    decoupled: Bool = key(False, "Write beside training.")
-    io_buffer_size: Int = key(67_108_864, "Size of the write buffer.", unit="bytes", above=0)
-    io_buffer_double: Bool = key(True, "Two buffers.")
-    show_statistics: Bool = key(False, "Report the speed.")
-    data_parallel: Annotated[Literal["replica", "socket", "machine"] | None, AnyCase] = key(
-        None, "Who shares the writing.", null_means="rank 0 of each replica writes"
+
+class Writer(Section):
+    """Settings of the original's fast writer; all but ``decoupled`` have no counterpart."""
+
+    type: Annotated[Literal["mock", "python", "fast"], AnyCase] = key(
+        "fast", "Kind of writer; mock, which writes nothing, is refused.", no_effect=_ONE_WRITER
     )
-    io_multiplier: Int = key(1, "Slices per resource.", above=0)
+    decoupled: Bool = key(False, "Write beside training, as checkpoint.async_save.")
+    io_buffer_size: Int = key(67_108_864, "Size of the write buffer.", unit="bytes", above=0, no_effect=_ONE_WRITER)
+    io_buffer_double: Bool = key(True, "Two buffers.", no_effect=_ONE_WRITER)
+    show_statistics: Bool = key(
+        False, "Report the speed.", no_effect="run_report and wall_clock_breakdown say how long saves take"
+    )
+    data_parallel: Annotated[Literal["replica", "socket", "machine"] | None, AnyCase] = key(
+        None, "Who shares the writing.", null_means="all ranks", no_effect=_ALL_SHARE
+    )
+    io_multiplier: Int = key(1, "Slices per resource.", above=0, no_effect=_ALL_SHARE)
 
 
 class Checkpoint(Section):
@@ -50,7 +58,7 @@ class Checkpoint(Section):
         "torch's zip format for the .pt files; false is the older format.",
         no_effect="tensors are written to files of a format of their own, and the few other values always as zip",
     )
-    writer: Writer | None = key(None, "The separate fast writer.")
+    writer: Writer | None = key(None, "Settings of the original's fast writer.")
     keep_last: Int | None = key(
         None,
         "Tags kept in the folder; older ones are removed after a save that succeeded. Only here, not upstream.",
