@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -65,8 +66,31 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time for ranks to end after a signal to this command (5); see preemption in the configuration",
     )
+    parser.add_argument(
+        "--signal",
+        type=stop_signal,
+        metavar="NAME",
+        help="the signal by which the scheduler says that it will end the run, such as USR1: handed on to the ranks, "
+        "which finish their step and save if preemption is enabled in the configuration",
+    )
     parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="machines an elastic run waits for (1)")
     parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most machines of an elastic run (all)")
+
+
+def stop_signal(text: str) -> str:
+    """Returns the name of a signal that a program can wait for, of ``USR1`` or ``SIGUSR1``.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no such signal.
+    """
+    from deepspeed.config.sections.preemption import CATCHABLE
+
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in CATCHABLE:
+        raise argparse.ArgumentTypeError(
+            f"expected the name of a signal that a program can wait for, such as USR1 or SIGUSR1, found {text!r}"
+        )
+    return name
 
 
 def interpreter(args: argparse.Namespace) -> tuple[str, ...]:
@@ -152,6 +176,10 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
 
     host = socket.gethostname()
     secret = os.environ.pop(SECRET, "")  # not for the ranks
+    if args.signal is not None:
+        from deepspeed.config.sections.preemption import SIGNAL_VARIABLE
+
+        os.environ[SIGNAL_VARIABLE] = args.signal
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
@@ -166,6 +194,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
         shares_screen=args.shares_screen,
         failure_file=find_failure_file(os.environ),
         grace=args.grace,
+        stop_signal=None if args.signal is None else signal.Signals[args.signal],
     ).run()
 
 

@@ -61,6 +61,7 @@ class LocalRun:
             enough; also ends the run when that screen goes away.
         failure_file: Gets the reason where the run fails; None for none.
         grace: Seconds that ranks get after a signal to stop; None: as long as usual.
+        stop_signal: A further signal that is handed on to the ranks, which decide what it means; None: there is none.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class LocalRun:
         shares_screen: bool = False,
         failure_file: Path | None = None,
         grace: float | None = None,
+        stop_signal: int | None = None,
     ) -> None:
         _open_standard_streams()
+        self._stop_signal = stop_signal
         self._grace = grace
         self._failure_file = failure_file
         self._workers = workers
@@ -186,8 +189,10 @@ class LocalRun:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started by nohup: outliving the terminal is what the user wants
             previous[number] = signal.signal(number, self._on_signal)
-        for number in _HANDED_ON:
-            previous[number] = signal.signal(number, lambda number, _frame: self._command(number, None))
+        handed_on = {*_HANDED_ON} if self._stop_signal is None else {*_HANDED_ON, self._stop_signal}
+        for each in handed_on - {signal.SIGTERM, signal.SIGINT}:  # these two end the run
+            handler = signal.signal(each, lambda number, _frame: self._command(number, None))
+            previous.setdefault(each, handler)
         return previous
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

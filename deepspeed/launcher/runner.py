@@ -277,6 +277,8 @@ def rank_options(args: argparse.Namespace) -> list[str]:
             options.append(f"--{name}={getattr(args, name)}")
     if args.grace is not None:
         options.append(f"--grace={args.grace}")
+    if args.signal is not None:
+        options.append(f"--signal={args.signal}")
     if args.elastic_training:
         options.append("--enable_elastic_training")
         options += [f"--{n}={getattr(args, n)}" for n in ("min_elastic_nodes", "max_elastic_nodes")]

@@ -11,11 +11,29 @@ from typing import Any
 from typing_extensions import override
 
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.config.sections.preemption import Preemption
+from deepspeed.config.sections.preemption import CATCHABLE, SIGNAL_VARIABLE, Preemption
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.preemption.stop_request import StopRequest
 from deepspeed.zero.runtime import ZeroRuntime
+
+
+def signals_of(section: Preemption, further: str) -> list[str]:
+    """Returns the names of the signals that end a run: those of the configuration, and that of ``deepspeed --signal``.
+
+    Args:
+        section: The configuration.
+        further: What :data:`~deepspeed.config.sections.preemption.SIGNAL_VARIABLE` says; empty: nothing.
+
+    Raises:
+        DeepSpeedConfigError: It names no signal that a program can wait for.
+    """
+    if further and further not in CATCHABLE:
+        raise DeepSpeedConfigError(
+            f"{SIGNAL_VARIABLE}={further}: expected the name of a signal that a program can wait for, such as SIGUSR1"
+        )
+    return list(dict.fromkeys([*section.signals, *([further] if further else [])]))
 
 
 class PreemptionHooks(EngineHooks):
@@ -29,7 +47,7 @@ class PreemptionHooks(EngineHooks):
         assert section.save_dir is not None, "the rules of the configuration ask for it"
         self._section = section
         self._folder = os.path.abspath(section.save_dir)
-        self._request = StopRequest(section.signals)
+        self._request = StopRequest(signals_of(section, os.environ.get(SIGNAL_VARIABLE, "")))
         self._exchange: Exchange | None = None
         self._engine: Any = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import threading
@@ -12,7 +13,9 @@ import torch
 import deepspeed
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.launcher.launch import stop_signal
 from deepspeed.ports import free_port
+from deepspeed.preemption.feature import signals_of
 from deepspeed.preemption.stop_request import StopRequest
 from tests.harness.pool import run_ranks
 from tests.launcher.processes import Launcher
@@ -134,17 +137,32 @@ def test_wrong_sections(section, message):
         parse({"train_batch_size": 1, "preemption": section})
 
 
-@pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, ("--grace=30",)), (signal.SIGUSR1, ())])
+def test_the_signal_of_the_command_line_is_added():
+    section = parse({"train_batch_size": 1, "preemption": {"signals": ["SIGTERM"]}}).root.preemption
+    assert section is not None
+    assert signals_of(section, "") == signals_of(section, "SIGTERM") == ["SIGTERM"]
+    assert signals_of(section, "SIGUSR2") == ["SIGTERM", "SIGUSR2"]
+    with pytest.raises(DeepSpeedConfigError, match="DEEPSPEED_PREEMPTION_SIGNAL=SIGKILL: expected the name"):
+        signals_of(section, "SIGKILL")
+    assert stop_signal("usr1") == stop_signal("SIGUSR1") == "SIGUSR1"
+    with pytest.raises(argparse.ArgumentTypeError, match="such as USR1 or SIGUSR1, found 'KILL'"):
+        stop_signal("KILL")
+
+
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGTERM, ("--grace=30",)), (signal.SIGUSR1, ()), (signal.SIGHUP, ("--signal=hup",))]
+)
 def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(tmp_path, number, options):
     """The ranks take longer than the usual grace of a stop only where it was given."""
     script = """
         import pathlib, signal
         told = []
-        for each in (signal.SIGTERM, signal.SIGUSR1):
+        named = signal.Signals[os.environ.get("DEEPSPEED_PREEMPTION_SIGNAL", "SIGUSR1")]
+        for each in (signal.SIGTERM, named):
             signal.signal(each, lambda number, frame: told.append(number))
         pathlib.Path(f"up{rank}").touch()
         while not told: time.sleep(0.01)
-        sys.exit(75)
+        sys.exit(75 if told[0] == named or named == signal.SIGUSR1 else 1)
     """
     launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={free_port()}", *options)
     launcher.wait_for_files("up0", "up1")

@@ -13,6 +13,9 @@ CATCHABLE = tuple(
 )
 """Names of the signals that a program can wait for."""
 
+SIGNAL_VARIABLE = "DEEPSPEED_PREEMPTION_SIGNAL"
+"""The environment variable by which ``deepspeed --signal`` names one more signal."""
+
 
 class Preemption(Section):
     """A run that a scheduler may end and start again: a signal finishes the step, saves, and leaves with a code."""
@@ -29,8 +32,8 @@ class Preemption(Section):
     )
     signals: TextList = key(
         None,
-        "Signals by which the scheduler says that it will end the process. A second one of the same kind ends it at "
-        "once.",
+        "Signals by which the scheduler says that it will end the process; deepspeed --signal adds one. A second one "
+        "of the same kind ends it at once.",
         factory=lambda: ["SIGTERM", "SIGUSR1"],
     )
     exit_code: Int = key(
