@@ -125,8 +125,8 @@ def run_prediction(
         show(json.dumps(_ranking_dict(ranking), indent=2) + "\n" if options.json else ranking_text(ranking, width))
         return 0
     step = predict_step(StepSetup(shape, found, machine, options.sequence_length))
-    told = {**step.to_dict(), "would_help_seconds": dict(costs_turned_off(step))}
-    show(json.dumps(told, indent=2) + "\n" if options.json else step_text(step, width))
+    facts = {**step.to_dict(), "would_help_seconds": dict(costs_turned_off(step))}
+    show(json.dumps(facts, indent=2) + "\n" if options.json else step_text(step, width))
     return 0 if step.fits else 1
 
 

@@ -181,7 +181,7 @@ class DeepSpeedDataLoader:
     def load_position(self, position: dict[str, Any]) -> None:
         """Goes to :meth:`position` of a run with any number of ranks and any batch size.
 
-        The samples that the pass still owes come in the order in which they would have come, dealt to these ranks.
+        The remaining samples of the pass come in the order in which they would have come, divided among these ranks.
         """
         self.epoch, self._iterator, self._given, self._is_resumed = position["epoch"], None, None, False
         if not self._has_own_order or position["samples"] is None:

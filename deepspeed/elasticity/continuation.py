@@ -217,7 +217,7 @@ class Continuation:
         if not self.in_step:
             raise CallOrderError(
                 "engine.step: with elasticity.continue updates are made inside `with step:`, for the steps of "
-                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which deals samples out anew when "
+                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which divides samples anew when "
                 "ranks come or go; see docs/guide/elastic.md"
             )
 

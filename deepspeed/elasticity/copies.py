@@ -392,8 +392,8 @@ class BuddyLink:
         following, before = (rank + 1) % size, (rank - 1) % size
         address = copy.memory.address if copy.memory is not None else None
         words = pickle.dumps((copy.generation, copy.pieces, copy.small, address))
-        told = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        lengths = torch.tensor([told.numel(), copy.data.numel()])
+        header = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        lengths = torch.tensor([header.numel(), copy.data.numel()])
         opened = torch.tensor([*self._opened, -1, -1][:_KEPT])
         theirs, opened_there = torch.zeros_like(lengths), torch.zeros_like(opened)
         doing = "copies of model states for the buddy"
@@ -407,7 +407,7 @@ class BuddyLink:
             label=doing,
         )
         told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
-        transport.move([Piece(rank, following, told), Piece(before, rank, told_there)], label=doing)
+        transport.move([Piece(rank, following, header), Piece(before, rank, told_there)], label=doing)
         generation, pieces, small, place = pickle.loads(told_there.numpy().tobytes())
         data = self._opened.get(place.serial) if place is not None else None
         memory, moved = None, []

@@ -57,14 +57,16 @@ def restore(
     """
     kept = held.of_key(key)
     mine = {copy.owner: copy for copy in kept}
-    told: list[_CopyTable] = gather_objects(transport, _own_words(kept, number, transport.rank), label="listing copies")
-    layout = next((each.layout for each in told if each.layout is not None), None)
+    tables: list[_CopyTable] = gather_objects(
+        transport, _own_words(kept, number, transport.rank), label="listing copies"
+    )
+    layout = next((each.layout for each in tables if each.layout is not None), None)
     if layout is None:
         raise CheckpointError(
             f"elasticity.continue: expected copies of model states of generation {key[0]} on some rank, found none. "
             "Start the run again from its last checkpoint"
         )
-    listed = [copy for each in told for copy in each.copies]
+    listed = [copy for each in tables for copy in each.copies]
     source = MemorySource(layout, listed, mine, transport.rank)
     smalls = {copy.owner: copy.small for copy in sorted(listed, key=lambda each: not each.is_own)}
     own = pickle.loads(smalls[number] if number in smalls else listed[0].small)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from deepspeed.elasticity.assignment import AssignedMicroBatch, assign_micro_batches
 from deepspeed.elasticity.continuation import Continuation, CopyCost, Recovery, continuation_of
-from deepspeed.elasticity.dealing import DealtMicroBatch, deal
 from deepspeed.engine.base import EngineBase
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
 
@@ -28,12 +28,12 @@ class ElasticStep:
         was_entered: Whether ``with`` was used on it.
     """
 
-    def __init__(self, steps: ElasticSteps, number: int, dealt: Sequence[DealtMicroBatch]) -> None:
+    def __init__(self, steps: ElasticSteps, number: int, assigned: Sequence[AssignedMicroBatch]) -> None:
         self.number = number
         self.is_done = False
         self.loss: float | None = None
         self._steps = steps
-        self._dealt = dealt
+        self._assigned = assigned
         self._weight = 0.0
         self._sum: torch.Tensor | None = None
         self._started = 0.0
@@ -53,9 +53,9 @@ class ElasticStep:
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the micro-batches of this rank: call forward, ``engine.backward`` and ``engine.step`` for each."""
-        for dealt in self._dealt:
-            self._weight = float(dealt.counts)
-            yield self._steps.micro_batch(self.number, dealt.number)
+        for assigned in self._assigned:
+            self._weight = float(assigned.counts)
+            yield self._steps.micro_batch(self.number, assigned.number)
 
     @property
     def seconds(self) -> float:
@@ -158,7 +158,9 @@ class ElasticSteps:
                     continue
                 number = self._engine.global_steps
                 step = ElasticStep(
-                    self, number, deal(self._micro_batches, self._continuation.size, self._continuation.rank)
+                    self,
+                    number,
+                    assign_micro_batches(self._micro_batches, self._continuation.size, self._continuation.rank),
                 )
                 yield step
                 if not step.was_entered:
@@ -195,7 +197,7 @@ class ElasticSteps:
         self._engine._batches.share = step
 
     def close_step(self, step: ElasticStep, error: BaseException | None) -> bool:
-        """A step ends; returns whether its error is dealt with, as it came from a lost rank.
+        """Ends a step; returns whether its error has been handled, as it came from a lost rank.
 
         Args:
             step: The step.

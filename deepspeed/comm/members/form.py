@@ -93,7 +93,7 @@ class JobManager:
             ) from error
         self._served, self._next = self._next, None
         self._links.on_loss = waits_give_up(Job.current())
-        if self._links.lost:  # before anybody would have been told
+        if self._links.lost:  # before any member has been notified
             raise CommunicationError("a member was lost while the process group was started")
 
     def _break_off(self, _lost: LostMember) -> None:

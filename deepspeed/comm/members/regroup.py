@@ -79,7 +79,7 @@ class Regroup:
             CommunicationError: They did not all come in time, or too few are left to be sure that no others go on too.
         """
         deadline = time.monotonic() + self._patience
-        told: tuple[int, ...] = ()
+        announced: tuple[int, ...] = ()
         while time.monotonic() < deadline:
             if self._links.is_dropped:
                 raise CommunicationError(
@@ -89,8 +89,8 @@ class Regroup:
             living = self._links.living
             numbers = tuple(member.number for member in living)
             leader = numbers[0]
-            if numbers != told:
-                told = numbers
+            if numbers != announced:
+                announced = numbers
                 self._refuse_split(living)
                 self._ready[self._links.number] = self._mine
                 if leader != self._links.number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class DealtMicroBatch(NamedTuple):
+class AssignedMicroBatch(NamedTuple):
     """One micro-batch of a rank.
 
     Attributes:
@@ -17,7 +17,7 @@ class DealtMicroBatch(NamedTuple):
     counts: bool
 
 
-def deal(micro_batches: int, ranks: int, rank: int) -> list[DealtMicroBatch]:
+def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[AssignedMicroBatch]:
     """Returns the micro-batches of a rank: consecutive ones, equally many in number on all ranks.
 
     Every rank runs as many backwards, since at stages 2 and 3 all ranks take part in each. Where the update has no
@@ -30,6 +30,6 @@ def deal(micro_batches: int, ranks: int, rank: int) -> list[DealtMicroBatch]:
     """
     each, more = divmod(micro_batches, ranks)
     start = rank * each + min(rank, more)
-    own = [DealtMicroBatch(number, True) for number in range(start, start + each + (rank < more))]
+    own = [AssignedMicroBatch(number, True) for number in range(start, start + each + (rank < more))]
     rounds = each + (more > 0)
-    return own + [DealtMicroBatch(start % micro_batches, False)] * (rounds - len(own))
+    return own + [AssignedMicroBatch(start % micro_batches, False)] * (rounds - len(own))
