@@ -90,9 +90,14 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.bf16_optimizer": {},
     "runtime.checkpoint_engine": {
-        "deepspeed.runtime.checkpoint_engine.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine",
+        "deepspeed.checkpoint.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine",
     },
-    "runtime.checkpoint_engine.checkpoint_engine": {},
+    "runtime.checkpoint_engine.checkpoint_engine": {
+        "deepspeed.checkpoint.checkpoint_engine": "CheckpointEngine",
+    },
+    "runtime.checkpoint_engine.torch_checkpoint_engine": {
+        "deepspeed.checkpoint.checkpoint_engine": "TorchCheckpointEngine",
+    },
     "runtime.config": {
         "deepspeed.config": "DeepSpeedConfig load_ds_config",
         "deepspeed.errors": "DeepSpeedConfigError",

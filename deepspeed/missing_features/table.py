@@ -129,11 +129,6 @@ FEATURES: tuple[Feature, ...] = (
         keys=(switch("nebula.enabled"),),
     ),
     Feature(
-        "a pluggable checkpoint engine",
-        "Use engine.save_checkpoint and engine.load_checkpoint.",
-        {"deepspeed.runtime.checkpoint_engine.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine"},
-    ),
-    Feature(
         "access to an upstream checkpoint by its files",
         "Use the functions of deepspeed.utils.zero_to_fp32, or ds_inspect to look into it.",
         {"deepspeed.checkpoint": "DeepSpeedCheckpoint"},
