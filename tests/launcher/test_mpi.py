@@ -157,7 +157,13 @@ def test_pdsh_starts_the_machines(tmp_path):
     (programs / "ssh").write_text('#!/bin/sh\nfor line; do :; done\nexec sh -c "$line"\n')
     (programs / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
-    script = "print(sys.argv[1:]); time.sleep(300 if rank == 0 else 1); sys.exit(3)"
+    script = """
+        print(sys.argv[1:], flush=True)
+        import pathlib
+        pathlib.Path(f"up{rank}").touch()
+        while rank == 0 or len(list(pathlib.Path(".").glob("up*"))) < 2: time.sleep(0.02)
+        time.sleep(0.5); sys.exit(3)
+    """
     launcher = Launcher(
         tmp_path, script, "-H", "hosts", "--no_ssh_check", "--master_addr=127.0.0.1", "--no_local_rank",
         f"--master_port={free_port()}", arguments=("a b", "100%", "%n", "%h"),

@@ -183,7 +183,13 @@ def test_ssh_with_a_program_that_stays_here(tmp_path):
     (programs / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=it's 100%\n")
-    script = "print(sys.argv[1:], os.environ['FROM_FILE']); time.sleep(300 if rank == 0 else 1); sys.exit(3)"
+    script = """
+        print(sys.argv[1:], os.environ['FROM_FILE'], flush=True)
+        import pathlib
+        pathlib.Path(f"up{rank}").touch()
+        while rank == 0 or len(list(pathlib.Path(".").glob("up*"))) < 2: time.sleep(0.02)
+        time.sleep(0.5); sys.exit(3)
+    """
     launcher = Launcher(
         tmp_path, script, "-H", "hosts", "--launcher=ssh", f"--master_port={free_port()}", "--no_local_rank",
         arguments=("a b", "$HOME", "'q'", "%n"),
@@ -242,7 +248,10 @@ def test_slurm_by_its_variables(tmp_path):
     script = """
         names = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "WORLD_SIZE", "MASTER_ADDR")
         print(*(os.environ[name] for name in names), flush=True)
-        time.sleep(1 if rank == 2 else 300); sys.exit(9)
+        import pathlib
+        pathlib.Path(f"up{rank}").touch()
+        while rank != 2 or len(list(pathlib.Path(".").glob("up*"))) < 4: time.sleep(0.02)
+        time.sleep(0.5); sys.exit(9)
     """
     options = ("-H", "hosts", "--launcher=slurm", f"--master_port={free_port()}")
     launcher = Launcher(tmp_path, script, *options, environment={"PATH": f"{programs}:{os.environ['PATH']}"})
