@@ -320,7 +320,15 @@ class CheckpointReader:
         return next((entry for entry in saved if entry.tile.holds_same(tile)), None)
 
     def runs_of(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[FileRun]:
-        """Each part of ``wanted`` that exists; ``all_of_it``: what does not is an error."""
+        """Yields each part of ``wanted`` that exists.
+
+        Args:
+            wanted: Elements of a logical parameter.
+            all_of_it: All parts must exist.
+
+        Raises:
+            CheckpointError: With ``all_of_it``, a part does not exist.
+        """
         for entry, span in self._spans(wanted):
             low = entry.start + span.other_start
             position, high = low, low + span.numel

@@ -64,7 +64,7 @@ class MemoryFile(FileReader):
         return self._data is not None
 
     def keep(self, start: int, data: torch.Tensor) -> None:
-        """Keeps bytes that were fetched, from byte ``start`` on."""
+        """Keeps bytes that were fetched (uint8, 1-D), from byte ``start`` on."""
         place = bisect.bisect(self._starts, start)
         self._starts.insert(place, start)
         self._fetched.insert(place, data)

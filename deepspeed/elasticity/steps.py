@@ -65,7 +65,7 @@ class ElasticStep:
     # -- what the engine asks (``engine.batches.UnevenBatch``) ---------------------------------------------------------
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss multiplied so that the mean over ranks of all sums is the mean over all micro-batches."""
+        """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
         weighed = loss * (self._weight * self._steps.loss_factor)
         found = weighed.detach().float().reshape(())
         self._sum = found if self._sum is None else self._sum + found

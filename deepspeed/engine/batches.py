@@ -17,7 +17,7 @@ class UnevenBatch(Protocol):
     """This rank's micro-batches of an update whose ranks have different numbers of them."""
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss multiplied so that the mean over ranks of all sums is the mean over all micro-batches."""
+        """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
         ...
 
     def numbers(self) -> Sequence[float]:

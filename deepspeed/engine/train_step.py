@@ -166,7 +166,11 @@ class TrainStep:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss (0-dim) times the loss scale, for a backward that the program runs itself."""
+        """Returns the loss (0-dim) times the loss scale, for a backward that the program runs itself.
+
+        Raises:
+            CallOrderError: The configuration has ``elasticity.continue``.
+        """
         if self._batches.share is not None:
             raise CallOrderError(
                 "engine.scale: with elasticity.continue losses are weighed by engine.backward(loss), as ranks have "

@@ -79,7 +79,7 @@ class StagingPool:
         self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyHandle, Squares | None]] = deque()
 
     def add(self, result: HeldBuffer, gradient: torch.Tensor, squares: Squares | None = None) -> None:
-        """Starts to add ``gradient`` to ``result``; ``squares`` receives those of the sum."""
+        """Starts to add ``gradient`` (1-D) to ``result``; ``squares`` receives those of the sum."""
         with self._lock:
             while len(self._waiting) >= _STAGING:
                 self._add_oldest()

@@ -386,11 +386,14 @@ class ZeroRuntime:
         return None if position is None or self.reducer is None else self.reducer.buckets[position]
 
     def refuse_offloaded(self, call: str, *kinds: str) -> None:
-        """Raises while states that ``call`` works on are on the host.
+        """Checks that the states that ``call`` works on are not on the host.
 
         Args:
             call: For the message.
             *kinds: The kinds that it needs; none: all.
+
+        Raises:
+            CallOrderError: Some are.
         """
         if not self.offloaded:  # as nearly always
             return
@@ -401,7 +404,11 @@ class ZeroRuntime:
             )
 
     def refuse_open_blocks(self, call: str) -> None:
-        """Raises inside ``GatheredParameters``, where parameters must not change otherwise."""
+        """Checks that no ``GatheredParameters`` block is open, in which nothing else may change parameters.
+
+        Raises:
+            CallOrderError: One is open.
+        """
         if self.open_blocks:
             raise CallOrderError(
                 f"{call}: called inside a GatheredParameters block on this model's parameters, whose end would undo "

@@ -121,7 +121,7 @@ class ZeroRows:
         """Returns how many of these rows each slice has, and how many elements they have in it.
 
         Args:
-            numbers: As :meth:`numbers` returns them.
+            numbers: Numbers of rows, int64, 1-D, as :meth:`numbers` returns them.
         """
         lengths = self._lengths[numbers]
         bounds = torch.searchsorted(numbers, torch.tensor(self._first, device=numbers.device)).tolist()
@@ -131,7 +131,7 @@ class ZeroRows:
         """Returns where the elements of these rows are in the whole buffer, int64, row after row.
 
         Args:
-            numbers: Of rows, int64.
+            numbers: Of rows, int64, 1-D.
         """
         lengths = self._lengths[numbers]
         starts = (torch.cumsum(self._lengths, 0) - self._lengths)[numbers]

@@ -114,7 +114,11 @@ def _why_not(batch: Any) -> str:
 
 
 def check(descriptions: list[BatchDescription], what: str) -> None:
-    """Raises, on all ranks alike, where some batch cannot be cut."""
+    """Checks on every rank that the batches of all ranks can be cut.
+
+    Raises:
+        DeepSpeedConfigError: Names the rank whose batch cannot be cut or has other entries; on all ranks.
+    """
     for rank, one in enumerate(descriptions):
         if one.problem:
             raise DeepSpeedConfigError(

@@ -47,7 +47,11 @@ class Handle:
         bucket.live_handles += 1
 
     def refuse_if_stale(self) -> None:
-        """Raises where the parameter has changed since it was saved, which torch sees for plain tensors only."""
+        """Checks that the parameter has not changed since it was saved, as torch does for plain tensors.
+
+        Raises:
+            CallOrderError: It has changed.
+        """
         version = self.bucket.params[self.tile]._version
         if version != self.version:
             raise CallOrderError(
