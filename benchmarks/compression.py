@@ -34,7 +34,7 @@ sys.path.insert(0, str(HERE / "contest"))
 
 import links  # noqa: E402 - lies beside the ranks, which import it too
 
-from deepspeed.accelerator.host_allocator import keep_freed_memory  # noqa: E402
+from deepspeed.accelerator.cpu import keep_freed_memory  # noqa: E402
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode  # noqa: E402
 from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec  # noqa: E402
 from deepspeed.plan.codec_cost import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_on_the_wire  # noqa: E402

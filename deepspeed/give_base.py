@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 T = TypeVar("T", bound=nn.Module)
@@ -45,3 +46,18 @@ def _with_forward(own: Callable[..., Any]) -> Any:
         return own(*args, **kwargs)
 
     return type("OwnForward", (nn.Module,), {"forward": forward})
+
+
+class PlainAttributes:
+    """For modules that count and note things in themselves several times in a step; before ``nn.Module`` in the bases.
+
+    ``nn.Module`` looks for parameters, buffers and modules at every assignment, a dozen calls in each. What is a plain
+    attribute and stays one is set without.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_plain = not isinstance(value, (torch.Tensor, nn.Module)) or type(value) is torch.Tensor
+        if is_plain and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)

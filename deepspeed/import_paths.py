@@ -41,6 +41,24 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "io": {},
     "model_implementations": {},
+    "monitor.comet": {
+        "deepspeed.monitor.monitor": "CometMonitor",
+    },
+    "monitor.config": {
+        "deepspeed.config.sections.monitor": (
+            "CSVConfig=CsvMonitor CometConfig=Comet TensorBoardConfig=TensorBoard WandbConfig=Wandb"
+        ),
+        "deepspeed.monitor.monitor": "DeepSpeedMonitorConfig get_monitor_config",
+    },
+    "monitor.csv_monitor": {
+        "deepspeed.monitor.monitor": "csvMonitor",
+    },
+    "monitor.tensorboard": {
+        "deepspeed.monitor.monitor": "TensorBoardMonitor",
+    },
+    "monitor.wandb": {
+        "deepspeed.monitor.monitor": "WandbMonitor",
+    },
     "module_inject": {},
     "module_inject.layers": {
         "deepspeed.parallel.tensor.linear": "LinearAllreduce=RowLinear LinearLayer=ColumnLinear",
@@ -103,7 +121,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.errors": "DeepSpeedConfigError",
     },
     "runtime.config_utils": {
-        "deepspeed.config.program_model": "DeepSpeedConfigModel get_scalar_param",
+        "deepspeed.config.enums": "DeepSpeedConfigModel get_scalar_param",
     },
     "runtime.constants": {
         "deepspeed.constants": "ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN",
@@ -117,28 +135,27 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.dropping.tokens": "RandomLayerTokenDrop",
     },
     "runtime.data_pipeline.data_routing.helper": {
-        "deepspeed.dropping.convert": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
+        "deepspeed.dropping.tokens": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
     },
     "runtime.data_pipeline.data_routing.scheduler": {
         "deepspeed.dropping.token_schedule": "RandomLTDScheduler",
     },
     "runtime.data_pipeline.data_sampling": {},
     "runtime.data_pipeline.data_sampling.data_analyzer": {
-        "deepspeed.data.analysis.analyzer": "DataAnalyzer",
-        "deepspeed.data.analysis.distributed": "DistributedDataAnalyzer",
+        "deepspeed.data.analysis.analyzer": "DataAnalyzer DistributedDataAnalyzer",
     },
     "runtime.data_pipeline.data_sampling.data_sampler": {
         "deepspeed.data.curriculum.sampler": "DeepSpeedDataSampler",
     },
     "runtime.data_pipeline.data_sampling.indexed_dataset": {
-        "deepspeed.data.indexed.builder": "MMapIndexedDatasetBuilder",
-        "deepspeed.data.indexed.dataset": "MMapIndexedDataset",
+        "deepspeed.data.indexed.dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
         "deepspeed.data.indexed.format": "data_file_path index_file_path",
     },
     "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
-        "deepspeed.data.batching.loading": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+        "deepspeed.data.batching.loading": (
+            "VariableBatchSizeLR get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
+        ),
         "deepspeed.data.batching.packing": "batch_by_seqlens scale_lr",
-        "deepspeed.data.batching.rates": "VariableBatchSizeLR",
     },
     "runtime.dataloader": {
         "deepspeed.data": "DeepSpeedDataLoader RepeatingLoader",
@@ -236,7 +253,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.data": "move_to_device set_random_seed",
         "deepspeed.parallel.partition": "partition_balanced partition_uniform prefix_sum_inc",
         "deepspeed.precision.clipping": "clip_grad_norm_ get_global_norm",
-        "deepspeed.profiling.memory": "see_memory_usage",
+        "deepspeed.profiling.timer": "see_memory_usage",
     },
     "runtime.zero": {
         "deepspeed.zero": (
@@ -367,7 +384,9 @@ PATHS: dict[str, dict[str, str]] = {
             "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
             "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main to_torch_tensor"
         ),
-        "deepspeed.checkpoint.names": "get_checkpoint_files get_model_state_file get_model_state_files get_optim_files",
+        "deepspeed.checkpoint.names": (
+            "get_checkpoint_files get_model_state_file get_model_state_files get_optim_files"
+        ),
     },
     "utils.zero_to_torch": {
         "deepspeed.checkpoint.consolidate": (

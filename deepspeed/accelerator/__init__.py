@@ -2,13 +2,13 @@
 
 ``get_accelerator()`` answers what kind of device this process uses and how to reach its streams, memory figures and
 random state. Reading order: :mod:`.base` (the contract), :mod:`.cpu`, :mod:`.torch_device` (everything torch has a
-device module for), :mod:`.cuda`, :mod:`.mps`, :mod:`.selection` (which one is used).
+device module for), :mod:`.selection` (which one is used).
 """
 
 from __future__ import annotations
 
 from deepspeed.accelerator.base import DeepSpeedAccelerator
-from deepspeed.accelerator.cpu_features import cpu_has_bf16, cpu_has_fp16
+from deepspeed.accelerator.cpu import cpu_has_bf16, cpu_has_fp16
 from deepspeed.accelerator.selection import (
     get_accelerator,
     is_current_accelerator_supported,

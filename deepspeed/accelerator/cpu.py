@@ -1,16 +1,27 @@
-"""The CPU as an accelerator: one device, synchronous, memory figures are those of the process."""
+"""The CPU as an accelerator: one device, synchronous, memory figures are those of the process.
+
+Keeps freed host memory in the process where the CPU is the training device.
+
+glibc gives large blocks back to the system when they are freed, and every later use pays a page fault per 4 KiB: about
+0.6 ms per MiB were measured, against 0.03 for memory that the process kept. A training step frees and allocates
+gradients, gathered parameters and activations by the hundred MiB. Accelerators have caching allocators for this; on the
+CPU two ``mallopt`` settings make malloc one.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import host_memory
 from deepspeed.accelerator.base import DeepSpeedAccelerator, Index
-from deepspeed.accelerator.cpu_features import cpu_has_bf16, cpu_has_fp16
 
 _TYPED_CLASSES: dict[torch.dtype, Any] = {
     torch.float: torch.FloatTensor,
@@ -186,3 +197,98 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def visible_devices_envs(self) -> list[str]:
         """The CUDA variable, so that scripts which read it see the same on every kind of device."""
         return ["CUDA_VISIBLE_DEVICES"]
+
+
+# torch's names for instructions that multiply bf16: x86 (AVX-512, AMX) and ARM (NEON, SVE).
+_TORCH_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+# The kernel's names for the same in /proc/cpuinfo ("flags" on x86, "Features" on ARM).
+_KERNEL_BF16 = frozenset(("avx512_bf16", "amx_bf16", "bf16", "svebf16"))
+_TORCH_FP16 = ("avx512_fp16", "amx_fp16", "fp16_arith")
+_KERNEL_FP16 = frozenset(("avx512_fp16", "amx_fp16", "asimdhp"))
+
+
+@functools.cache
+def cpu_has_bf16() -> bool:
+    """Returns whether this processor has native bf16 instructions.
+
+    Without them bf16 still computes the right thing on the CPU, but many times slower than fp32.
+    """
+    return _has(_TORCH_BF16, _KERNEL_BF16)
+
+
+@functools.cache
+def cpu_has_fp16() -> bool:
+    """Returns whether this processor has native fp16 arithmetic; converting to and from fp16 does not count.
+
+    Without it fp16 still computes the right thing on the CPU, but tens of times slower than fp32.
+    """
+    return _has(_TORCH_FP16, _KERNEL_FP16)
+
+
+def _has(torch_names: tuple[str, ...], kernel_flags: frozenset[str]) -> bool:
+    if hasattr(torch.cpu, "get_capabilities"):  # older torch has no public query
+        capabilities = torch.cpu.get_capabilities()
+        if any(bool(capabilities.get(name)) for name in torch_names):
+            return True
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and _flags_have(cpuinfo.read_text(), kernel_flags)
+
+
+def _flags_have(cpuinfo: str, kernel_flags: frozenset[str]) -> bool:
+    """Returns whether the text of ``/proc/cpuinfo`` names one of the instruction sets."""
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features") and kernel_flags & set(value.split()):
+            return True
+    return False
+
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_INT = 2**31 - 1
+_USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc's malloc to keep freed blocks for reuse, for the whole process.
+
+    Does nothing where there is no glibc, or where the user has chosen an allocator or its settings by environment
+    (``LD_PRELOAD``, ``MALLOC_*``, ``GLIBC_TUNABLES``).
+
+    Returns:
+        Whether the settings are in force.
+    """
+    if any(os.environ.get(name) for name in _USER_SETTINGS):
+        return False
+    try:
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018 - raises AttributeError where this is not glibc
+        mallopt = library.mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+
+
+class MallocTrimmer:
+    """Gives what malloc keeps of freed memory back to the system, now and then.
+
+    For phases in which short-lived tensors are made between long-lived ones: the holes that they leave are rarely of
+    use to what comes next, and together they can be as large as what is kept. Does nothing where there is no glibc.
+    """
+
+    _SHARE = 8
+
+    def __init__(self) -> None:
+        self._freed = 0
+        self._trim: Callable[[int], int] | None
+        try:
+            self._trim = ctypes.CDLL(None).malloc_trim
+        except (OSError, AttributeError):
+            self._trim = None
+
+    def note(self, freed: int, kept: int) -> None:
+        """Counts freed bytes; gives them back once they are a fair share of ``kept``, the bytes that live long."""
+        self._freed += freed
+        if self._trim is not None and self._freed > max(1 << 20, kept // self._SHARE):
+            self._freed = 0
+            self._trim(0)

@@ -9,9 +9,7 @@ import torch
 
 from deepspeed.accelerator.base import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.accelerator.cuda import CUDAAccelerator
-from deepspeed.accelerator.mps import MPSAccelerator
-from deepspeed.accelerator.torch_device import TorchDeviceAccelerator
+from deepspeed.accelerator.torch_device import CUDAAccelerator, MPSAccelerator, TorchDeviceAccelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 

@@ -92,6 +92,6 @@ def partition_group(options: Settings) -> Any:
 def _section(config: Any) -> Any:
     if config is None:
         return None
-    from deepspeed.config.single import parse_section
+    from deepspeed.config.parsing import parse_section
 
     return parse_section(config, "activation_checkpointing")

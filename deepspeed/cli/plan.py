@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ from rich.table import Table
 
 from deepspeed.cli.measure import measure_in_ranks
 from deepspeed.cli.predict import add_prediction_options, refuse_without_prediction, run_prediction
-from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.plan.advice import advise
@@ -347,6 +348,65 @@ def _list_devices() -> None:
         rates = (device.flops / 1e12, device.memory_bandwidth / 1e9, device.link / 1e9, device.host_link / 1e9)
         table.add_row(device.name, in_words(device.memory), *(f"{rate:,.0f}" for rate in rates), device.source)
     Console(width=140).print(table)
+
+
+PATIENCE_SECONDS = 2.0
+_REFRESH_SECONDS = 0.5
+_LINE_SECONDS = 10.0  # between two lines where nothing can be rewritten
+
+
+class Progress:
+    """Says on stderr what is done: in one line that is rewritten on a terminal, in a line now and then in a file.
+
+    Args:
+        name: Of the command.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._what = ""
+        self._started = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def doing(self, what: str) -> None:
+        """What is done from now on."""
+        self._what = what
+
+    def start(self) -> None:
+        """Begins to count."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes the line away."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        stream = sys.stderr
+        on_terminal = stream.isatty()
+        pause = PATIENCE_SECONDS
+        while not self._is_over.wait(pause):
+            text = f"{self._name}: {self._what} ... {time.monotonic() - self._started:.0f} s"
+            if on_terminal:  # a line that wraps could not be taken away
+                text = text[: shutil.get_terminal_size().columns - 1]
+            stream.write(f"\r{text}\x1b[K" if on_terminal else f"{text}\n")
+            stream.flush()
+            pause = _REFRESH_SECONDS if on_terminal else _LINE_SECONDS
+        if on_terminal and pause == _REFRESH_SECONDS:
+            stream.write("\r\x1b[K")
+            stream.flush()
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Progress]:
+    """Inside, what takes longer than two seconds shows that it works."""
+    shown = Progress(name)
+    shown.start()
+    try:
+        yield shown
+    finally:
+        shown.stop()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def configure(
 def _section(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
-    from deepspeed.config.single import parse_section
+    from deepspeed.config.parsing import parse_section
 
     section = parse_section(config, "comms_logger")
     return {} if section is None else {name: getattr(section, name) for name in _SETTINGS}

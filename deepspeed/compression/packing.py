@@ -13,8 +13,7 @@ from deepspeed.compression.rounding import RoundedGroups
 from deepspeed.linear.quantized_layers import QuantizedConv2d, QuantizedEmbedding
 from deepspeed.linear.quantized_linear import QuantizedLinear
 from deepspeed.ops.packed_linear import GroupCodes, PackedFormat, packed_format
-from deepspeed.ops.packed_linear.int4 import GROUP_SIZES, Int4Groups
-from deepspeed.ops.packed_linear.int8 import Int8Rows
+from deepspeed.ops.packed_linear.formats import GROUP_SIZES, Int4Groups, Int8Rows
 
 _EXACT = 1e-5  # of the largest value: what arithmetic in fp32 may lose
 WIDEST = 8  # bits of a code

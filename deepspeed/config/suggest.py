@@ -10,7 +10,6 @@ from os.path import commonprefix
 from deepspeed.config.describe import KeyEntry, entries
 from deepspeed.config.messages import Path, dotted
 from deepspeed.config.sections.root import Root
-from deepspeed.config.synonyms import meant_by
 
 # As found in public files and documents: full dotted name as written, and what to write instead.
 CONFUSIONS: dict[str, str] = {
@@ -113,3 +112,193 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
 def declared_paths() -> frozenset[str]:
     """The dotted names of all declared keys."""
     return frozenset(dotted(entry.path) for entry in entries(Root))
+
+
+_ADAM, _SCHEDULE, _ZERO = "optimizer.params", "scheduler.params", "zero_optimization"
+_MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_FIRST, _SECOND = f"{_ADAM}.betas|, its first number", f"{_ADAM}.betas|, its second number"
+_COSINE = f"{_SCHEDULE}.cos_min_ratio|, a share of the learning rate"
+_OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
+_RECOMPUTE = "activation_checkpointing|; the model's own switch (gradient_checkpointing_enable()) turns it on"
+
+# Where these names are looked for, besides the top level; elsewhere the same words mean other things.
+_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "checkpoint")
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    # the optimizer: Transformers, Accelerate, Keras, Megatron, timm, Lightning, fairseq, JAX
+    "learning_rate": (f"{_ADAM}.lr",),
+    "base_lr": (f"{_ADAM}.lr",),
+    "lr_rate": (f"{_ADAM}.lr",),
+    "peak_lr": (f"{_SCHEDULE}.warmup_max_lr", f"{_ADAM}.lr"),
+    "max_lr": (f"{_SCHEDULE}.warmup_max_lr", f"{_ADAM}.lr"),
+    "max_learning_rate": (f"{_SCHEDULE}.warmup_max_lr", f"{_ADAM}.lr"),
+    "wd": (f"{_ADAM}.weight_decay",),
+    "decay": (f"{_ADAM}.weight_decay",),
+    "l2": (f"{_ADAM}.weight_decay",),
+    "weight_decay_rate": (f"{_ADAM}.weight_decay",),
+    "l2_regularization": (f"{_ADAM}.weight_decay",),
+    "beta1": (_FIRST,),
+    "beta_1": (_FIRST,),
+    "b1": (_FIRST,),
+    "adam_beta1": (_FIRST,),
+    "beta2": (_SECOND,),
+    "beta_2": (_SECOND,),
+    "b2": (_SECOND,),
+    "adam_beta2": (_SECOND,),
+    "beta": (f"{_ADAM}.betas|, a list of two numbers",),
+    "adam_betas": (f"{_ADAM}.betas|, a list of two numbers",),
+    "epsilon": (f"{_ADAM}.eps",),
+    "adam_epsilon": (f"{_ADAM}.eps",),
+    "adam_eps": (f"{_ADAM}.eps",),
+    "adamw": ("optimizer.type",),
+    "optim": ("optimizer.type",),
+    "optimizer_type": ("optimizer.type",),
+    "optimizer_name": ("optimizer.type",),
+    # clipping
+    "max_grad_norm": ("gradient_clipping",),
+    "max_norm": ("gradient_clipping",),
+    "clip_grad": ("gradient_clipping",),
+    "clip_grad_norm": ("gradient_clipping",),
+    "clip_norm": ("gradient_clipping",),
+    "clipnorm": ("gradient_clipping",),
+    "global_clipnorm": ("gradient_clipping",),
+    "grad_clip": ("gradient_clipping",),
+    "grad_norm_clip": ("gradient_clipping",),
+    "gradient_clip": ("gradient_clipping",),
+    "gradient_clip_val": ("gradient_clipping",),
+    "gradient_clip_norm": ("gradient_clipping",),
+    # the schedule
+    "lr_scheduler": ("scheduler",),
+    "lr_scheduler_type": ("scheduler.type",),
+    "lr_decay_style": ("scheduler.type",),
+    "num_warmup_steps": (f"{_SCHEDULE}.warmup_num_steps",),
+    "warmup_steps": (f"{_SCHEDULE}.warmup_num_steps",),
+    "warmup_updates": (f"{_SCHEDULE}.warmup_num_steps",),
+    "warmup_iters": (f"{_SCHEDULE}.warmup_num_steps",),
+    "lr_warmup_iters": (f"{_SCHEDULE}.warmup_num_steps",),
+    "warmup_ratio": (f"{_SCHEDULE}.warmup_num_steps|, in steps",),
+    "warmup_fraction": (f"{_SCHEDULE}.warmup_num_steps|, in steps",),
+    "lr_warmup_fraction": (f"{_SCHEDULE}.warmup_num_steps|, in steps",),
+    "num_training_steps": (f"{_SCHEDULE}.total_num_steps",),
+    "total_steps": (f"{_SCHEDULE}.total_num_steps",),
+    "max_steps": (f"{_SCHEDULE}.total_num_steps",),
+    "num_steps": (f"{_SCHEDULE}.total_num_steps",),
+    "decay_steps": (f"{_SCHEDULE}.total_num_steps",),
+    "train_iters": (f"{_SCHEDULE}.total_num_steps",),
+    "lr_decay_iters": (f"{_SCHEDULE}.total_num_steps",),
+    "t_max": (f"{_SCHEDULE}.total_num_steps",),
+    "warmup_init_lr": (f"{_SCHEDULE}.warmup_min_lr",),
+    "lr_warmup_init": (f"{_SCHEDULE}.warmup_min_lr",),
+    "warmup_start_lr": (f"{_SCHEDULE}.warmup_min_lr",),
+    "min_lr": (_COSINE, f"{_SCHEDULE}.warmup_min_lr"),
+    "min_lr_ratio": (_COSINE,),
+    "min_lr_rate": (_COSINE,),
+    "eta_min": (_COSINE,),
+    # batches and accumulation
+    "batch_size": (_MICRO,),
+    "per_device_train_batch_size": (_MICRO,),
+    "per_gpu_train_batch_size": (_MICRO,),
+    "per_device_batch_size": (_MICRO,),
+    "batch_size_per_gpu": (_MICRO,),
+    "micro_batch_size_per_gpu": (_MICRO,),
+    "train_micro_batch_size": (_MICRO,),
+    "micro_batch_size": (_MICRO,),
+    "global_batch_size": ("train_batch_size",),
+    "effective_batch_size": ("train_batch_size",),
+    "total_batch_size": ("train_batch_size",),
+    "accumulate_grad_batches": (_STEPS,),
+    "accumulation_steps": (_STEPS,),
+    "grad_accum_steps": (_STEPS,),
+    "grad_accumulation_steps": (_STEPS,),
+    "gradient_accumulation": (_STEPS,),
+    "num_gradient_accumulation_steps": (_STEPS,),
+    "iter_size": (_STEPS,),
+    "update_freq": (_STEPS,),
+    # precision
+    "mixed_precision": ("bf16|, fp16 or torch_autocast", "fp16"),
+    "precision": ("bf16|, fp16 or torch_autocast",),
+    "dtype": ("bf16|, fp16 or torch_autocast",),
+    "torch_dtype": ("bf16|, fp16 or torch_autocast",),
+    "mixed_precision_policy": ("bf16|, fp16 or torch_autocast",),
+    "half": ("fp16",),
+    "float16": ("fp16",),
+    "bfloat16": ("bf16",),
+    "autocast": ("torch_autocast",),
+    "param_dtype": ("data_types.param_dtype",),
+    "buffer_dtype": ("data_types.buffer_dtype",),
+    "reduce_dtype": ("communication_data_type",),
+    "init_scale": ("fp16.initial_scale_power|, the power of two", "bf16.initial_scale_power"),
+    "initial_loss_scale": ("fp16.initial_scale_power|, the power of two",),
+    "growth_interval": ("fp16.loss_scale_window",),
+    "scale_window": ("fp16.loss_scale_window",),
+    # sharding: FSDP, Accelerate, Lightning, fairscale
+    "zero_stage": (f"{_ZERO}.stage",),
+    "sharding_strategy": (f"{_ZERO}.stage|: FULL_SHARD is 3, SHARD_GRAD_OP 2, NO_SHARD 0",),
+    "fsdp_sharding_strategy": (f"{_ZERO}.stage|: FULL_SHARD is 3, SHARD_GRAD_OP 2, NO_SHARD 0",),
+    "reshard_after_forward": (f"{_ZERO}.stage|: true is 3, false is 2",),
+    "fsdp": (_ZERO,),
+    "fsdp_config": (_ZERO,),
+    "ddp": (f"{_ZERO}.stage|, 0",),
+    "cpu_offload": (_OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM),
+    "offload_params": (_OFFLOAD_PARAM,),
+    "offload_parameters": (_OFFLOAD_PARAM,),
+    "fsdp_offload_params": (_OFFLOAD_PARAM,),
+    "offload_param_device": (f"{_OFFLOAD_PARAM}.device",),
+    "params_device": (f"{_OFFLOAD_PARAM}.device",),
+    "offload_optimizer_device": (f"{_OFFLOAD_OPTIMIZER}.device",),
+    "optimizer_device": (f"{_OFFLOAD_OPTIMIZER}.device",),
+    "offload_optimizer_states": (_OFFLOAD_OPTIMIZER,),
+    "bucket_cap_mb": (f"{_ZERO}.reduce_bucket_size|, in elements",),
+    "allgather_bucket_cap_mb": (f"{_ZERO}.allgather_bucket_size|, in elements",),
+    "forward_prefetch": (f"{_ZERO}.stage3_prefetch_bucket_size",),
+    "backward_prefetch": (f"{_ZERO}.stage3_prefetch_bucket_size",),
+    "overlap_grad_reduce": (f"{_ZERO}.overlap_comm",),
+    "hybrid_shard_size": (f"{_ZERO}.zero_hpz_partition_size",),
+    "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
+    "gather_16bit_weights_on_model_save": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
+    "stage3_gather_fp16_weights_on_model_save": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
+    # recomputation
+    "gradient_checkpointing": (_RECOMPUTE,),
+    "checkpoint_activations": (_RECOMPUTE,),
+    "recompute_granularity": (_RECOMPUTE,),
+    "cpu_offload_activations": ("activation_checkpointing.cpu_checkpointing",),
+    # logging, saving, data
+    "logging_steps": ("steps_per_print",),
+    "log_interval": ("steps_per_print",),
+    "log_every_n_steps": ("steps_per_print",),
+    "print_freq": ("steps_per_print",),
+    "save_total_limit": ("checkpoint.keep_last",),
+    "save_top_k": ("checkpoint.keep_last",),
+    "async_checkpoint": ("checkpoint.async_save",),
+    "dataloader_drop_last_batch": ("dataloader_drop_last",),
+    "drop_last": ("dataloader_drop_last",),
+    "context_parallel_size": ("sequence_parallel_size",),
+    "cp_size": ("sequence_parallel_size",),
+    "sp_size": ("sequence_parallel_size",),
+    "tensor_model_parallel_size": ("tensor_parallel.autotp_size",),
+    "tp_size": ("tensor_parallel.autotp_size",),
+    "pipeline_model_parallel_size": ("pipeline.stages",),
+    "pp_size": ("pipeline.stages",),
+    "torch_compile": ("compile",),
+}
+"""By a name that is unknown where it stands: the keys that may be meant, best first; after a bar, what else to say."""
+
+
+def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[str, str] | None:
+    """The key that another library's ``name`` stands for, and what to add to it.
+
+    Args:
+        name: As written.
+        section: Where it stands.
+        valid: The keys of that section.
+
+    Returns:
+        None if no section has this name, or the key would not be valid there either.
+    """
+    if section and section[0] not in _SECTIONS:
+        return None
+    here = ".".join(map(str, section))
+    targets = [target.partition("|")[::2] for target in SYNONYMS.get(name.strip().lower().replace("-", "_"), ())]
+    usable = [(key, note) for key, note in targets if key.rpartition(".")[0] != here or key.rpartition(".")[2] in valid]
+    in_section = [each for each in usable if each[0].rpartition(".")[0] == here]
+    return next(iter([*in_section, *usable]), None)

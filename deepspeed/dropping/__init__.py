@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ProgressiveLayerDrop": "deepspeed.dropping.theta",
         "RandomLTDScheduler": "deepspeed.dropping.token_schedule",
         "RandomLayerTokenDrop": "deepspeed.dropping.tokens",
-        "convert_to_random_ltd": "deepspeed.dropping.convert",
+        "convert_to_random_ltd": "deepspeed.dropping.tokens",
         "progressive_layer_drop": "deepspeed.dropping.layers",
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.data.curriculum.growth import grown
+from deepspeed.data.curriculum.scheduler import grown
 
 
 class RandomLTDScheduler:

@@ -1,4 +1,9 @@
-"""Random layerwise token dropping: a layer sees some tokens, the others pass it unchanged (arXiv:2211.11586)."""
+"""Random layerwise token dropping: a layer sees some tokens, the others pass it unchanged (arXiv:2211.11586).
+
+Keeping some positions of the sequences in everything that a layer is given.
+
+Shapes: B samples, S positions, k of them kept, H heads, D features. ``kept`` is an int64 tensor [B, k], sorted along k.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.dropping.positions import Positions, is_for_all_samples, mapped
 from deepspeed.give_base import give_base
 
 _CACHE_POSITION = "cache_position"  # of Transformers: where in a cache the tokens go, one after the other
@@ -142,3 +146,186 @@ def _cut(drop: TokenDrop, name: str, value: Any, positions: Positions) -> Any:
             "use an attention implementation whose masks are tensors"
         )
     return mapped(value, positions.of_mask)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Which positions of each sample a layer sees.
+
+    Attributes:
+        kept: [B, k], sorted.
+        length: S.
+        is_shared: All samples keep the same ones.
+        sequence_first: Hidden states are [S, B, ...] instead of [B, S, ...].
+    """
+
+    kept: torch.Tensor
+    length: int
+    is_shared: bool
+    sequence_first: bool
+
+    @classmethod
+    def draw(
+        cls, batch: int, length: int, count: int, device: torch.device, *, is_shared: bool, sequence_first: bool
+    ) -> Positions:
+        """Draws ``count`` of ``length`` positions for each sample, without repetition, from torch's generator."""
+        dice = torch.rand(1 if is_shared else batch, length, device=device)
+        kept = dice.topk(count, dim=1).indices.sort(dim=1).values
+        return cls(kept.expand(batch, count), length, is_shared, sequence_first)
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Axis of the samples and axis of the positions in hidden states."""
+        return (1, 0) if self.sequence_first else (0, 1)
+
+    def of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the kept positions of hidden states: ``[B, S, width]`` to ``[B, count, width]``.
+
+        The first two axes are the other way round with ``sequence_first``.
+        """
+        return self._along(hidden, *self.axes)
+
+    def put_back(self, hidden: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        """Returns ``hidden`` with the kept positions replaced by ``answer``.
+
+        Args:
+            hidden: ``[B, S, width]``.
+            answer: ``[B, count, width]``, any dtype.
+        """
+        samples, positions = self.axes
+        index = self._index(hidden.dim(), samples, positions).expand_as(answer)
+        return hidden.scatter(positions, index, answer.to(hidden.dtype))
+
+    def of_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Rows and columns of a mask: [B or 1, S], [S, S], or with further axes before [..., S or 1, S].
+
+        Raises:
+            ValueError: The mask does not end in the positions of the hidden states.
+        """
+        if mask.dim() < 2 or mask.shape[-1] != self.length:
+            raise ValueError(
+                f"random-LTD: a mask of shape {tuple(mask.shape)} does not end in the {self.length} positions of the "
+                "hidden states, so it cannot be cut to the tokens that are kept"
+            )
+        batch = len(self.kept)
+        if mask.dim() == 2 and (mask.shape[0] in (1, batch)) and mask.shape[0] != self.length:
+            return self._along(mask, 0, 1)
+        if mask.dim() == 2:  # for all samples alike
+            mask = mask[None]
+        columns = self._along(mask, 0, mask.dim() - 1)
+        return self._along(columns, 0, mask.dim() - 2) if mask.shape[-2] == self.length else columns
+
+    def of_table(self, table: torch.Tensor) -> torch.Tensor:
+        """Returns the kept positions of something else that belongs to positions (their numbers, angles).
+
+        Args:
+            table: Of any shape. Where no dimension is that of the positions it is returned unchanged.
+        """
+        shape, batch = table.shape, len(self.kept)
+        if is_for_all_samples(table, self.length, batch, sequence_first=self.sequence_first):
+            return table.index_select(0, self.kept[0])
+        samples, positions = self.axes
+        if len(shape) >= 2 and shape[positions] == self.length and shape[samples] in (1, batch):
+            return self._along(table, samples, positions)
+        if len(shape) == 4 and shape[2] == self.length and shape[0] in (1, batch):  # [B or 1, H or 1, S, D]
+            return self._along(table, 0, 2)
+        return table
+
+    def _index(self, dims: int, samples: int, positions: int) -> torch.Tensor:
+        shape = [1] * dims
+        shape[samples], shape[positions] = self.kept.shape
+        kept = self.kept.t() if samples > positions else self.kept
+        return kept.reshape(shape)
+
+    def _along(self, tensor: torch.Tensor, samples: int, positions: int) -> torch.Tensor:
+        if self.is_shared:
+            return tensor.index_select(positions, self.kept[0])
+        shape = list(tensor.shape)
+        shape[samples] = len(self.kept)
+        whole = tensor.expand(shape)
+        shape[positions] = self.kept.shape[1]
+        return whole.gather(positions, self._index(len(shape), samples, positions).expand(shape))
+
+
+def is_for_all_samples(table: torch.Tensor, length: int, batch: int, *, sequence_first: bool) -> bool:
+    """Whether a table of positions has no axis of samples: [S] or [S, D]."""
+    if table.dim() == 0 or table.dim() > 2 or table.shape[0] != length:
+        return False
+    if table.dim() == 1:
+        return True
+    # [S, S] of as many samples as positions is read as one row per sample.
+    return not (table.shape[1] == length and batch == length) and not (sequence_first and table.shape[1] == batch)
+
+
+def mapped(value: Any, change: Any) -> Any:
+    """``change`` of every tensor in a value that may be a tuple or list."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(part, change) for part in value)
+    return value
+
+
+_WRAPPED = ".random_ltd_layer"
+
+
+def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
+    """Lets every layer of one class drop tokens, as ``data_efficiency.data_routing.random_ltd`` says.
+
+    Before or after ``deepspeed.initialize``. Names of parameters, types and checkpoints stay as they are.
+
+    Args:
+        model: The model, or the engine around it.
+        convert_type: Class of the layers.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: It has no such layer.
+    """
+    inner = getattr(model, "module", model) if hasattr(model, "random_ltd_initialize") else model
+    layers = [layer for layer in inner.modules() if isinstance(layer, convert_type)]
+    if not layers:
+        raise ValueError(f"convert_to_random_ltd: the model has no layer of the class {convert_type.__name__}")
+    for layer in layers:
+        RandomLayerTokenDrop(layer)
+    if inner is not model:
+        model.random_ltd_initialize()
+    return model
+
+
+def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
+    """Gives the converted layers with these numbers their common state.
+
+    Args:
+        model: The model.
+        numbers: Each the last number in the name of a layer (``model.layers.3`` is layer 3).
+        drop: What they share.
+
+    Raises:
+        ValueError: There is not one converted layer for each number.
+    """
+    converted = {name: layer for name, layer in model.named_modules() if isinstance(layer, RandomLayerTokenDrop)}
+    by_number: dict[int, list[RandomLayerTokenDrop]] = {}
+    for name, layer in converted.items():
+        own = [int(part) for part in name.split(".") if part.isdigit()]
+        by_number.setdefault(own[-1] if own else -1, []).append(layer)
+    wrong = [number for number in numbers if len(by_number.get(number, [])) != 1]
+    if wrong:
+        raise ValueError(
+            f"data_efficiency.data_routing.random_ltd.random_ltd_layer_id: {wrong} name(s) no converted layer, or more "
+            f"than one; converted are {', '.join(converted) or 'none'}"
+        )
+    for number in numbers:
+        by_number[number][0]._token_drop = drop
+
+
+def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of the published package without its wrappers' names; one of this package is as it should be."""
+    return {name.replace(_WRAPPED, ""): value for name, value in state_dict.items()}
+
+
+def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict under its own names."""
+    return remove_random_ltd_state_dict(model.state_dict())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.accelerator.host_allocator import keep_freed_memory
+from deepspeed.accelerator.cpu import keep_freed_memory
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
 from deepspeed.comm.start.device import local_device

@@ -31,8 +31,8 @@ from deepspeed.engine.resuming import resume_from, run_state_of
 from deepspeed.engine.step_features import StepFeatures
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine_feature import StepInfo
+from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist, log_dist_once
-from deepspeed.plain_attributes import PlainAttributes
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.sections.profiling import FlopsProfilerSection as Settings
+from deepspeed.config.sections.monitor import FlopsProfilerSection as Settings
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
 

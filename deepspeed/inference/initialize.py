@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.host_allocator import MallocTrimmer
+from deepspeed.accelerator.cpu import MallocTrimmer
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.comm.start.device import local_device

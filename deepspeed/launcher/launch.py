@@ -83,7 +83,7 @@ def stop_signal(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: There is no such signal.
     """
-    from deepspeed.config.sections.preemption import CATCHABLE
+    from deepspeed.config.sections.checkpoint import CATCHABLE
 
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     if name not in CATCHABLE:
@@ -177,7 +177,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
     host = socket.gethostname()
     secret = os.environ.pop(SECRET, "")  # not for the ranks
     if args.signal is not None:
-        from deepspeed.config.sections.preemption import SIGNAL_VARIABLE
+        from deepspeed.config.sections.checkpoint import SIGNAL_VARIABLE
 
         os.environ[SIGNAL_VARIABLE] = args.signal
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)

@@ -4,15 +4,226 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 from deepspeed import comm
-from deepspeed.config.single import parse_section
-from deepspeed.monitor.comet import CometMonitor
-from deepspeed.monitor.csv_monitor import csvMonitor
-from deepspeed.monitor.sink import Event, Monitor
-from deepspeed.monitor.tensorboard import TensorBoardMonitor
-from deepspeed.monitor.wandb import WandbMonitor
+from deepspeed.config.parsing import parse_section
+from deepspeed.config.sections.monitor import Comet as CometConfig
+from deepspeed.config.sections.monitor import CsvMonitor as CSVConfig
+from deepspeed.config.sections.monitor import TensorBoard as TensorBoardConfig
+from deepspeed.config.sections.monitor import Wandb as WandbConfig
+from deepspeed.monitor.sink import Event, Monitor, by_step, log_folder, require_package
+
+
+@dataclass(frozen=True)
+class DeepSpeedMonitorConfig:
+    """The four sections; what :class:`~deepspeed.monitor.monitor.MonitorMaster` reads."""
+
+    tensorboard: TensorBoardConfig
+    csv_monitor: CSVConfig
+    wandb: WandbConfig
+    comet: CometConfig
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any of them is switched on."""
+        return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
+
+
+def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
+    """The sections of a configuration (dict, path, base64 or parsed); absent ones are switched off."""
+
+    def read(name: str, section: type[Any]) -> Any:
+        return parse_section(param_dict, name) or section()
+
+    return DeepSpeedMonitorConfig(
+        tensorboard=read("tensorboard", TensorBoardConfig),
+        csv_monitor=read("csv_monitor", CSVConfig),
+        wandb=read("wandb", WandbConfig),
+        comet=read("comet", CometConfig),
+    )
+
+
+class WandbMonitor(Monitor):
+    """Logs to the run that is open, else opens one with ``wandb.init``.
+
+    Args:
+        wandb_config: The section: ``enabled``, ``group``, ``team``, ``project``.
+    """
+
+    section = "wandb"
+
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config.enabled)
+        if self.enabled:
+            require_package("wandb", self.section)
+        self.group = wandb_config.group
+        self.team = wandb_config.team
+        self.project = wandb_config.project
+        self._owns_run = False
+        self._run: Any = None
+
+    def _open(self) -> None:
+        import wandb
+
+        self._run = wandb.run
+        self._owns_run = self._run is None
+        if self._owns_run:
+            self._run = wandb.init(project=self.project, group=self.group, entity=self.team)
+
+    def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
+        """``Run.log`` of the run, for a script's own values; does nothing on other ranks."""
+        if self.enabled:
+            self._ensure_open()
+            self._run.log(data, step=step, commit=commit)
+
+    def _write(self, events: Sequence[Event]) -> None:
+        for step, values in by_step(events):
+            self._run.log(values, step=step)
+
+    def _close(self) -> None:
+        if self._owns_run:
+            self._run.finish()
+
+
+FLUSH_SECONDS = 10
+"""TensorBoard's own thread writes at least this often."""
+
+
+class TensorBoardMonitor(Monitor):
+    """Writes event files below ``<output_path>/<job_name>``.
+
+    Args:
+        tensorboard_config: The section: ``enabled``, ``output_path``, ``job_name``.
+    """
+
+    section = "tensorboard"
+
+    def __init__(self, tensorboard_config: Any) -> None:
+        super().__init__(tensorboard_config.enabled)
+        if self.enabled:
+            require_package("tensorboard", self.section)
+        self.output_path = tensorboard_config.output_path
+        self.job_name = tensorboard_config.job_name
+        self.log_dir = log_folder(tensorboard_config)
+        self.summary_writer: Any = None
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.summary_writer = SummaryWriter(log_dir=str(self.log_dir), flush_secs=FLUSH_SECONDS)
+
+    def _write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            self.summary_writer.add_scalar(name, value, step)
+
+    def _flush(self) -> None:
+        self.summary_writer.flush()
+
+    def _close(self) -> None:
+        self.summary_writer.close()
+
+
+class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
+    """Writes ``<output_path>/<job_name>/<name>.csv`` with the columns ``step`` and the name's last part.
+
+    Slashes in a file's name become underscores. Files that exist are continued, so a resumed run goes on where it
+    stopped; each call's rows are in the file when it returns.
+
+    Args:
+        csv_config: The section: ``enabled``, ``output_path``, ``job_name``.
+    """
+
+    section = "csv_monitor"
+
+    def __init__(self, csv_config: Any) -> None:
+        super().__init__(csv_config.enabled)
+        self.output_path = csv_config.output_path
+        self.job_name = csv_config.job_name
+        self.log_dir = log_folder(csv_config)
+        self._files: dict[str, TextIO] = {}
+
+    def _open(self) -> None:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+
+    def _file(self, name: str) -> TextIO:
+        file = self._files.get(name)
+        if file is None:
+            file = (self.log_dir / f"{name.replace('/', '_')}.csv").open("a", encoding="utf-8", newline="")
+            if file.tell() == 0:
+                file.write(f"step,{name.rpartition('/')[2]}\n")
+            self._files[name] = file
+        return file
+
+    def _write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            self._file(name).write(f"{step},{value}\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
+
+    def _close(self) -> None:
+        files, self._files = self._files, {}
+        for file in files.values():
+            file.close()
+
+
+class CometMonitor(Monitor):
+    """Logs to an experiment that ``comet_ml.start`` opens or continues.
+
+    The engine's events are reported once ``samples_log_interval`` samples have passed since those reported last;
+    values in between are left out.
+
+    Args:
+        comet_config: The section.
+    """
+
+    section = "comet"
+
+    def __init__(self, comet_config: Any) -> None:
+        super().__init__(comet_config.enabled)
+        if self.enabled:
+            require_package("comet_ml", self.section)
+        self.samples_log_interval = comet_config.samples_log_interval
+        self._settings = {
+            name: value
+            for name in ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+            if (value := getattr(comet_config, name)) is not None
+        }
+        self._name = comet_config.experiment_name
+        self._experiment: Any = None
+        self._reported: int | None = None
+
+    @property
+    def experiment(self) -> Any:
+        """Comet's experiment object; None before the first event and on other ranks."""
+        return self._experiment
+
+    def _open(self) -> None:
+        import comet_ml
+
+        if self._experiment is not None:  # it was closed; go on with it
+            self._settings["experiment_key"] = self._experiment.get_key()
+        self._experiment = comet_ml.start(**self._settings)
+        if self._name is not None:
+            self._experiment.set_name(self._name)
+
+    def _write(self, events: Sequence[Event]) -> None:
+        for step, values in by_step(events):
+            if self._reported is not None and self._reported < step < self._reported + self.samples_log_interval:
+                continue
+            self._reported = step
+            self._experiment.log_metrics(values, step=step)
+
+    def _flush(self) -> None:
+        self._experiment.flush()
+
+    def _close(self) -> None:
+        self._experiment.end()
+
 
 _KINDS: dict[str, type[Any]] = {
     "tensorboard": TensorBoardMonitor,

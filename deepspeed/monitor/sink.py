@@ -105,3 +105,16 @@ def require_package(package: str, section: str) -> None:
             f"{section}.enabled is true, but the package {package} is not installed; run `pip install {package}`, or "
             f"set {section}.enabled to false"
         )
+
+
+def by_step(events: Sequence[Event]) -> Iterator[tuple[int, dict[str, float]]]:
+    """``(step, {name: value})`` for each stretch of events with the same step."""
+    at, values = None, {}
+    for name, value, step in events:
+        if at is not None and step != at:
+            yield at, values
+            values = {}
+        at = step
+        values[name] = value
+    if at is not None:
+        yield at, values

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.config.sections.preemption import CATCHABLE, SIGNAL_VARIABLE, Preemption
+from deepspeed.config.sections.checkpoint import CATCHABLE, SIGNAL_VARIABLE, Preemption
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -24,7 +24,7 @@ def signals_of(section: Preemption, further: str) -> list[str]:
 
     Args:
         section: The configuration.
-        further: What :data:`~deepspeed.config.sections.preemption.SIGNAL_VARIABLE` says; empty: nothing.
+        further: What :data:`~deepspeed.config.sections.checkpoint.SIGNAL_VARIABLE` says; empty: nothing.
 
     Raises:
         DeepSpeedConfigError: It names no signal that a program can wait for.

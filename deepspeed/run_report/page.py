@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from deepspeed.logging import log_dist
 from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing
-from deepspeed.run_report.beside import bytes_beside_plan, flops_share, memory_beside_plan, time_beside_plan
-from deepspeed.run_report.charts import heat_map, line_chart, stacked_chart
 from deepspeed.run_report.failures import FAILURE, find_failures
 from deepspeed.run_report.rank_file import PATTERN, has_end
 from deepspeed.run_report.run_data import RunData, read_run
@@ -353,3 +352,175 @@ def _cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.2f}" if isinstance(value, float) else escape(str(value))
+
+
+Row = tuple[Any, ...]
+
+
+def time_beside_plan(run: RunData, step_seconds: float) -> list[Row]:
+    """Returns ``(what, planned, run, ratio)`` of a step's time and the first rank's peak memory; empty without a plan.
+
+    Args:
+        run: The run.
+        step_seconds: Of a step, the median.
+    """
+    rows = []
+    if (bound := _number(run.plan, "step_seconds_at_least")) is not None:
+        rows.append(_row("milliseconds per step, at least", bound * 1e3, step_seconds * 1e3))
+    planned = _number(run.plan, "peak", "device", "bytes")
+    if planned is not None and run.first.facts.get("device") != "cpu":  # there, a process has more than tensors
+        found = max((line["memory"] for line in run.first.steps.values()), default=0)
+        rows.append(_row("peak of device memory, bytes", planned, found))
+    return rows
+
+
+def memory_beside_plan(run: RunData) -> list[Row]:
+    """Returns ``(kind, planned bytes, counted bytes, formula)`` of the first rank's memory between two steps."""
+    rows: list[Row] = next((event["rows"] for event in reversed(run.first.events) if event["name"] == "memory"), [])
+    return [(kind, planned, counted, formula) for kind, counted, planned, formula in rows]
+
+
+def bytes_beside_plan(run: RunData) -> list[Row]:
+    """Returns ``(axis, planned, run, ratio)`` of the bytes that the first rank sends in a step, the median."""
+    lines = [run.first.steps[number] for number in sorted(run.first.steps)[1:]]
+    axes = sorted({axis for line in lines for axis in line["bytes"]})
+    planned: Mapping[str, Any] = (run.plan or {}).get("sent_by_axis", {})
+    return [_row(axis, planned.get(axis), int(median(line["bytes"].get(axis, 0) for line in lines))) for axis in axes]
+
+
+def flops_share(run: RunData, step_seconds: float) -> float | None:
+    """Returns the planned operations of a step per second over the device's rate; None without a plan that has both.
+
+    Operations that recomputation repeats count, so with it the share is that of the hardware.
+    """
+    flops, rate = _number(run.plan, "flops"), _number(run.plan, "device_flops")
+    return flops / step_seconds / rate if flops and rate and step_seconds else None
+
+
+def _row(what: str, planned: float | None, found: float) -> Row:
+    return (
+        (what, "", found, "")
+        if planned is None
+        else (what, planned, found, f"{found / planned:.3f}" if planned else "")
+    )
+
+
+def _number(values: Any, *path: str) -> float | None:
+    for name in path:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values if isinstance(values, (int, float)) else None
+
+
+WIDTH, HEIGHT = 880, 180
+_LEFT, _BOTTOM, _TOP = 64, 22, 8
+_LEVELS = 8  # shades of a heat map
+_COLUMNS = 160
+_ROWS = 64
+
+
+def line_chart(points: Sequence[tuple[float, float]], label: str, marks: Sequence[tuple[float, str, str]] = ()) -> str:
+    """Returns a curve.
+
+    Args:
+        points: ``(x, y)`` in the order of x.
+        label: What y is.
+        marks: ``(x, text, CSS class)`` of events, drawn as vertical lines with the text as their title.
+    """
+    if not points:
+        return f"<p class=none>No values of {escape(label)} were written.</p>"
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    at_x, at_y = _scale(xs, _LEFT, WIDTH - 8), _scale(ys, HEIGHT - _BOTTOM, _TOP)
+    path = " ".join(f"{'L' if i else 'M'}{at_x(x):.1f} {at_y(y):.1f}" for i, (x, y) in enumerate(points))
+    drawn = [
+        f'<line class="mark {escape(kind)}" x1="{at_x(x):.1f}" x2="{at_x(x):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}">'
+        f"<title>{escape(text)}</title></line>"
+        for x, text, kind in marks
+    ]
+    picture = _svg(HEIGHT, label, [*_axes(xs, ys), *drawn, f'<path class="curve" d="{path}"/>'])
+    return f"<p class=map>{escape(label)}</p>{picture}"
+
+
+def stacked_chart(steps: Sequence[int], parts: Mapping[str, Sequence[float]], label: str) -> str:
+    """Returns areas on top of each other.
+
+    Args:
+        steps: Numbers of the steps.
+        parts: Name -> seconds of each step; drawn in this order from the bottom.
+        label: What is drawn.
+    """
+    if not steps:
+        return "<p class=none>No step was written.</p>"
+    totals = [sum(values[i] for values in parts.values()) for i in range(len(steps))]
+    at_x, at_y = _scale(steps, _LEFT, WIDTH - 8), _scale([0.0, *totals], HEIGHT - _BOTTOM, _TOP)
+    drawn, below = [], [0.0] * len(steps)
+    for number, (name, values) in enumerate(parts.items()):
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        edge = [(step, y) for step, y in zip(steps, above, strict=True)]
+        edge += [(step, y) for step, y in zip(reversed(steps), reversed(below), strict=True)]
+        path = " ".join(f"{'L' if i else 'M'}{at_x(x):.1f} {at_y(y):.1f}" for i, (x, y) in enumerate(edge))
+        drawn.append(f'<path class="area c{number % 8}" d="{path}Z"><title>{escape(name)}</title></path>')
+        below = above
+    picture = _svg(HEIGHT, label, [*drawn, *_axes(steps, [0.0, *totals])])
+    return f"<p class=map>{escape(label)}</p>{picture}{legend(parts)}"
+
+
+def legend(names: Sequence[str] | Mapping[str, object]) -> str:
+    """Returns the colours of :func:`stacked_chart` with their names."""
+    items = "".join(f'<span><i class="c{i % 8}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+    return f"<p class=legend>{items}</p>"
+
+
+def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float) -> str:
+    """Returns a map of ranks (rows) by time (columns); the darker, the longer.
+
+    Args:
+        rows: Rank -> seconds of each step, None where it wrote none; equally long. Where there are more ranks or steps
+            than the picture has rows and columns, a cell shows the largest of its values.
+        label: What took the time.
+        most: Seconds that are darkest.
+    """
+    ranks, columns = list(rows), max((len(values) for values in rows.values()), default=0)
+    if not columns or most <= 0:
+        return f"<p class=none>{escape(label)}: no time.</p>"
+    per_row, per_column = -(-len(ranks) // _ROWS), -(-columns // _COLUMNS)
+    lines, width = -(-len(ranks) // per_row), -(-columns // per_column)
+    tall, wide = max(4, min(16, 256 // lines)), (WIDTH - _LEFT - 8) / width
+    paths: list[list[str]] = [[] for _ in range(_LEVELS)]
+    for line in range(lines):
+        members = [rows[rank] for rank in ranks[line * per_row : (line + 1) * per_row]]
+        for column in range(width):
+            cell = [v for m in members for v in m[column * per_column : (column + 1) * per_column] if v is not None]
+            if cell:
+                level = min(int(max(cell) / most * _LEVELS), _LEVELS - 1)
+                corner = f"M{_LEFT + column * wide:.1f} {line * tall}"
+                paths[level].append(f"{corner}h{wide:.2f}v{tall}h-{wide:.2f}z")
+    texts = [
+        f'<text x="{_LEFT - 6}" y="{(line + 1) * tall - 1}" class="tick end">{ranks[line * per_row]}</text>'
+        for line in range(0, lines, max(1, lines // 8))
+    ]
+    drawn = [f'<path class="h{level}" d="{"".join(found)}"/>' for level, found in enumerate(paths) if found]
+    title = f"<p class=map>{escape(label)}, ranks by steps; darkest: {most * 1e3:,.1f} ms</p>"
+    return title + _svg(lines * tall, label, [*drawn, *texts])
+
+
+def _svg(height: float, label: str, drawn: Sequence[str]) -> str:
+    head = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
+    return f"{head}{''.join(drawn)}</svg>"
+
+
+def _scale(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:
+    """Returns what maps values linearly to pixels: the smallest to ``start``, the largest to ``end``."""
+    low, high = min(values), max(values)
+    factor = (end - start) / ((high - low) or 1.0)
+    return lambda value: start + (value - low) * factor
+
+
+def _axes(xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+    at_y = _scale(ys, HEIGHT - _BOTTOM, _TOP)
+    found = [
+        f'<text x="{_LEFT - 6}" y="{at_y(y) + 4:.1f}" class="tick end">{y:.4g}</text>'
+        for y in dict.fromkeys((min(ys), max(ys)))
+    ]
+    for x, anchor, place in ((min(xs), "start", _LEFT), (max(xs), "end", WIDTH - 8)):
+        found.append(f'<text x="{place}" y="{HEIGHT - 6}" class="tick" text-anchor="{anchor}">step {x:g}</text>')
+    return found

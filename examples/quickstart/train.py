@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.cpu_features import cpu_has_bf16
+from deepspeed.accelerator.cpu import cpu_has_bf16
 
 HERE = Path(__file__).parent
 CONTEXT = 128  # bytes that the model sees at once

@@ -6,8 +6,7 @@ import torch
 
 from deepspeed.accelerator import cpu as cpu_module
 from deepspeed.accelerator import cpu_has_bf16, host_memory
-from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.accelerator.cpu_features import _KERNEL_BF16, _KERNEL_FP16, _flags_have
+from deepspeed.accelerator.cpu import _KERNEL_BF16, _KERNEL_FP16, CPUAccelerator, _flags_have
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 
 MIB = 1 << 20

@@ -14,9 +14,7 @@ from deepspeed.accelerator import (
     set_accelerator,
 )
 from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.accelerator.cuda import CUDAAccelerator
-from deepspeed.accelerator.mps import MPSAccelerator
-from deepspeed.accelerator.torch_device import TorchDeviceAccelerator
+from deepspeed.accelerator.torch_device import CUDAAccelerator, MPSAccelerator, TorchDeviceAccelerator
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 
 

@@ -12,8 +12,7 @@ from deepspeed.config.messages import dotted
 from deepspeed.config.parsing import value_at
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
-from deepspeed.config.suggest import CONFUSIONS, WRAPPERS, declared_paths
-from deepspeed.config.synonyms import SYNONYMS
+from deepspeed.config.suggest import CONFUSIONS, SYNONYMS, WRAPPERS, declared_paths
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.missing_features import FEATURES
 from tests.config.support import nest, only_problem, problems, read

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.data.curriculum import CurriculumScheduler, shortened
-from deepspeed.data.curriculum.growth import grown
+from deepspeed.data.curriculum.scheduler import grown
 
 
 def scheduler(kind, low=2, high=10, **config):

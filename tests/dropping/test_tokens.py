@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.dropping.positions import Positions
 from deepspeed.dropping.token_schedule import RandomLTDScheduler
-from deepspeed.dropping.tokens import TokenDrop
+from deepspeed.dropping.tokens import Positions, TokenDrop
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.runtime.data_pipeline.data_routing.helper import (

@@ -9,8 +9,7 @@ import pytest
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 from deepspeed.monitor import sink
-from deepspeed.monitor.config import get_monitor_config
-from deepspeed.monitor.monitor import MonitorMaster, csvMonitor
+from deepspeed.monitor.monitor import MonitorMaster, csvMonitor, get_monitor_config
 from deepspeed.runtime.config import DeepSpeedConfig
 from tests.monitor.fakes import FakeRun, fake_comet, fake_wandb, install
 

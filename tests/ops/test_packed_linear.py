@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.ops.packed_linear import int4, packed_format, packed_linear
+from deepspeed.ops.packed_linear import formats, packed_format, packed_linear
 
 
 def unpacked(bits, codes, scales, out_features, group):
@@ -92,11 +92,11 @@ def test_another_order_of_codes_in_the_kernel_is_noticed(monkeypatch):
     codes, scales = how.pack(torch.randn(64, 64))
     x = torch.randn(2, 64).bfloat16()
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", lambda q, k: q.to(torch.uint8)[:, ::2])
-    int4._kernel_reads_it.cache_clear()
+    formats._kernel_reads_it.cache_clear()
     try:
         assert how.kernel(x, codes, scales) is None
     finally:
-        int4._kernel_reads_it.cache_clear()
+        formats._kernel_reads_it.cache_clear()
 
 
 @pytest.mark.parametrize("in_features", [1, 3, 24, 33, 40])

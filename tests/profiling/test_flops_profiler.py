@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler as ByLongPath
-from deepspeed.profiling.flops_profiler.report import readable, readable_time
+from deepspeed.profiling.flops_profiler.profiler import readable, readable_time
 from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower

@@ -7,9 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed.profiling import timer as timer_module
-from deepspeed.profiling.memory import memory_line, see_memory_usage
 from deepspeed.profiling.ranges import instrument_w_nvtx
-from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.profiling.timer import (
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+    memory_line,
+    see_memory_usage,
+)
 
 
 @pytest.fixture
@@ -144,10 +149,10 @@ def test_throughput_switched_off(clock):
 
 
 def test_memory_line_only_if_forced(monkeypatch):
-    from deepspeed.profiling import memory
+    from deepspeed.profiling import timer
 
     lines: list[str] = []
-    monkeypatch.setattr(memory, "log_dist", lines.append)
+    monkeypatch.setattr(timer, "log_dist", lines.append)
     see_memory_usage("quiet")
     see_memory_usage("after forward", force=True)
     assert len(lines) == 1 and lines[0].startswith("after forward | device allocated ")

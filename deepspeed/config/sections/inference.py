@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -162,3 +162,17 @@ class RaggedInference(Section):
     tensor_parallel: RaggedTp = key(None, "Tensor parallelism.", factory=RaggedTp, aliases=("tp",))
     state_manager: StateManager = key(None, "Limits.", factory=StateManager, aliases=("manager",))
     quantization: RaggedQuantization = key(None, "Quantization.", factory=RaggedQuantization)
+
+
+class HybridEngine(Section):
+    """An engine which trains and generates, for reinforcement learning."""
+
+    _feature: ClassVar[str] = "deepspeed.engine.generation"
+
+    enabled: Bool = key(False, "Build that engine.")
+    max_out_tokens: Int = key(512, "Length of the cache.", unit="tokens", above=0)
+    inference_tp_size: Int = key(1, "Tensor-parallel degree while generating.", unit="ranks", above=0)
+    release_inference_cache: Bool = key(False, "Free the cache after generating.")
+    pin_parameters: Bool = key(True, "Keep parameters gathered while generating.")
+    tp_gather_partition_size: Int = key(8, "Layers gathered at once.", unit="layers", above=0)
+    enable_cuda_graph: Bool = key(False, "Generate through CUDA graphs.")

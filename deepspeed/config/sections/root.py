@@ -9,21 +9,29 @@ from pydantic import BeforeValidator
 from deepspeed.config.section import Section, key
 from deepspeed.config.sections.activation import ActivationCheckpointing
 from deepspeed.config.sections.autotuning import Autotuning
-from deepspeed.config.sections.checkpoint import Checkpoint, DataStates, Nebula
+from deepspeed.config.sections.checkpoint import Checkpoint, DataStates, Nebula, Preemption
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.compile import Compile
 from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDropSection
 from deepspeed.config.sections.elasticity import Elasticity
 from deepspeed.config.sections.expert_parallel import ExpertParallel
-from deepspeed.config.sections.hybrid_engine import HybridEngine
-from deepspeed.config.sections.io import Aio
-from deepspeed.config.sections.monitor import Comet, CsvMonitor, RunReport, TensorBoard, Wandb
+from deepspeed.config.sections.inference import HybridEngine
+from deepspeed.config.sections.monitor import (
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    FlopsProfilerSection,
+    RunReport,
+    TensorBoard,
+    Timers,
+    TraceSection,
+    Wandb,
+)
+from deepspeed.config.sections.offload import Aio
 from deepspeed.config.sections.optimizer import Optimizer
 from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.config.sections.precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
-from deepspeed.config.sections.preemption import Preemption
-from deepspeed.config.sections.profiling import CommsLogger, FlopsProfilerSection, Timers, TraceSection
 from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining, WeightQuantization
 from deepspeed.config.sections.scheduler import Scheduler
 from deepspeed.config.sections.sequence_parallel import SequenceParallel

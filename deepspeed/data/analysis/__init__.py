@@ -8,6 +8,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "DataAnalyzer": "deepspeed.data.analysis.analyzer",
-        "DistributedDataAnalyzer": "deepspeed.data.analysis.distributed",
+        "DistributedDataAnalyzer": "deepspeed.data.analysis.analyzer",
     },
 )

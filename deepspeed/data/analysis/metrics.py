@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from deepspeed.data.indexed.builder import write_dataset
+from deepspeed.data.indexed.dataset import write_dataset
 from deepspeed.data.indexed.format import smallest_type
 
 SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"

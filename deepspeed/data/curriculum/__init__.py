@@ -9,6 +9,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "CurriculumScheduler": "deepspeed.data.curriculum.scheduler",
         "DeepSpeedDataSampler": "deepspeed.data.curriculum.sampler",
-        "shortened": "deepspeed.data.curriculum.shortening",
+        "shortened": "deepspeed.data.curriculum.scheduler",
     },
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from deepspeed.config.data_rules import problems_of
 from deepspeed.config.sections.data_efficiency import CurriculumLearning, CurriculumMetric
-from deepspeed.data.curriculum.growth import grown
 
 
 def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any
 class CurriculumScheduler:
     """The difficulty at each step, by one of the published shapes.
 
-    ``fixed_linear`` and ``fixed_root`` grow as :func:`~deepspeed.data.curriculum.growth.grown` says;
+    ``fixed_linear`` and ``fixed_root`` grow as :func:`~deepspeed.data.curriculum.scheduler.grown` says;
     ``fixed_discrete`` is a list of difficulties and the last step of each but the last; ``custom`` is a function.
 
     Args:
@@ -105,3 +107,44 @@ class CurriculumScheduler:
         """Goes to a step and returns its difficulty; a ``custom`` one may fall again."""
         self._current = self.get_difficulty(global_steps)
         return self._current
+
+
+def grown(step: int, *, low: int, high: int, steps: int, granularity: int, degree: float = 1) -> int:
+    """Returns the value at ``step``: from ``low`` to ``high`` as the ``degree``-th root of the share of the steps gone.
+
+    ``floor((step / steps) ** (1 / degree) * (high - low) + low)``, rounded down to a multiple of ``granularity``, but
+    never below the least multiple that ``low`` allows nor above ``high``.
+
+    Args:
+        step: Number of the step, from 0.
+        low: Value at step 0.
+        high: Value in the end: from ``steps`` on, or a little later where it is no multiple of ``granularity``.
+        steps: Steps of the growth.
+        granularity: Values are multiples of it, ``high`` apart.
+        degree: 1 grows linearly, 2 as the square root.
+    """
+    value = math.floor((step / steps) ** (1 / degree) * (high - low) + low)
+    value = max(value - value % granularity, math.ceil(low / granularity) * granularity)
+    return min(value, high)
+
+
+def shortened(batch: Any, length: int) -> Any:
+    """Returns the first ``length`` positions of every tensor of a batch.
+
+    Args:
+        batch: A tensor of shape (samples, positions, ...), or tuples, lists and mappings of such; what has fewer than
+            two dimensions, and what is no tensor, stays as it is.
+        length: Positions; longer than the batch changes nothing.
+
+    Returns:
+        The same structure with contiguous tensors.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[:, :length].contiguous() if batch.dim() >= 2 else batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(shortened(part, length) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(shortened(part, length) for part in batch)
+    if isinstance(batch, Mapping):
+        return {name: shortened(part, length) for name, part in batch.items()}
+    return batch

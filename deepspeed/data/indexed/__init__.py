@@ -8,9 +8,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "MMapIndexedDataset": "deepspeed.data.indexed.dataset",
-        "MMapIndexedDatasetBuilder": "deepspeed.data.indexed.builder",
+        "MMapIndexedDatasetBuilder": "deepspeed.data.indexed.dataset",
         "data_file_path": "deepspeed.data.indexed.format",
         "index_file_path": "deepspeed.data.indexed.format",
-        "write_dataset": "deepspeed.data.indexed.builder",
+        "write_dataset": "deepspeed.data.indexed.dataset",
     },
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.config.parsing import parse_section
 from deepspeed.config.sections.quantization import WeightQuantization
-from deepspeed.config.single import parse_section
 from deepspeed.linear.parts import quantize_as_configured
 
 

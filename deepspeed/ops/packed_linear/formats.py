@@ -1,10 +1,304 @@
-"""Which formats of packed weights there are."""
+"""Which formats of packed weights there are.
+
+Four bits: a scale and an offset per group of input features.
+
+The codes lie as torch's kernel for CPUs with AVX-512 reads them, whatever the machine: 64 output features make a block,
+in which a byte holds the codes of features j (low half) and j + 32 (high half) at one input feature. Where the kernel
+of a machine wants another order (:func:`_kernel_reads_it` asks it once), the weight is unpacked instead.
+
+One to eight bits as a training with rounded weights left them: codes beside each other, a scale for each group.
+
+This format keeps values exactly; those of 8 and of 4 bits with a kernel are :mod:`.int8` and :mod:`.int4`.
+
+What a format of packed weights can do.
+
+A weight of a linear layer, ``[out_features, in_features]``, becomes two tensors: ``codes`` (whole numbers) and
+``scales`` (bfloat16). Both are plain tensors that can be parameters, buffers or lie in a file; their layout depends on
+no machine.
+"""
 
 from __future__ import annotations
 
-from deepspeed.ops.packed_linear.format import PackedFormat
-from deepspeed.ops.packed_linear.int4 import GROUP_SIZES, Int4Groups
-from deepspeed.ops.packed_linear.int8 import Int8Rows
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+
+class Columns(NamedTuple):
+    """A few output features of an unpacked weight.
+
+    Attributes:
+        start: The first of them.
+        stop: One after the last.
+        weight: ``[in_features, stop - start]``, in the dtype that was asked for. Its memory is used again for the next.
+        scale: ``[stop - start]``, by which the product with ``weight`` is still to be multiplied; None: by nothing.
+    """
+
+    start: int
+    stop: int
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+
+
+class PackedFormat(ABC):
+    """One way to keep a weight in few bits.
+
+    Attributes:
+        bits: Width of a code.
+        few_rows: Up to so many rows of bfloat16 activations torch's packed kernel on the CPU is faster than unpacking
+            the weight block by block (measured on a CPU with AVX-512, 4096 x 4096).
+    """
+
+    bits: int
+    few_rows: int
+
+    @abstractmethod
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of codes and scales."""
+
+    @abstractmethod
+    def refusal(self, in_features: int) -> str | None:
+        """Why a weight with so many input features cannot be packed; None: it can."""
+
+    @abstractmethod
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds ``weight`` (``[out, in]``, finite, any floating dtype) to codes and scales on its device.
+
+        Their shapes are those of :meth:`shapes`.
+        """
+
+    @abstractmethod
+    def columns(
+        self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
+    ) -> Iterator[Columns]:
+        """Yields the weight block by block of output features, so that it is never whole in memory.
+
+        Each block is ``[in, features]`` in ``dtype``.
+        """
+
+    @abstractmethod
+    def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """The product by torch's packed kernel: ``[rows, in] -> [rows, out or more]``; None where there is none."""
+
+    def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Some output features, ``[len(index), in_features]``: what an embedding looks up."""
+        raise NotImplementedError(f"{type(self).__name__} has no order in which single rows can be read")
+
+    def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the whole weight ``[out_features, in_features]`` in ``dtype``."""
+        parts = []
+        for part in self.columns(codes, scales, out_features, dtype):
+            weight = part.weight if part.scale is None else part.weight * part.scale
+            parts.append(weight.t().contiguous() if part.scale is not None else weight.t().clone())
+        return torch.cat(parts)
+
+
+class GroupCodes(PackedFormat):
+    """``weight[n, k] = (code[n, k] + least) * scale[n, group of k] + offset[n, group of k]``.
+
+    Codes are uint8 ``[out, bytes]``, ``8 / bits`` of them in a byte, the first in the lowest bits; scales are fp32
+    ``[out, groups, 2]`` with scale and offset, or ``[out, groups, 1]`` where all offsets are zero.
+
+    Args:
+        bits: 1, 2, 4 or 8.
+        in_features: Of the weight.
+        groups: Equal parts of a row with scales of their own.
+        least: What the code 0 stands for.
+        has_offset: Whether there are offsets.
+    """
+
+    few_rows = 0
+
+    def __init__(
+        self, bits: int, in_features: int, *, groups: int = 1, least: int = 0, has_offset: bool = True
+    ) -> None:
+        self.bits, self.in_features, self.groups = bits, in_features, groups
+        self.least, self.has_offset = least, has_offset
+
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of codes and scales."""
+        return (out_features, -(-in_features * self.bits // 8)), (out_features, self.groups, 1 + self.has_offset)
+
+    def refusal(self, in_features: int) -> str | None:
+        """Groups must be whole."""
+        if in_features % self.groups == 0:
+            return None
+        return f"its {in_features} input features are no multiple of {self.groups} groups"
+
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds ``weight`` (``[out, in]``) to codes evenly spaced from the least to the largest value of a group."""
+        groups = weight.detach().float().view(len(weight), self.groups, -1)
+        least, most = groups.amin(2), groups.amax(2)
+        scale = (most - least) / (2**self.bits - 1)
+        return self.encode(weight, torch.where(scale == 0, 1.0, scale), least - self.least * scale)
+
+    def encode(
+        self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of a weight whose scales are known.
+
+        Args:
+            weight: ``[out, in]``.
+            scale: ``[out, groups]``, fp32, none of them zero.
+            offset: The same; zeros where the format has none.
+        """
+        groups = weight.detach().float().view(len(weight), self.groups, -1)
+        codes = ((groups - offset[..., None]) / scale[..., None]).round_().sub_(self.least).clamp_(0, 2**self.bits - 1)
+        per_byte = 8 // self.bits
+        flat = torch.nn.functional.pad(codes.view(len(weight), -1), (0, -self.in_features % per_byte)).to(torch.uint8)
+        parts = flat.view(len(weight), -1, per_byte) << self._shifts(flat.device)
+        scales = torch.stack((scale, offset), 2) if self.has_offset else scale[..., None]
+        return parts.sum(2, dtype=torch.uint8), scales.float().contiguous()
+
+    def columns(
+        self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
+    ) -> Iterator[Columns]:
+        """Yields blocks ``[in, features]`` in ``dtype``."""
+        for start in range(0, out_features, _BLOCK):
+            stop = min(start + _BLOCK, out_features)
+            yield Columns(start, stop, self._values(codes[start:stop], scales[start:stop], dtype).t(), None)
+
+    def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the output features ``index`` (1-D): ``[len(index), in]`` in ``dtype``."""
+        return self._values(codes[index], scales[index], dtype)
+
+    def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """Returns None: torch has no kernel for this format, whatever the shape."""
+        return None
+
+    def _shifts(self, device: torch.device) -> torch.Tensor:
+        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)
+
+    def _values(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Unpacks some rows; ``dtype`` is reached in the end, so that fp32 scales count in full."""
+        parts = (codes[:, :, None] >> self._shifts(codes.device)) & (2**self.bits - 1)
+        flat = parts.view(len(codes), -1)[:, : self.in_features].float().add_(self.least)
+        groups = flat.view(len(codes), self.groups, -1).mul_(scales[..., :1])
+        if self.has_offset:
+            groups.add_(scales[..., 1:])
+        return groups.view(len(codes), -1).to(dtype)
+
+
+GROUP_SIZES = (32, 64, 128, 256)
+_BLOCK_int4 = 64
+_HALF = _BLOCK_int4 // 2
+_LEVELS = 15
+_MIDDLE = 8  # the code of a group's offset
+
+
+class Int4Groups(PackedFormat):
+    """``weight[n, k] = (code[n, k] - 8) * scale[k // group, n] + offset[k // group, n]``.
+
+    Codes are uint8 ``[blocks of 64 output features, in, 32]``, scales bfloat16 ``[in / group, 64 x blocks, 2]`` with
+    scale and offset. Output features are filled up with zeros to whole blocks.
+    """
+
+    bits = 4
+    few_rows = 48
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of codes and scales."""
+        blocks = -(-out_features // _BLOCK_int4)
+        return (blocks, in_features, _HALF), (in_features // self.group_size, blocks * _BLOCK_int4, 2)
+
+    def refusal(self, in_features: int) -> str | None:
+        """Groups must be whole."""
+        if in_features % self.group_size == 0:
+            return None
+        return f"its {in_features} input features are no multiple of the group size {self.group_size}"
+
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds ``weight`` (``[out, in]``) to the nearest codes (uint8), for bf16 scales and offsets.
+
+        Works block by block of output features.
+        """
+        out_features, in_features = weight.shape
+        codes_shape, scales_shape = self.shapes(out_features, in_features)
+        codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
+        scales = torch.empty(scales_shape, dtype=torch.bfloat16, device=weight.device)
+        for number in range(len(codes)):
+            start = number * _BLOCK_int4
+            rows = weight.detach()[start : start + _BLOCK_int4].float()
+            groups = pad(rows, (0, 0, 0, _BLOCK_int4 - len(rows))).view(_BLOCK_int4, -1, self.group_size)
+            least, most = groups.amin(2), groups.amax(2)
+            scale = ((most - least) / _LEVELS).to(torch.bfloat16)
+            # Of a group of equal values the offset alone is left.
+            offset = torch.where(scale == 0, least, least + _MIDDLE * scale.float()).to(torch.bfloat16)
+            divisor = torch.where(scale == 0, 1, scale).float()
+            codes[number] = _nearest(groups, divisor, offset.float())
+            scales[:, start : start + _BLOCK_int4] = torch.stack((scale.t(), offset.t()), dim=2)
+        return codes, scales
+
+    def encode(
+        self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of a weight whose scales are known; these stay in fp32.
+
+        Args:
+            weight: ``[out, in]``.
+            scale: ``[out, in / group]``, fp32, none of them zero.
+            offset: The same: what the code 8 stands for.
+        """
+        out_features, in_features = weight.shape
+        more = -out_features % _BLOCK_int4
+        groups = pad(weight.detach().float(), (0, 0, 0, more)).view(-1, _BLOCK_int4, scale.shape[1], self.group_size)
+        scale, offset = pad(scale, (0, 0, 0, more), value=1.0), pad(offset, (0, 0, 0, more))
+        blocks = [scales.view(-1, _BLOCK_int4, scale.shape[1]) for scales in (scale, offset)]
+        codes = torch.stack([_nearest(*block) for block in zip(groups, *blocks, strict=True)])
+        return codes, torch.stack((scale.t(), offset.t()), dim=2).contiguous()
+
+    def columns(
+        self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
+    ) -> Iterator[Columns]:
+        """Yields blocks ``[in, features]``, unpacked in place: new memory would cost more than the arithmetic."""
+        in_features = codes.shape[1]
+        halves = torch.empty(in_features, _HALF, dtype=torch.uint8, device=codes.device)
+        weight = torch.empty(in_features, _BLOCK_int4, dtype=dtype, device=codes.device)
+        grouped = weight.view(-1, self.group_size, _BLOCK_int4)
+        for number, block in enumerate(codes):
+            start = number * _BLOCK_int4
+            weight[:, :_HALF].copy_(torch.bitwise_and(block, 15, out=halves))
+            weight[:, _HALF:].copy_(torch.bitwise_right_shift(block, 4, out=halves))
+            weight.sub_(_MIDDLE)
+            scale, offset = scales[:, start : start + _BLOCK_int4].to(dtype).unbind(2)
+            torch.addcmul(offset.contiguous()[:, None], grouped, scale.contiguous()[:, None], out=grouped)
+            stop = min(start + _BLOCK_int4, out_features)
+            yield Columns(start, stop, weight[:, : stop - start], None)
+
+    def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """Returns ``[rows, out or more]`` by torch's int4 kernel, which is fast for bfloat16 only; None otherwise."""
+        if x.device.type != "cpu" or x.dtype != torch.bfloat16 or not _kernel_reads_it():
+            return None
+        whole = codes.view(-1, codes.shape[1] // 2)
+        product: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, whole, self.group_size, scales.to(x.dtype))
+        return product
+
+
+def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Returns a block of codes, ``[in, 32]``, from ``[64, groups, group size]``."""
+    code = ((groups - offset[..., None]) / scale[..., None]).round_().add_(_MIDDLE).clamp_(0, _LEVELS)
+    code = code.to(torch.uint8).view(_BLOCK_int4, -1).t()
+    return code[:, :_HALF] | (code[:, _HALF:] << 4)
+
+
+@cache
+def _kernel_reads_it() -> bool:
+    """Returns whether torch's kernel on this CPU has this module's order of codes."""
+    probe = torch.arange(_BLOCK_int4 * 64, dtype=torch.int32).view(_BLOCK_int4, 64).mul_(7).remainder_(16)
+    try:
+        theirs = torch._convert_weight_to_int4pack_for_cpu(probe, 1)
+    except (AttributeError, RuntimeError):  # a private kernel that this torch or CPU is without
+        return False
+    code = probe.t().to(torch.uint8)
+    ours = code[:, :_HALF] | (code[:, _HALF:] << 4)
+    return theirs.numel() == ours.numel() and bool((theirs.flatten() == ours.flatten()).all())
 
 
 def packed_format(bits: int, group_size: int = 64) -> PackedFormat:
@@ -24,3 +318,120 @@ def packed_format(bits: int, group_size: int = 64) -> PackedFormat:
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size {group_size} at 4 bits: choose one of {', '.join(map(str, GROUP_SIZES))}")
     return Int4Groups(group_size)
+
+
+_LARGEST = 127
+_VECTOR = 32  # with 24, 33 or 40 input features torch 2.13's kernel ends the process (AVX-512)
+_BLOCK = 512  # output features unpacked at a time: 4 MB at 4,096 input features, which a core's cache holds
+
+
+class Int8Rows(PackedFormat):
+    """``weight[n, k] = codes[n, k] * scales[n]``, codes int8 ``[out, in]``, scales bfloat16 ``[out]``."""
+
+    bits = 8
+    few_rows = 12
+
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of codes and scales."""
+        return (out_features, in_features), (out_features,)
+
+    def refusal(self, in_features: int) -> str | None:
+        """Any number of input features can be packed."""
+        return None
+
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds ``weight`` (``[out, in]``) to the nearest int8 codes, for the bf16 scales that are kept."""
+        scales = (weight.detach().abs().amax(1).float() / _LARGEST).to(torch.bfloat16)
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        for start in range(0, len(weight), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            divisor = scales[rows].float()
+            divisor[divisor == 0] = 1  # a row of zeros
+            codes[rows] = (weight.detach()[rows].float() / divisor[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
+        return codes, scales
+
+    def columns(
+        self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
+    ) -> Iterator[Columns]:
+        """Yields codes ``[in, features]`` in ``dtype`` with their scales.
+
+        Codes are exact in every floating dtype. The scale is left to the product, which is smaller.
+        """
+        buffer = torch.empty(min(_BLOCK, out_features), codes.shape[1], dtype=dtype, device=codes.device)
+        scales = scales.to(dtype)
+        for start in range(0, out_features, _BLOCK):
+            stop = min(start + _BLOCK, out_features)
+            block = buffer[: stop - start].copy_(codes[start:stop])
+            yield Columns(start, stop, block.t(), scales[start:stop])
+
+    def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """Returns ``[rows, out]`` by torch's int8 kernel; None where it would be slow.
+
+        It is fast for bfloat16 only, and reads whole vectors of input features.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[1] % _VECTOR:
+            return None
+        product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
+        return product
+
+    def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the output features ``index`` (1-D): ``[len(index), in]`` in ``dtype``."""
+        return (codes[index].float() * scales[index].float()[:, None]).to(dtype)
+
+
+def packed_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out_features: int,
+    how: PackedFormat,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.t() + bias`` where the weight is packed.
+
+    Args:
+        x: ``[..., in_features]``, bfloat16, float16 or float32; the product is computed in this dtype.
+        codes: As ``how`` makes them.
+        scales: As ``how`` makes them.
+        out_features: Of the weight.
+        how: The format.
+        bias: ``[out_features]`` or None.
+
+    Returns:
+        ``[..., out_features]`` in the dtype of ``x``. Gradients reach ``x`` and ``bias``; the weight is fixed.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    product: torch.Tensor = _PackedLinear.apply(flat, codes, scales, out_features, how)  # type: ignore[no-untyped-call]
+    if bias is not None:
+        product = product + bias.to(product.dtype)
+    return product.view(*x.shape[:-1], out_features)
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, out_features: int, how: PackedFormat
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.out_features, ctx.how = out_features, how
+        if len(x) <= how.few_rows:
+            product = how.kernel(x.contiguous(), codes, scales)
+            if product is not None:
+                return product[:, :out_features]
+        out = x.new_empty(len(x), out_features)
+        for part in how.columns(codes, scales, out_features, x.dtype):
+            piece = torch.mm(x, part.weight, out=out[:, part.start : part.stop])
+            if part.scale is not None:
+                piece.mul_(part.scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        wanted = grad.new_zeros(len(grad), codes.shape[1], dtype=torch.float32)  # a sum of many products
+        for part in ctx.how.columns(codes, scales, ctx.out_features, grad.dtype):
+            piece = grad[:, part.start : part.stop]
+            wanted += torch.mm(piece if part.scale is None else piece * part.scale, part.weight.t())
+        return wanted.to(grad.dtype), None, None, None, None

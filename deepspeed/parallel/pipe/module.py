@@ -18,6 +18,7 @@ from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import is_initialized, size_of
 from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist
 from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
@@ -39,7 +40,6 @@ from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from deepspeed.parallel.pipe.values import shapes_of
-from deepspeed.plain_attributes import PlainAttributes
 
 DEFAULT_SCHEDULE = "1f1b"
 _PLANNED_MICRO_BATCHES = 4  # per stage: the number of a step is not known when layers are cut

@@ -14,5 +14,5 @@ __getattr__, __dir__, __all__ = lazy_names(
         "FlopsProfiler": "deepspeed.profiling.flops_profiler.profiler",
         "get_model_profile": "deepspeed.profiling.flops_profiler.profiler",
     },
-    submodules=["counting", "profile", "profiler", "report"],
+    submodules=["profile", "profiler"],
 )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.accelerator.host_allocator import MallocTrimmer
+from deepspeed.accelerator.cpu import MallocTrimmer
 from deepspeed.comm.transports.transport import Piece
 from deepspeed.zero.address import BucketBase, Gatherer, State, set_address
 from deepspeed.zero.calls import compare_calls

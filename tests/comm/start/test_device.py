@@ -12,7 +12,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cuda import CUDAAccelerator
+from deepspeed.accelerator.torch_device import CUDAAccelerator
 from deepspeed.cli import bench
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start import process_group

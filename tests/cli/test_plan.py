@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.cli import progress
+from deepspeed.cli import plan
 
 
 class Terminal(io.StringIO):
@@ -19,10 +19,10 @@ class Terminal(io.StringIO):
 
 def shows_once(monkeypatch):
     """The first line comes soon, the second one never, and no second goes by."""
-    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 600.0)
-    monkeypatch.setattr(progress, "_LINE_SECONDS", 600.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(plan, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(plan, "_REFRESH_SECONDS", 600.0)
+    monkeypatch.setattr(plan, "_LINE_SECONDS", 600.0)
+    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def wait_for_text(stream):
@@ -35,7 +35,7 @@ def wait_for_text(stream):
 def test_what_takes_long_is_shown(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     shows_once(monkeypatch)
-    with progress.progress("ds_plan") as shown:
+    with plan.progress("ds_plan") as shown:
         shown.doing("counting")
         wait_for_text(stream)
     if stream.isatty():
@@ -50,7 +50,7 @@ def test_a_long_line_does_not_wrap(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     shows_once(monkeypatch)
     monkeypatch.setenv("COLUMNS", "30")
-    with progress.progress("ds_plan") as shown:
+    with plan.progress("ds_plan") as shown:
         shown.doing("counting " * 9)
         wait_for_text(stream)
     line, rest = stream.getvalue().removeprefix("\r").split("\x1b[K", 1)
@@ -60,6 +60,6 @@ def test_a_long_line_does_not_wrap(monkeypatch):
 def test_what_is_quick_is_not(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress.progress("ds_plan"):
+    with plan.progress("ds_plan"):
         pass
     assert stream.getvalue() == ""

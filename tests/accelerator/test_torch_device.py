@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.accelerator.cuda import CUDAAccelerator
+from deepspeed.accelerator.torch_device import CUDAAccelerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA GPU")]
 

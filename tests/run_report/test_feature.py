@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.run_report import stragglers
+from deepspeed.run_report import feature
+from deepspeed.run_report.feature import WINDOW, StragglerWatch
 from deepspeed.run_report.page import all_events
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import read_run
-from deepspeed.run_report.stragglers import WINDOW, StragglerWatch
 from tests.run_report.runs import step_line
 
 
@@ -46,7 +46,7 @@ def run(tmp_path):
 @pytest.fixture
 def said(monkeypatch):
     lines = []
-    monkeypatch.setattr(stragglers, "log_dist", lines.append)
+    monkeypatch.setattr(feature, "log_dist", lines.append)
     return lines
 
 
@@ -103,7 +103,7 @@ def test_a_look_that_costs_much_is_rare(run, monkeypatch):
 
 
 def test_many_ranks_are_compared_in_turns(run, said, monkeypatch):
-    monkeypatch.setattr(stragglers, "_AT_ONCE", 2)
+    monkeypatch.setattr(feature, "_AT_ONCE", 2)
     for rank in range(2, 5):
         file = RankFile(run.folder, rank)
         file.write("start", rank=rank, host=f"node{rank}")
