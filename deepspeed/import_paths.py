@@ -91,6 +91,7 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.fp_quantizer": {},
     "ops.transformer": {},
     "pipe": {
+        "deepspeed.parallel.pipe.added_losses": "add_loss",
         "deepspeed.parallel.pipe.dualpipev": "DualPipeVModule",
         "deepspeed.parallel.pipe.module": "PipelineModule",
         "deepspeed.parallel.pipe.spec": "LayerSpec TiedLayerSpec",

@@ -21,6 +21,7 @@ from deepspeed.engine.roots import paired_roots
 from deepspeed.engine.stage_failures import StageFailures
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import PipelineError
+from deepspeed.parallel.pipe.added_losses import split_losses
 from deepspeed.parallel.pipe.data import DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.split import backward_to_inputs
@@ -161,12 +162,16 @@ class PipelineCompute:
             module.active_chunk = None
         if chunk != self._last_chunk:
             return outputs
+        outputs, added = split_losses(outputs)
         if self._mode != "train":
             self.fwd_outputs.append(detached(outputs))
         if self._mode == "outputs":
             return outputs
         loss, metrics = split_loss(self._loss_of(outputs, labels), has_loss_fn=module.loss_fn is not None)
-        self._found.add(loss, {**(metrics or {}), **(module.get_additional_losses() or {})})
+        if added:
+            loss = sum(added.values(), start=loss.float().reshape(()))
+        shown = {name: term.detach() for name, term in added.items()}
+        self._found.add(loss, {**(metrics or {}), **shown, **(module.get_additional_losses() or {})})
         self.loss = loss.detach()
         return loss
 

@@ -7,6 +7,7 @@ operations while it moves a byte, so a product of matrices counts by its operati
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.pipe.added_losses import run_collecting, split_losses
 from deepspeed.parallel.pipe.cut import LayerCost
 from deepspeed.parallel.pipe.layers import Entry, class_name, trainable_numel
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec, built_on_meta
@@ -66,8 +68,9 @@ def counted_costs(
             for number, entry in enumerate(entries):
                 where = f"layer {number} ({class_name(entry)})"
                 run, module = _callable(entry, tied)
-                cost, value = _counted(run, value, module)
+                cost, value = _counted(functools.partial(run_collecting, run), value, module)
                 costs.append(cost)
+            value, _ = split_losses(value)
             if loss_fn is None:
                 return costs, None
             where = "the loss function"

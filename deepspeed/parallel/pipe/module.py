@@ -22,6 +22,7 @@ from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist
 from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
+from deepspeed.parallel.pipe.added_losses import run_collecting, run_recomputed, split_losses
 from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
 from deepspeed.parallel.pipe.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.grid import PipelineParallelGrid
@@ -84,6 +85,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         loss_fn: As given.
         chunks: Numbers of the chunks that this rank has.
         failed_at: The layer whose forward raised, with its input; empty as long as none did.
+        added_losses: What layers added with ``add_loss`` when a program called the module itself: 0-dim, fp32, by name.
 
     Raises:
         DeepSpeedConfigError: The layers cannot be cut as asked for, or the ranks do not make up the stages.
@@ -128,6 +130,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         self.micro_offset = 0
         self.active_chunk: int | None = None
         self.failed_at = ""
+        self.added_losses: dict[str, torch.Tensor] = {}
         self._layer_specs = checked(list(layers))
         self._num_layers = len(self._layer_specs)
         self._partition_method = partition_method
@@ -384,21 +387,27 @@ class PipelineModule(PlainAttributes, nn.Module):
 
         Args:
             forward_input: What the first of them takes.
+
+        Returns:
+            What the last of them returns; of an active chunk with the losses that layers have added, if any.
         """
         chosen = self._ranges[self.active_chunk] if self.active_chunk is not None else range(len(self.forward_funcs))
         self.micro_offset += 1
         value = forward_input
+        self.added_losses = {}
         interval = self.activation_checkpoint_interval
         step = interval if interval > 0 else max(len(chosen), 1)
         for first in range(chosen.start, chosen.stop, step):
             block = range(first, min(first + step, chosen.stop))
             run = functools.partial(self._run, block, self.micro_offset)
             if interval > 0 and torch.is_grad_enabled() and self._is_checkpointable(block):
-                arguments = value if isinstance(value, tuple) else (value,)
-                value = self.activation_checkpoint_func(functools.partial(_on_one, run), *arguments)
+                value = run_recomputed(self.activation_checkpoint_func, run, value)
             else:
-                value = run(value)
-        return value
+                value = run_collecting(run, value)
+        if self.active_chunk is not None:
+            return value
+        outputs, self.added_losses = split_losses(value)
+        return outputs
 
     def _run(self, block: range, micro_offset: int, value: Any) -> Any:
         for place in block:
@@ -497,11 +506,6 @@ class PipelineModule(PlainAttributes, nn.Module):
     ckpt_layer_path_list = layer_files.layer_path_list
     load_state_dir = layer_files.load_state_dir
     save_state_dict = layer_files.save_state_dict
-
-
-def _on_one(run: Callable[[Any], Any], *values: Any) -> Any:
-    """Calls ``run`` with one value: checkpoint functions give the tensors of a tuple one by one."""
-    return run(values[0] if len(values) == 1 else values)
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
