@@ -123,6 +123,19 @@ def is_causal_lm(model: nn.Module) -> bool:
     return type(model).__name__.endswith("ForCausalLM")
 
 
+def decoder_beside_towers(model: Any) -> Any:
+    """Returns the decoder of a model that reads images or sound beside text; None for a model of text only.
+
+    Args:
+        model: A Transformers model, without PEFT's wrappers.
+    """
+    base, config = base_of(model), getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or text_config(config) is config:
+        return None
+    found = getattr(base, "language_model", None)
+    return found if isinstance(found, nn.Module) else None
+
+
 def output_head(model: Any) -> nn.Module | None:
     """Returns the layer that makes logits; None where the model has none."""
     return _asked(model, "get_output_embeddings")

@@ -13,6 +13,17 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.exchange import transport_of
 from deepspeed.parallel.sequence.loss import IGNORED
 
+_OF_TOWERS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "pixel_attention_mask",
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "image_sizes",
+)
+"""Entries of a batch that are not one value per token: every rank gets all of them."""
+
 
 @dataclass
 class BatchDescription:
@@ -23,7 +34,7 @@ class BatchDescription:
         problem: Why the batch cannot be cut.
         shapes: ``(batch, padded tokens)`` by name of the tensors.
         dtypes: Dtype by name of the tensors.
-        others: Entries that are no tensors.
+        others: Entries that are no tensors, and those of towers, in host memory.
         digest: Of the tokens, to see whether ranks have different ones.
         padded: Tokens that padding has added.
     """
@@ -76,7 +87,8 @@ def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, 
     batch = dict(batch)
     tokens = batch["input_ids"]
     rows, length = tokens.shape
-    if batch.get("position_ids") is None:
+    of_towers = {name: batch.pop(name).cpu() for name in _OF_TOWERS if isinstance(batch.get(name), torch.Tensor)}
+    if batch.get("position_ids") is None and not of_towers:  # with images the model numbers positions
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
     if "labels" in batch:
         batch["shift_labels"] = functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
@@ -87,7 +99,7 @@ def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, 
     description = BatchDescription(
         shapes=dict.fromkeys(tensors, (rows, length + extra)),
         dtypes={name: value.dtype for name, value in tensors.items()},
-        others={name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)},
+        others={**of_towers, **{name: value for name, value in batch.items() if name not in tensors}},
         digest=zlib.crc32(tensors["input_ids"].contiguous().view(torch.uint8).numpy().tobytes()),
         padded=extra,
     )
@@ -105,6 +117,8 @@ def _why_not(batch: Any) -> str:
         return f"expected a dict with input_ids, found {type(batch).__name__}"
     shape = batch["input_ids"].shape
     for name, value in batch.items():
+        if name in _OF_TOWERS:
+            continue
         if isinstance(value, torch.Tensor) and (value.dim() != 2 or value.shape != shape):
             return (
                 f"expected tensors of [batch, tokens] like input_ids {tuple(shape)}, found {name} "

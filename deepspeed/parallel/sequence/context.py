@@ -40,6 +40,7 @@ class SequenceParallelContext:
         ring_group: The ranks around which keys and values go; None: they do not.
         recompute_exchange: Attention's result is kept once for backward; see ``SavedResult``.
         given_positions: Position ids of the pass that the model is in; None: it is in none.
+        whole_for: The module with towers that is in a pass with whole sequences, gathered at its entry; None: none is.
     """
 
     model: weakref.ref[nn.Module]
@@ -50,6 +51,7 @@ class SequenceParallelContext:
     ring_group: Any = None
     recompute_exchange: bool = False
     given_positions: torch.Tensor | None = None
+    whole_for: nn.Module | None = None
     _evaluates: bool = False
     _is_left_alone: bool = False
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)

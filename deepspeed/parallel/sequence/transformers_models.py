@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.models.anatomy import base_of, is_causal_lm, unwrapped
+from deepspeed.models.anatomy import base_of, decoder_beside_towers, is_causal_lm, unwrapped
 from deepspeed.models.attention import (
     NEEDS_WHOLE_MASKS,
     attention_name,
@@ -31,6 +31,7 @@ from deepspeed.models.configurations import attends_across_sequences, is_library
 from deepspeed.parallel.sequence.context import NAME, SequenceParallelContext, registered, remember, sharing_of
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
 from deepspeed.parallel.sequence.rotary import know_whole_sequences
+from deepspeed.parallel.sequence.towers import cut_at_decoder
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
 from deepspeed.uncompiled import uncompiled
 
@@ -38,7 +39,8 @@ from deepspeed.uncompiled import uncompiled
 def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False) -> None:
     """Makes a Transformers model attend to sequences of which each rank has a part, in place.
 
-    From then on its forward wants this rank's tokens of every input, with their ``position_ids``.
+    From then on its forward wants this rank's tokens of every input, with their ``position_ids``. A model with towers
+    wants this rank's tokens too, and whole images; it numbers positions itself where ``position_ids`` are left out.
 
     Args:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
@@ -56,12 +58,20 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
             f"{what}: expected a Transformers model; build deepspeed.sequence.layer.DistributedAttention into a model "
             "of one's own"
         )
-    core = _checked_core(model, core, what)
-    own_configurations(model)
-    use_attention(model, NAME, attention, mask, what)
     inner = unwrapped(model)
     entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
-    _join(model, SequenceParallelContext(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
+    decoder = decoder_beside_towers(inner)
+    shared = model if decoder is None else decoder
+    core = _checked_core(shared, core, what)
+    own_configurations(shared)
+    use_attention(shared, NAME, attention, mask, what)
+    sharing = SequenceParallelContext(weakref.ref(model), group, core, disable_in_eval, heads_group=group)
+    if decoder is None:
+        _join(model, sharing, entered)
+        return
+    remember(model, sharing)
+    cut_at_decoder(list(entered), decoder)
+    _join(decoder, sharing, [decoder])
 
 
 def share_layers(

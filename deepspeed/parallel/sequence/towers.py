@@ -1,0 +1,133 @@
+"""Models that read images beside text, where ranks share sequences: towers are whole on each rank, the decoder is cut.
+
+A model puts the vectors that its towers make in the place of tokens of the text, and numbers positions by where images
+stand, so it needs whole sequences up to its decoder. Each rank gets its tokens, as in other models. They are gathered
+at the entry of the model, and vectors, positions and mask are cut again at the entry of the decoder. Every rank
+computes the towers of all images; what it backpropagates into them comes from its own tokens only, as for embeddings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.context import SequenceParallelContext, registered
+from deepspeed.uncompiled import uncompiled
+
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def cut_at_decoder(entered: list[nn.Module], decoder: nn.Module) -> None:
+    """Makes a registered model gather its tokens where it is entered, and cut them at its decoder, in place.
+
+    Args:
+        entered: The modules that programs call with this rank's tokens; one may call another.
+        decoder: What computes with vectors of tokens only.
+    """
+    for module in entered:
+        module.register_forward_pre_hook(_gather, with_kwargs=True)
+        module.register_forward_hook(_end_whole, always_call=True)
+    decoder.register_forward_pre_hook(_cut, with_kwargs=True)
+
+
+def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of a call by name; None where they do not fit, which ``forward`` itself says."""
+    try:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    more: dict[str, Any] = given.pop("kwargs", {})
+    return {**given, **more}
+
+
+@uncompiled
+def _gather(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Replaces this rank's tokens by whole sequences; the model inside of a model gets them as they are."""
+    sharing = registered(model)
+    if not sharing.is_on or sharing.whole_for is not None:
+        return None
+    given = _bound(model, args, kwargs)
+    if given is None:
+        return None
+    kind = f"sequence parallel: {type(model).__name__}"
+    if not isinstance(given.get("input_ids"), torch.Tensor):
+        raise DeepSpeedConfigError(
+            f"{kind}: expected input_ids, of which whole sequences are made for its towers, found "
+            f"{', '.join(sorted(given)) or 'nothing'}. Give this rank's input_ids in the place of inputs_embeds"
+        )
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        raise DeepSpeedConfigError(
+            f"{kind} was called with labels and without shift_labels; it would shift them itself, and the label of "
+            "this rank's last token is on the next rank. Give shift_labels, each token's next one "
+            "(UlyssesSPDataLoaderAdapter does), and put the loss together by deepspeed.sequence.mean_loss"
+        )
+    part = given["input_ids"].shape
+    for name in _PER_TOKEN:
+        value = given.get(name)
+        if value is None:
+            continue
+        if value.shape != part:
+            raise DeepSpeedConfigError(
+                f"{kind}: expected {name} of this rank's tokens, {tuple(part)}, found {tuple(value.shape)}. Give "
+                "[batch, tokens]; positions of images are computed by the model where position_ids are left out"
+            )
+        given[name] = sharing.whole(value)
+    sharing.whole_for = model
+    return (), given
+
+
+@uncompiled
+def _end_whole(model: nn.Module, _args: Any, _result: Any) -> None:
+    sharing = registered(model)
+    if sharing.whole_for is model:
+        sharing.whole_for = None
+
+
+@uncompiled
+def _cut(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cuts what the decoder is called with to this rank's tokens, if the model around it has gathered them."""
+    sharing = registered(decoder)
+    if sharing.whole_for is None:
+        return None
+    given = _bound(decoder, args, kwargs)
+    if given is None:
+        return None
+    vectors = given.get("inputs_embeds")
+    if vectors is None:
+        vectors = given["input_ids"]
+    rows, length = vectors.shape[:2]
+    for name, value in given.items():
+        if name in _OF_LOSS or value is None:
+            continue
+        if name in ("inputs_embeds", "input_ids"):
+            given[name] = _part(value, 1, sharing)
+        elif name == "position_ids" and isinstance(value, torch.Tensor) and value.size(-1) == length:
+            given[name] = _part(value, value.dim() - 1, sharing)
+        elif name == "attention_mask" and isinstance(value, torch.Tensor) and value.shape == (rows, length):
+            given[name] = _part(value, 1, sharing)
+        elif name == "attention_mask" or _is_per_token(value, rows, length):
+            raise DeepSpeedConfigError(
+                f"sequence parallel: {type(sharing.whole_for).__name__} calls its decoder {type(decoder).__name__} "
+                f"with {name} of whole sequences, which cannot be cut to a rank's tokens; train this model with "
+                "sequence_parallel_size 1"
+            )
+    if given.get("position_ids") is None:
+        given["position_ids"] = _part(torch.arange(length, device=vectors.device)[None], 1, sharing)
+    return (), given
+
+
+def _is_per_token(value: Any, rows: int, length: int) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (rows, length)
+
+
+def _part(whole: torch.Tensor, dim: int, sharing: SequenceParallelContext) -> torch.Tensor:
+    """Returns this rank's tokens of a tensor with those of whole sequences along ``dim``."""
+    return whole.chunk(size_of(sharing.group), dim)[rank_in(sharing.group)].contiguous()
