@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.start.process_group import default_timeout
+from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import (
     attention_name,
@@ -32,21 +35,29 @@ _ENDING = "_recomputed"
 
 
 def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> None:
-    """Lets the attention modules of a Transformers model run their inner part again in backward, in place.
+    """Lets attention modules run their inner part again in backward, in place.
+
+    They are those of a Transformers model, or modules with a method ``recompute_core_attention(recompute)``, which
+    calls ``recompute(function, *tensors)`` from then on where it called ``function(*tensors)``.
 
     Args:
         model: The model, what wraps it, or a stage of a pipeline with its layers.
-        whole: The model that the layers of a stage are from, with values or without; None: ``model`` is no stage.
+        whole: The model that the layers of a stage are from, with values or without; None: ``model`` is no stage, or
+            its layers are from none.
 
     Raises:
-        DeepSpeedConfigError: There is no Transformers model, or its classes do not take their attention by name.
+        DeepSpeedConfigError: There are no such modules, or the classes of a Transformers model do not take their
+            attention by name.
     """
+    if whole is None and _recompute_own(model):
+        return
     inside = [module for module in model.modules() if takes_attention_by_name(module)]
     outermost = whole if whole is not None else next(iter(inside), None)
     if outermost is None:
         raise DeepSpeedConfigError(
-            f"{KEY}: expected a Transformers model, whose attention can be exchanged, found {type(model).__name__}. "
-            "Call deepspeed.checkpointing.checkpoint around the attention in the model's own code, or leave the key out"
+            f"{KEY}: expected a Transformers model, whose attention can be exchanged, or modules with a method "
+            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint around "
+            "the attention in the model's own code, or leave the key out"
         )
     names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
     for name in names:
@@ -64,6 +75,19 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
         if name is not None and not name.endswith(_ENDING):
             register_attention(f"{name}{_ENDING}", *_functions(name))
             set_attention_name(module.config, f"{name}{_ENDING}")
+
+
+def _recompute_own(model: nn.Module) -> bool:
+    """Asks modules for recomputation that offer it; returns whether there are any, on whatever stage of a pipeline."""
+    own: list[Any] = [module for module in model.modules() if hasattr(module, "recompute_core_attention")]
+    for module in own:
+        module.recompute_core_attention(non_reentrant_checkpoint)
+    if not getattr(model, "is_part_of_model", False):
+        return bool(own)
+    transport = (
+        Job.current().axis_of().transport("outside engines", device=torch.device("cpu"), timeout=default_timeout())
+    )
+    return any(gather_json(transport, len(own), label=f"the attention modules of the stages ({KEY})"))
 
 
 def _functions(name: str) -> tuple[Any, Any]:

@@ -7,8 +7,9 @@ V vocabulary.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.layer import MoE
 from deepspeed.parallel.pipe.spec import LayerSpec
 from deepspeed.parallel.sequence.attention import DistributedAttention
+
+TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From logits ``[tokens, vocabulary]`` and labels ``[tokens]`` to losses ``[tokens]``."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,9 @@ _BLOCK_PLAN = {
     "attention.key": "colwise",
     "attention.value": "colwise",
     "attention.out": "rowwise",
-    "gate": "colwise",
-    "rise": "colwise",
-    "fall": "rowwise",
+    "feed_forward.gate": "colwise",
+    "feed_forward.rise": "colwise",
+    "feed_forward.fall": "rowwise",
 }
 _EMBEDDING_PLAN = {"embedding": "embedding_rowwise"}
 _HEAD_PLAN = {"head": "colwise_gather_output"}
@@ -134,11 +138,15 @@ class _DecoderAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = shape.heads, shape.kv_heads or shape.heads
         self.head_dim = shape.width_of_head
-        self._attend = functools.partial(_attend, is_fused=shape.has_fused_attention, dropout=shape.dropout)
+        self._attend: Any = functools.partial(_attend, is_fused=shape.has_fused_attention, dropout=shape.dropout)
         self.query = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=False)
         self.key = nn.Linear(shape.hidden, self.num_kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(shape.hidden, self.num_kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=False)
+
+    def recompute_core_attention(self, recompute: Callable[..., Any]) -> None:
+        """Wraps what is between the projections in ``recompute(function, *tensors)``, to run it again in backward."""
+        self._attend = functools.partial(recompute, self._attend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H)
         samples, tokens, _ = x.shape
@@ -168,9 +176,6 @@ def _attend(
 class _FeedForward(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self._add_feed_forward(shape)
-
-    def _add_feed_forward(self, shape: DecoderShape) -> None:
         self.gate = nn.Linear(shape.hidden, shape.width, bias=False) if shape.is_gated else None
         self.rise = nn.Linear(shape.hidden, shape.width, bias=False)
         self.fall = nn.Linear(shape.width, shape.hidden, bias=False)
@@ -185,20 +190,20 @@ def _norm(shape: DecoderShape) -> nn.Module:
     return nn.RMSNorm(shape.hidden) if shape.is_gated else nn.LayerNorm(shape.hidden)
 
 
-class _DecoderBlock(_FeedForward):
+class _DecoderBlock(nn.Module):
     _tp_plan = _BLOCK_PLAN
 
     def __init__(self, shape: DecoderShape) -> None:
-        nn.Module.__init__(self)  # parameters in the order of their use
+        super().__init__()
         self.attention_norm = _norm(shape)
         self.attention = _DecoderAttention(shape)
         self.norm = _norm(shape)
-        self._add_feed_forward(shape)
+        self.feed_forward = _FeedForward(shape)
         self._dropout = shape.dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + functional.dropout(self.attention(self.attention_norm(x)), self._dropout)
-        return x + functional.dropout(super().forward(self.norm(x)), self._dropout)
+        return x + functional.dropout(self.feed_forward(self.norm(x)), self._dropout)
 
 
 class _ExpertBlock(nn.Module):
@@ -244,6 +249,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(_block(shape) for _ in range(shape.layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self._losses: TokenLosses | None = None
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Returns the layer that makes logits."""
+        return self.head
+
+    def use_token_losses(self, losses: TokenLosses) -> bool:
+        """Computes the loss of each token by ``losses`` from now on, for logits of which ranks have parts."""
+        self._losses = losses
+        return True
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # both (B, S)
         """Returns the loss, 0-dim.
@@ -255,7 +270,7 @@ class Decoder(nn.Module):
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return token_loss(self.head(self.norm(x)), labels)
+        return token_loss(self.head(self.norm(x)), labels, losses=self._losses)
 
 
 class _FirstLayer(nn.Module):
@@ -283,17 +298,24 @@ class _LastLayers(nn.Module):
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Returns the layer that makes logits."""
+        return self.head
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x))
 
 
-def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, losses: TokenLosses | None = None) -> torch.Tensor:
     """Returns the mean cross entropy, 0-dim.
 
     Args:
         logits: ``[B, S, V]``.
         labels: ``[B, S]``, int64.
+        losses: Computes the loss of each token, for logits of which ranks have parts; None: torch's cross entropy.
     """
+    if losses is not None:
+        return losses(logits.flatten(0, 1), labels.flatten()).mean()
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 

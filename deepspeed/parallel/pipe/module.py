@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist
+from deepspeed.models.anatomy import output_head
 from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
 from deepspeed.parallel.pipe.added_losses import run_collecting, run_recomputed, split_losses
@@ -209,15 +211,18 @@ class PipelineModule(PlainAttributes, nn.Module):
         self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share, **options)
 
     def use_token_losses(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-        """Makes the loss of :meth:`from_transformers` one of logits that are cut over the vocabulary.
+        """Makes the loss one of logits that are cut over the vocabulary.
 
         Args:
             losses: From logits ``[tokens, vocabulary of this rank]`` and labels ``[tokens]`` to losses ``[tokens]``.
 
         Returns:
-            False for another loss, which stays.
+            Whether that can be done: the loss is that of :meth:`from_transformers`, or a ``loss_fn`` that takes
+            ``losses`` as a keyword. Another loss stays.
         """
         given, options = self._own_loss()
+        if given is None and self.loss_fn is not None and _takes_losses(self.loss_fn):
+            given = self.loss_fn
         if given is not None:
             self.loss_fn = functools.partial(given, **{**options, "losses": losses})
         return given is not None
@@ -232,11 +237,16 @@ class PipelineModule(PlainAttributes, nn.Module):
         return (given if given in (next_token_loss, next_token_loss_of_parts) else None), options
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Returns the layer with the weight of the head of a Transformers model; None where this stage has no head."""
+        """Returns the layer with the weight of the head; None where this stage has none, or it is not known.
+
+        A last layer that is from no Transformers model says which it is by a method of the same name.
+        """
         last = self._num_layers - 1
-        if self.transformers_model is None or self.stage_owner(last) != self.stage_id:
+        if self.stage_owner(last) != self.stage_id:
             return None
         layer: Any = self.forward_funcs[self.fwd_map[str(last)]]
+        if self.transformers_model is None:
+            return output_head(layer)
         found: nn.Module = (layer.args[0] if isinstance(layer, functools.partial) else layer).part
         return found
 
@@ -506,6 +516,14 @@ class PipelineModule(PlainAttributes, nn.Module):
     ckpt_layer_path_list = layer_files.layer_path_list
     load_state_dir = layer_files.load_state_dir
     save_state_dict = layer_files.save_state_dict
+
+
+def _takes_losses(loss_fn: Callable[..., Any]) -> bool:
+    """Returns whether a loss takes ``losses`` as a keyword."""
+    try:
+        return "losses" in inspect.signature(loss_fn).parameters
+    except ValueError:  # of a built-in function
+        return False
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:

@@ -219,7 +219,7 @@ def _has_parallel_loss(model: Any, channel: Channel) -> bool:
         head.tensor_cut.projection.is_gathered = False
     elif not isinstance(head, ColumnLinear) or cut.is_gathered:
         return False
-    if is_pipeline(model):
+    if hasattr(model, "use_token_losses"):  # a pipeline, or a model of one's own
         extent = cut.split.extent
         return bool(model.use_token_losses(partial(vocab_parallel_cross_entropy, channel=channel, vocabulary=extent)))
     if takes_loss_function(model):
