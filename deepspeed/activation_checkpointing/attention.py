@@ -79,9 +79,18 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
 
 def _recompute_own(model: nn.Module) -> bool:
     """Asks modules for recomputation that offer it; returns whether there are any, on whatever stage of a pipeline."""
-    own: list[Any] = [module for module in model.modules() if hasattr(module, "recompute_core_attention")]
-    for module in own:
+    for module in _own(model):
         module.recompute_core_attention(non_reentrant_checkpoint)
+    return offers_recomputation(model)
+
+
+def _own(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "recompute_core_attention")]
+
+
+def offers_recomputation(model: nn.Module) -> bool:
+    """Returns whether modules of the model have ``recompute_core_attention``. Of a pipeline every rank must call it."""
+    own = _own(model)
     if not getattr(model, "is_part_of_model", False):
         return bool(own)
     transport = (

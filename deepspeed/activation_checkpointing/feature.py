@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.activation_checkpointing.attention import KEY, recompute_attention
+from deepspeed.activation_checkpointing.attention import KEY, offers_recomputation, recompute_attention
 from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
-from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, Conflict, EngineFeature, EngineSetup
+from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 
 BLOCKS = "activation_checkpointing.blocks"
@@ -31,13 +31,6 @@ class SelectiveCheckpointing(EngineFeature):
     setting = f"{KEY}, {BLOCKS}"
     conflicts = (
         Conflict(
-            KEY,
-            _is_on,
-            SEQUENCE_RANKS,
-            "attention exchanges tokens between these ranks, and would exchange them again in backward",
-            "leave it out, and switch on the model's own gradient_checkpointing_enable()",
-        ),
-        Conflict(
             BLOCKS,
             _has_blocks,
             STAGES,
@@ -51,7 +44,9 @@ class SelectiveCheckpointing(EngineFeature):
         if not _is_on(setup):
             return
         model: Any = setup.model
-        recompute_attention(model, model.transformers_model if setup.has_stages else None)
+        whole = model.transformers_model if setup.has_stages else None
+        if setup.ranks.sequence_size == 1 or (whole is None and offers_recomputation(model)):
+            recompute_attention(model, whole)  # otherwise whoever shares sequences does it, between the exchanges
 
     @override
     def refuse(self, setup: EngineSetup) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import PipelineModule
+from deepspeed.sequence import mean_loss
 from tests.harness.pool import run_ranks
 from tests.parallel.tensor.support import VOCABULARY, adamw, ids, llama
 
@@ -108,13 +110,43 @@ def test_what_has_no_attention_by_name_is_refused():
     run_ranks(_refused, 1)
 
 
-def _shared() -> None:
+def _shared(more: dict[str, Any]) -> tuple[list[float], int]:
+    """Losses, and the elements that a forward keeps."""
     model = llama(attn_implementation="sdpa")
-    with pytest.raises(DeepSpeedConfigError, match="recompute_modules where 2 ranks share a sequence"):
-        deepspeed.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=_config(sequence_parallel_size=2, **KEYS)
-        )
+    config = _config(sequence_parallel_size=2, **more)
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
+    rank, kept, losses = dist.get_rank(), 0, []
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += value.numel()
+        return value
+
+    for step in range(3):
+        batch = ids(step, 0, LENGTH)
+        following = torch.nn.functional.pad(batch, (0, 1), value=-100)[:, 1:].chunk(2, 1)[rank]
+        positions = torch.arange(LENGTH).expand_as(batch).chunk(2, 1)[rank]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            logits = engine(input_ids=batch.chunk(2, 1)[rank], position_ids=positions).logits
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        loss = mean_loss(each, following, engine.get_sequence_parallel_group())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, kept
 
 
-def test_shared_sequences_are_refused():
-    run_ranks(_shared, 2)
+def _refused_round_the_ranks() -> None:
+    model = llama(attn_implementation="sdpa")
+    config = _config(sequence_parallel_size=2, sequence_parallel={"mode": "ring"}, **KEYS)
+    with pytest.raises(DeepSpeedConfigError, match="recompute_modules: attention round the ranks .* keeps no scores"):
+        deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+
+def test_where_ranks_share_sequences():
+    (losses, kept), *_ = run_ranks(_shared, 2, {})
+    for more in ({}, {"sequence_parallel": {"recompute_exchange": True}}):
+        for found, found_kept in run_ranks(_shared, 2, {**KEYS, **more}):
+            assert found == losses
+            assert found_kept < kept
+    run_ranks(_refused_round_the_ranks, 2)

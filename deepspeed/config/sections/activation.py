@@ -34,7 +34,8 @@ class ActivationCheckpointing(Section):
     profile: Bool = key(False, "Time forward and backward of each checkpoint.")
     recompute_modules: list[Literal["core_attn"]] = key(
         None,
-        "Parts of the blocks of a Transformers model that run again in backward, everything else being kept. "
+        "Parts of the blocks of a Transformers model (or of modules with recompute_core_attention) that run again in "
+        "backward, everything else being kept. "
         "core_attn: what attention computes between its projections.",
         factory=list,
     )

@@ -39,6 +39,7 @@ class SequenceParallelContext:
         heads_group: The ranks among which heads are divided inside attention; None: keys and values go round instead.
         ring_group: The ranks around which keys and values go; None: they do not.
         recompute_exchange: Attention's result is kept once for backward; see ``SavedResult``.
+        recompute_core: What attends between the exchanges runs again in backward (selective recomputation).
         given_positions: Position ids of the pass that the model is in; None: it is in none.
         whole_for: The module with towers that is in a pass with whole sequences, gathered at its entry; None: none is.
     """
@@ -50,6 +51,7 @@ class SequenceParallelContext:
     heads_group: Any
     ring_group: Any = None
     recompute_exchange: bool = False
+    recompute_core: bool = False
     given_positions: torch.Tensor | None = None
     whole_for: nn.Module | None = None
     _evaluates: bool = False

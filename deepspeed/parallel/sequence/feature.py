@@ -11,7 +11,7 @@ from typing_extensions import override
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.parallel.sequence.offloaded import offload_checkpoints
 from deepspeed.parallel.sequence.tiled_models import tile_model
-from deepspeed.parallel.sequence.ulysses import adopt_model, with_all_data_ranks
+from deepspeed.parallel.sequence.ulysses import adopt_model, recompute_between_exchanges, with_all_data_ranks
 
 
 class SequenceParallelism(EngineFeature):
@@ -50,6 +50,8 @@ class SequenceParallelism(EngineFeature):
                 recompute_exchange=section.recompute_exchange,
                 whole=stages.transformers_model if stages is not None else None,
             )
+        if setup.root.activation_checkpointing.recompute_modules:
+            recompute_between_exchanges(setup.model)
         if stages is not None:
             stages.share_loss(own_share=section.loss == "own_share")
         return {}

@@ -7,6 +7,7 @@ would be evaluated at the part's own positions. So masks are recognised instead,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import call_attention
@@ -170,7 +172,8 @@ def _by_heads(call: AttentionCall) -> torch.Tensor:
     if more.get("s_aux") is not None and sharing.ring_group is None:  # attention sinks: one number per head
         more = {**more, "s_aux": more["s_aux"][start:stop]}
     inside = replace(call, query=query, key=key, value=value, more=more)
-    once = SavedResult() if sharing.recompute_exchange and sharing.ring_group is None else None
+    keeps_once = sharing.recompute_exchange and not sharing.recompute_core and sharing.ring_group is None
+    once = SavedResult() if keeps_once else None
     with nullcontext() if once is None else once.attending():
         out = implementation_of(sharing)(inside)
     whole = exchange(out, group, 1, 2, back=True, heads=shares.query)
@@ -271,7 +274,19 @@ def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCa
     """Returns what attends: after the exchange of heads, or at once where heads are not exchanged."""
     if sharing.ring_group is not None:
         return _attend_by_ring
-    return _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
+    attend_whole = _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
+    return functools.partial(_recomputed, attend_whole) if sharing.recompute_core else attend_whole
+
+
+def _recomputed(attend_whole: Callable[[AttentionCall], torch.Tensor], call: AttentionCall) -> torch.Tensor:
+    """Attends, and once more in backward: between the exchanges, so that these are made once."""
+    if not torch.is_grad_enabled():
+        return attend_whole(call)
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend_whole(replace(call, query=query, key=key, value=value))
+
+    return non_reentrant_checkpoint(run, call.query, call.key, call.value)  # type: ignore[no-any-return]
 
 
 def _attend_by_ring(call: AttentionCall) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.activation_checkpointing.attention import offers_recomputation
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import SEQUENCE, TENSOR, Mesh
@@ -212,6 +213,32 @@ def adopt_model(
         f"{ranks // by_ring}, keys and values passed around rings of {by_ring}); each rank's inputs are its own "
         "tokens of every sequence, with position_ids"
     )
+
+
+def recompute_between_exchanges(model: nn.Module) -> None:
+    """Lets a registered model attend once more in backward, between the exchanges of tokens, which are made once.
+
+    Raises:
+        DeepSpeedConfigError: The model is not registered and offers nothing itself, or attends round the ranks.
+    """
+    key = "activation_checkpointing.recompute_modules"
+    found = next((one for module in model.modules() if (one := sharing_of(module)) is not None), None)
+    if found is None:
+        if getattr(model, "is_part_of_model", False) or offers_recomputation(model):
+            return
+        raise DeepSpeedConfigError(
+            f"{key} where ranks share sequences: expected a Transformers model, or modules with a method "
+            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint in its "
+            "own code, or leave the key out"
+        )
+    if found.ring_group is not None:
+        raise DeepSpeedConfigError(
+            f"{key}: attention round the ranks (sequence_parallel.mode) keeps no scores, and would send keys and "
+            'values again in backward; leave the key out, or set the mode to "ulysses"'
+        )
+    if found.recompute_exchange:
+        log_dist(f"sequence_parallel.recompute_exchange has no effect beside {key}: attention's result is not kept")
+    found.recompute_core = True
 
 
 def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
