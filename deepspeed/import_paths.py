@@ -107,7 +107,9 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.base_optimizer": {
         "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
     },
-    "runtime.bf16_optimizer": {},
+    "runtime.bf16_optimizer": {
+        "deepspeed.zero.update.optimizer": "BF16_Optimizer",
+    },
     "runtime.checkpoint_engine": {
         "deepspeed.checkpoint.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine",
     },
@@ -171,7 +173,9 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.engine.parts": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     },
     "runtime.fp16": {},
-    "runtime.fp16.fused_optimizer": {},
+    "runtime.fp16.fused_optimizer": {
+        "deepspeed.zero.update.optimizer": "FP16_Optimizer",
+    },
     "runtime.fp16.loss_scaler": {
         "deepspeed.precision.loss_scaler": (
             "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler INITIAL_LOSS_SCALE "
@@ -190,7 +194,9 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.fp16.onebit.zoadam": {
         "deepspeed.ops.onebit.zero_one": "ZeroOneAdam",
     },
-    "runtime.fp16.unfused_optimizer": {},
+    "runtime.fp16.unfused_optimizer": {
+        "deepspeed.zero.update.optimizer": "FP16_UnfusedOptimizer",
+    },
     "runtime.hybrid_engine": {
         "deepspeed.engine.hybrid": "DeepSpeedHybridEngine",
     },

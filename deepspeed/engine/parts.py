@@ -20,6 +20,7 @@ from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.tiers import OffloadTiers
+from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
@@ -27,7 +28,13 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.update.optimizer import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+)
 
 DeepSpeedOptimizerCallable: TypeAlias = Callable[[Iterable[nn.Parameter] | dict[str, Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
@@ -92,7 +99,7 @@ class EngineParts:
         if self.torch_optimizer is None:
             return None
         root = self.parsed.root
-        kind = DeepSpeedZeroOptimizer_Stage3 if self.placement.shard_params else DeepSpeedZeroOptimizer
+        kind = self._optimizer_class(self.torch_optimizer)
         assert self.runtime.reducer is not None
         return kind(
             self.torch_optimizer,
@@ -112,6 +119,17 @@ class EngineParts:
             strategies=self.tiers.strategies,
             driver=self.driver,
         )
+
+    def _optimizer_class(self, optimizer: torch.optim.Optimizer) -> type[DeepSpeedZeroOptimizer]:
+        """Returns the class by the name that programs know; all of them do the same."""
+        if self.placement.shard_params:
+            return DeepSpeedZeroOptimizer_Stage3
+        if self.placement.shard_master or self.precision.name not in ("fp16", "bf16"):
+            return DeepSpeedZeroOptimizer
+        if self.precision.name == "bf16":
+            return BF16_Optimizer
+        is_whole = is_elementwise(optimizer).kind is not OptimizerKind.ELEMENTWISE
+        return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
 
     def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
         """What ``initialize`` returns as the optimizer; at stage 3 it leads to the machinery of sharded parameters."""

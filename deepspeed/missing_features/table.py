@@ -104,15 +104,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "an optimizer wrapper for each precision",
-        "deepspeed.initialize returns one class for all, deepspeed.zero.update.optimizer.DeepSpeedZeroOptimizer.",
-        {
-            "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
-            "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
-            "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
-        },
-    ),
-    Feature(
         "a file writer of its own for checkpoints",
         "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
         {"deepspeed.io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter"},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import deepspeed
 from deepspeed import zero
 from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
@@ -155,6 +156,32 @@ def test_no_optimizer_at_all():
     for stage in (1, 2):
         with pytest.raises(AssertionError, match="shards optimizer states, but there is no optimizer"):
             run_ranks(_without_optimizer, 1, stage)
+
+
+def _classes_of_optimizers() -> None:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    kinds = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer)
+    for stage, precision, optimizer, expected in (
+        (0, "bf16", "AdamW", BF16_Optimizer),
+        (0, "fp16", "AdamW", FP16_Optimizer),
+        (0, "fp16", "Lamb", FP16_UnfusedOptimizer),
+        (1, "fp16", "AdamW", None),
+    ):
+        config = {
+            "train_micro_batch_size_per_gpu": 1, precision: {"enabled": True}, "optimizer": {"type": optimizer},
+            "zero_optimization": {"stage": stage},
+        }  # fmt: skip
+        engine = deepspeed.initialize(model=tower(), config=config)[0]
+        found = [kind for kind in kinds if isinstance(engine.optimizer, kind)]
+        assert found == ([] if expected is None else [expected]), (stage, precision, optimizer)
+        engine.destroy()
+
+
+def test_classes_that_programs_ask_optimizers_for():
+    run_ranks(_classes_of_optimizers, 1)
 
 
 def _unassigned(folder: str) -> None:

@@ -35,22 +35,22 @@ def test_no_name_twice():
 
 
 def test_classes():
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed import DeepSpeedTransformerLayer
 
-    assert isinstance(BF16_Optimizer, type)
-    assert not isinstance(nn.Linear(1, 1), BF16_Optimizer)
-    assert not issubclass(nn.Linear, BF16_Optimizer)
-    with pytest.raises(NotYetSupportedError, match="optimizer wrapper"):
+    assert isinstance(DeepSpeedTransformerLayer, type)
+    assert not isinstance(nn.Linear(1, 1), DeepSpeedTransformerLayer)
+    assert not issubclass(nn.Linear, DeepSpeedTransformerLayer)
+    with pytest.raises(NotYetSupportedError, match="fused transformer layer"):
 
-        class Mine(BF16_Optimizer):
+        class Mine(DeepSpeedTransformerLayer):
             pass
 
-    with pytest.raises(NotYetSupportedError, match="optimizer wrapper"):
+    with pytest.raises(NotYetSupportedError, match="fused transformer layer"):
 
-        class Both(nn.Module, BF16_Optimizer):
+        class Both(nn.Module, DeepSpeedTransformerLayer):
             pass
 
-    assert repr(BF16_Optimizer) == "<deepspeed.runtime.bf16_optimizer.BF16_Optimizer: not supported yet>"
+    assert repr(DeepSpeedTransformerLayer) == "<deepspeed.DeepSpeedTransformerLayer: not supported yet>"
 
 
 def test_attributes_of_classes():

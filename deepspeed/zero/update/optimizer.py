@@ -542,3 +542,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
     """The optimizer at stage 3; a name of its own because users and integrations ask for it."""
+
+
+class BF16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
+    """The optimizer at stage 0 in bf16; a name of its own because programs ask for it by ``isinstance``."""
+
+
+class FP16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
+    """The optimizer at stage 0 in fp16, around one that works element by element."""
+
+
+class FP16_UnfusedOptimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
+    """The optimizer at stage 0 in fp16, around one that needs whole tensors, such as LAMB."""
