@@ -1,6 +1,6 @@
 """Random layerwise token dropping: a layer sees some tokens, the others pass it unchanged (arXiv:2211.11586).
 
-Keeping some positions of the sequences in everything that a layer is given.
+Positions are kept in everything that a layer is given along them: activations, masks, rotary angles.
 
 Shapes: B samples, S positions, k of them kept, H heads, D features. ``kept`` is an int64 tensor [B, k], sorted along k.
 """

@@ -1,20 +1,15 @@
-"""Which formats of packed weights there are.
+"""Formats in which the weight of a linear layer is kept in few bits.
 
-Four bits: a scale and an offset per group of input features.
+A weight, ``[out_features, in_features]``, becomes two tensors: ``codes`` (whole numbers) and ``scales`` (bfloat16).
+Both are plain tensors that can be parameters, buffers or lie in a file; their layout depends on no machine.
 
-The codes lie as torch's kernel for CPUs with AVX-512 reads them, whatever the machine: 64 output features make a block,
-in which a byte holds the codes of features j (low half) and j + 32 (high half) at one input feature. Where the kernel
-of a machine wants another order (:func:`_kernel_reads_it` asks it once), the weight is unpacked instead.
-
-One to eight bits as a training with rounded weights left them: codes beside each other, a scale for each group.
-
-This format keeps values exactly; those of 8 and of 4 bits with a kernel are :mod:`.int8` and :mod:`.int4`.
-
-What a format of packed weights can do.
-
-A weight of a linear layer, ``[out_features, in_features]``, becomes two tensors: ``codes`` (whole numbers) and
-``scales`` (bfloat16). Both are plain tensors that can be parameters, buffers or lie in a file; their layout depends on
-no machine.
+- Eight bits (:class:`Int8Rows`): symmetric, a scale per output feature.
+- Four bits (:class:`Int4Groups`): a scale and an offset per group of input features. The codes lie as torch's kernel
+  for CPUs with AVX-512 reads them, whatever the machine: 64 output features make a block, in which a byte holds the
+  codes of features j (low half) and j + 32 (high half) at one input feature. Where the kernel of a machine wants
+  another order (:func:`_kernel_reads_it` asks it once), the weight is unpacked instead.
+- One to eight bits (:class:`GroupCodes`) as a training with rounded weights left them: codes beside each other and a
+  scale for each group. It keeps the trained values exactly.
 """
 
 from __future__ import annotations
