@@ -1,6 +1,6 @@
 """Several machines: network namespaces with their own addresses, names and temporary folders, over a shaped network.
 
-Runs only what users run: the ``deepspeed`` command by ssh, torchrun and mpirun, with the programs of this system.
+Runs only what users run: the ``deepspeed`` command by ssh, torchrun, mpirun and srun, with the programs of this system.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from tests.harness.machines import Machines, finish, needs_machines
 from tests.harness.programs import needs_program
+from tests.harness.slurm import SlurmCluster, needs_slurm
 from tests.launcher.machines_train import batch_of, build
 from tests.launcher.processes import wait_until
 from tests.launcher.test_mpi import OPENMPI
@@ -100,6 +101,17 @@ class Mpirun:
         return [machines[numbers[0]].start(command, machines.folder, variables=variables)]
 
 
+class Srun:
+    """A task per rank under a Slurm cluster: nothing in the environment of the ranks but what Slurm puts there."""
+
+    def start(self, machines, arguments, numbers):
+        if not hasattr(machines, "slurm"):
+            machines.slurm = SlurmCluster(machines)
+        words = ["srun", "-K1", "-w", ",".join(f"node{number}" for number in numbers), f"-N{len(numbers)}"]
+        words += [f"-n{2 * len(numbers)}", "--ntasks-per-node=2", "--gpus-per-task=1"]
+        return [machines.slurm.start(*words, sys.executable, SCRIPT, *arguments)]
+
+
 def mpirun_of_openmpi(folder):
     """A folder in which mpirun is Open MPI's: several may be installed."""
     programs = folder / "bin"
@@ -135,6 +147,7 @@ FORMS = {
     "torchrun": pytest.param(Torchrun(), id="torchrun"),
     "ssh": pytest.param(Ssh(), id="ssh", marks=needs_program("sshd")),
     "mpirun": pytest.param(Mpirun(), id="mpirun", marks=[needs_program("sshd"), needs_program("mpirun.openmpi")]),
+    "srun": pytest.param(Srun(), id="srun", marks=needs_slurm),
 }
 
 
@@ -212,3 +225,21 @@ def test_a_machine_that_is_lost_ends_the_run_and_one_machine_goes_on(form, tmp_p
         succeed(form.start(machines, ["3", folder, "5", "8"], (0,)))
         for one in seen(tmp_path, 2):
             assert one["losses"] == pytest.approx(expected(8)[5:], rel=1e-5)
+
+
+@needs_slurm
+def test_slurm_places_ranks_on_nodes_that_differ(tmp_path):
+    losses = expected(4)
+    with Machines(tmp_path, 2, **SHAPE) as machines:
+        slurm = SlurmCluster(machines)
+        hosts = tmp_path / "tasks"
+        hosts.write_text("node0\nnode0\nnode0\nnode1\n")
+        succeed([
+            slurm.start("srun", "-K1", "-N2", "-n4", "--distribution=arbitrary", sys.executable, SCRIPT, "3",
+                        str(tmp_path / "one"), "0", "4", SLURM_HOSTFILE=str(hosts))
+        ])  # fmt: skip
+        found = seen(tmp_path, 4)
+        assert [(one["host"], one["local_rank"]) for one in found] == [
+            ("node0", 0), ("node0", 1), ("node0", 2), ("node1", 0)
+        ]  # fmt: skip
+        assert all(one["losses"] == pytest.approx(losses, rel=1e-5) for one in found)
