@@ -7,6 +7,7 @@ The calls are those of Ray's own example for DeepSpeed: ``optimizer.step()`` and
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import tempfile
 from pathlib import Path
@@ -132,3 +133,151 @@ def test_a_killed_worker_is_retried_from_the_checkpoint(tmp_path):
     assert mark.exists() and found.error is None
     assert found.metrics["first"] > 0
     assert found.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-4)
+
+
+# --- Ray's integrations of Lightning and Transformers ----------------------------------------------------------------
+
+EXAMPLES = 24
+
+
+def examples():
+    x = torch.rand(EXAMPLES, 6, generator=torch.Generator().manual_seed(5))
+    return x, x.sum(dim=1, keepdim=True)
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+
+
+def plain_losses(epochs, clip=float("inf")):
+    """The loss of each step of plain torch on batches of 12 examples; the norm of its gradients is at most ``clip``."""
+    model, losses = network(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    x, y = examples()
+    for _ in range(epochs):
+        for part in range(0, EXAMPLES, 12):
+            loss = (model(x[part : part + 12]) - y[part : part + 12]).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def train_with_lightning(config):
+    """One worker of Lightning under Ray, as Ray's guide has it."""
+    runpy.run_path(f"{ROOT}/examples/on_cpu.py")["REPLACEMENTS"]["lightning"]()
+    import lightning.pytorch as pl
+    from ray.train.lightning import (
+        RayDeepSpeedStrategy,
+        RayLightningEnvironment,
+        RayTrainReportCallback,
+        prepare_trainer,
+    )
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def training_step(self, batch, index):
+            x, y = batch
+            loss = (self.layers(x) - y).pow(2).mean()
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)
+
+    group = torch.distributed.group.WORLD
+    workers = ray_train.get_context().get_world_size()
+    trainer = prepare_trainer(
+        pl.Trainer(
+            max_epochs=config["epochs"], strategy=RayDeepSpeedStrategy(stage=3), plugins=[RayLightningEnvironment()],
+            callbacks=[RayTrainReportCallback()], accelerator="auto", devices="auto", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(*examples())
+    sampler = torch.utils.data.DistributedSampler(data, workers, trainer.global_rank, shuffle=False)
+    loader = torch.utils.data.DataLoader(data, batch_size=12 // workers, sampler=sampler)
+    checkpoint = config.get("resume")
+    if checkpoint is None:
+        trainer.fit(Module(), train_dataloaders=loader)
+    else:
+        with checkpoint.as_directory() as folder:
+            trainer.fit(Module(), train_dataloaders=loader, ckpt_path=os.path.join(folder, "checkpoint.ckpt"))
+    assert trainer.world_size == workers and trainer.global_step == 2 * config["epochs"]
+    assert torch.distributed.group.WORLD is group
+
+
+def train_with_transformers(config):
+    """One worker of the Trainer under Ray, as Ray's guide has it."""
+    from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
+    from transformers import Trainer, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x, labels):
+            found = self.layers(x)
+            return {"loss": (found - labels).pow(2).mean(), "logits": found}
+
+    class Unshuffled(Trainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    workers = ray_train.get_context().get_world_size()
+    x, y = examples()
+    settings = {
+        "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}, "gradient_clipping": "auto",
+    }  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=config["output"], deepspeed=settings, per_device_train_batch_size=12 // workers, use_cpu=True,
+        num_train_epochs=config["epochs"], lr_scheduler_type="constant", learning_rate=1e-2, max_grad_norm=1.0,
+        logging_steps=1, save_strategy="epoch", report_to="none", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    data = [{"x": x[number], "labels": y[number]} for number in range(EXAMPLES)]
+    trainer = Unshuffled(model=Model(), args=arguments, train_dataset=data)
+    trainer.add_callback(RayTrainReportCallback())
+    prepare_trainer(trainer).train(resume_from_checkpoint=config.get("checkpoint"))
+    assert trainer.is_deepspeed_enabled and torch.distributed.is_initialized()
+
+
+def fit_integration(body, folder, workers, **config):
+    trainer = TorchTrainer(
+        body, train_loop_config=config, scaling_config=ScalingConfig(num_workers=workers, use_gpu=False),
+        run_config=RunConfig(storage_path=str(folder), name="run"),
+    )  # fmt: skip
+    found = trainer.fit()
+    assert found.error is None
+    return found
+
+
+def test_lightning_under_ray_trains_like_plain_torch_and_resumes(tmp_path):
+    pytest.importorskip("lightning")
+    losses = plain_losses(4)
+    part = fit_integration(train_with_lightning, tmp_path / "part", 2, epochs=2)
+    assert part.metrics["loss"] == pytest.approx(losses[3], rel=1e-4)
+    rest = fit_integration(train_with_lightning, tmp_path / "rest", 2, epochs=4, resume=part.checkpoint)
+    assert rest.metrics["loss"] == pytest.approx(losses[7], rel=1e-4)
+
+
+def test_transformers_under_ray_trains_like_plain_torch_and_resumes(tmp_path):
+    losses = plain_losses(4, clip=1.0)
+    folder = str(tmp_path / "trainer")
+    part = fit_integration(train_with_transformers, tmp_path / "part", 2, epochs=2, output=folder)
+    assert part.metrics["loss"] == pytest.approx(losses[3], abs=2e-4)
+    with part.checkpoint.as_directory() as merged:
+        checkpoint = os.path.join(merged, "checkpoint")
+        rest = fit_integration(
+            train_with_transformers, tmp_path / "rest", 2, epochs=4, output=folder, checkpoint=checkpoint
+        )
+    assert rest.metrics["loss"] == pytest.approx(losses[7], abs=2e-4)
