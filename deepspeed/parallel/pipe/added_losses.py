@@ -23,7 +23,7 @@ class OutputWithLosses(NamedTuple):
     losses: dict[str, torch.Tensor]
 
 
-class _Collection:
+class _AddedLosses:
     """The losses that are added while layers run."""
 
     def __init__(self, losses: Mapping[str, torch.Tensor]) -> None:
@@ -31,13 +31,13 @@ class _Collection:
         self.keeps_gradients = torch.is_grad_enabled()
 
 
-class _OpenCollection(threading.local):
+class _OpenLosses(threading.local):
     """The collection of the layers that run on this thread."""
 
-    current: _Collection | None = None
+    current: _AddedLosses | None = None
 
 
-_open = _OpenCollection()
+_open = _OpenLosses()
 
 
 def add_loss(name: str, loss: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ def run_collecting(run: Callable[[Any], Any], value: Any) -> Any:
         value: What the first of them takes, or an :class:`OutputWithLosses` of the layers before.
     """
     given, losses = split_losses(value)
-    before, _open.current = _open.current, _Collection(losses)
+    before, _open.current = _open.current, _AddedLosses(losses)
     try:
         outputs = run(given)
         found = _open.current.losses
