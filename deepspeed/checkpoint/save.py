@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,37 @@ class _Job:
     rank_state: bytes
     manifest: Callable[[tuple[SavedFile, ...], list[int]], Manifest]
     keep_last: int | None
+
+
+class SaveProgress:
+    """Logs how much of a rank's files is written, every 15 seconds; short saves log nothing.
+
+    Args:
+        tag: Name of the checkpoint.
+        total: Bytes of tensors that the rank writes.
+        clock: Returns seconds.
+    """
+
+    seconds = 15.0
+
+    def __init__(self, tag: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tag, self._total, self._clock = tag, total, clock
+        self._written = 0
+        self._start = self._last = clock()
+
+    def add(self, nbytes: int) -> None:
+        """Counts bytes that have been written."""
+        self._written += nbytes
+        now = self._clock()
+        if now - self._last < self.seconds:
+            return
+        self._last = now
+        spent = now - self._start
+        left = max(self._total - self._written, 0) * spent / self._written
+        logger.info(
+            "saving %s: rank 0 has written %.1f of %.1f GB in %.0f s, about %.0f s are left",
+            self._tag, self._written / 1e9, self._total / 1e9, spent, left,
+        )  # fmt: skip
 
 
 class Saver:
@@ -292,7 +324,11 @@ def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
 def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
     """This rank's files."""
     written = []
-    with FileWriter(folder) as writer:
+    runs_of = [run for runs in job.collected.runs.values() for run in runs]
+    tensors = [tensor for _, tensor in (*job.buffers, *job.private)]
+    total = sum((run.stop - run.start) * run.dtype.itemsize for run in runs_of) + sum(t.nbytes for t in tensors)
+    progress = SaveProgress(job.options.tag, total) if job.rank == 0 else None
+    with FileWriter(folder, None if progress is None else progress.add) as writer:
         for number, (kind, runs) in enumerate(job.collected.runs.items()):
             name = names.data_file(job.rank, kind, number)
             written.append(writer.write_runs(name, kind, runs))

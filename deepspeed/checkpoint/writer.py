@@ -48,11 +48,20 @@ class BucketRun:
 
 
 class ChunkedStream:
-    """Bytes to a file, and a CRC-32 for each chunk of it."""
+    """Bytes to a file, and a CRC-32 for each chunk of it.
 
-    def __init__(self, descriptor: int, crc_pool: ThreadPoolExecutor) -> None:
+    Args:
+        descriptor: Of the file.
+        crc_pool: One thread, which computes checksums.
+        note: Called with the number of bytes of each write; None: nobody asks.
+    """
+
+    def __init__(
+        self, descriptor: int, crc_pool: ThreadPoolExecutor, note: Callable[[int], None] | None = None
+    ) -> None:
         self._descriptor = descriptor
         self._pool = crc_pool
+        self._note = note
         self._checksums: list[int] = []
         self._crc = 0
         self._pending: deque[tuple[Future[None], object]] = deque()
@@ -73,6 +82,8 @@ class ChunkedStream:
             self._pending.append((last, owner))
             disk.write_all(self._descriptor, part)
             self.size += len(part)
+            if self._note is not None:
+                self._note(len(part))
             while self._pending and self._pending[0][0].done():
                 self._release_oldest()
         return last
@@ -169,10 +180,12 @@ class FileWriter:
 
     Args:
         folder: An existing folder.
+        note: See :class:`ChunkedStream`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, note: Callable[[int], None] | None = None) -> None:
         self.folder = folder
+        self._note = note
         self._pool = ThreadPoolExecutor(1, "checkpoint-crc")
         self._sync_pool = ThreadPoolExecutor(1, "checkpoint-sync")
         self._syncing: list[Future[None]] = []
@@ -233,7 +246,7 @@ class FileWriter:
 
     def _stream(self, name: str, fill: Callable[[ChunkedStream], None]) -> tuple[int, tuple[int, ...]]:
         with disk.unsynced_file(self.folder / name) as descriptor:
-            stream = ChunkedStream(descriptor, self._pool)
+            stream = ChunkedStream(descriptor, self._pool, self._note)
             fill(stream)
             checksums = stream.finish()
         self._syncing.append(self._sync_pool.submit(disk.sync_and_close, descriptor))

@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm
 from deepspeed.checkpoint import save as saving
 from deepspeed.checkpoint.directory import tags
+from deepspeed.checkpoint.writer import FileWriter
 from deepspeed.errors import CheckpointError
 from tests.checkpoint.faults import faults
 from tests.checkpoint.training import engine, fragments, joined, other_state, train
@@ -133,3 +134,17 @@ def two_engines(folder: str):
 def test_two_engines_save_at_once(tmp_path):
     expected = [f"global_step{step}" for step in range(3)]
     assert run_ranks(two_engines, 2, str(tmp_path)) == [(expected, expected)] * 2
+
+
+def test_a_long_save_says_how_far_it_is(tmp_path, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(saving.logger, "info", lambda text, *values: lines.append(text % values))
+    times = iter([0.0, 5.0, 16.0, 20.0, 40.0])
+    progress = saving.SaveProgress("step7", 4 * 10**9, clock=lambda: next(times))
+    with FileWriter(tmp_path, progress.add) as writer:
+        for name in ("a", "b", "c", "d"):
+            writer.write_bytes(name, "torch", b"x" * 10**6)
+    assert lines == [
+        "saving step7: rank 0 has written 0.0 of 4.0 GB in 16 s, about 31984 s are left",
+        "saving step7: rank 0 has written 0.0 of 4.0 GB in 40 s, about 39960 s are left",
+    ]
