@@ -239,7 +239,8 @@ class TuningHooks(EngineHooks):
         measured, wall = len(walls), median(walls)
         low, _, high = quantiles(walls, n=4) if measured > 1 else (wall,) * 3
         phases = self.tracker.seconds()
-        named = {name: phases.get(phase, 0.0) / measured * 1e3 for phase, name in _PHASES.items()}
+        # Phases are sums over all updates, so their shares of that time are what the median update gets.
+        named = {name: phases.get(phase, 0.0) / sum(walls) * wall * 1e3 for phase, name in _PHASES.items()}
         write_json(
             Path(self._experiment.folder) / METRICS,
             {
