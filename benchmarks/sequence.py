@@ -104,7 +104,7 @@ def _kept_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from deepspeed.parallel.sequence.context import sharing_of
-    from deepspeed.parallel.sequence.transformers_models import share_sequences
+    from deepspeed.parallel.sequence.ulysses import share_sequences
 
     width = HEADS * WIDTH
     config = LlamaConfig(

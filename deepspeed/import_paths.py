@@ -69,12 +69,11 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "moe": {},
     "moe.experts": {
-        "deepspeed.parallel.expert.experts": "Experts",
+        "deepspeed.parallel.expert.layer": "Experts",
     },
     "moe.layer": {
-        "deepspeed.parallel.expert.experts": "Experts",
+        "deepspeed.parallel.expert.layer": "Experts MOELayer MoE",
         "deepspeed.parallel.expert.gate": "TopKGate",
-        "deepspeed.parallel.expert.layer": "MOELayer MoE",
     },
     "moe.sharded_moe": {
         "deepspeed.parallel.expert.gate": "TopKGate multiplicative_jitter=jittered top1gating top2gating topkgating",
@@ -89,11 +88,13 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "ops.deepspeed4science": {},
     "ops.fp_quantizer": {},
+    "ops.sparse_attention.bert_sparse_self_attention": {
+        "deepspeed.ops.sparse_attention.sparse_self_attention": "BertSparseSelfAttention",
+    },
     "ops.transformer": {},
     "pipe": {
         "deepspeed.parallel.pipe.added_losses": "add_loss",
-        "deepspeed.parallel.pipe.dualpipev": "DualPipeVModule",
-        "deepspeed.parallel.pipe.module": "PipelineModule",
+        "deepspeed.parallel.pipe.module": "DualPipeVModule PipelineModule",
         "deepspeed.parallel.pipe.spec": "LayerSpec TiedLayerSpec",
         "deepspeed.parallel.pipe.transformers_models": "transformers_state_dict",
     },
@@ -247,7 +248,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {
-        "deepspeed.parallel.sequence.loader": "UlyssesSPDataLoaderAdapter",
+        "deepspeed.parallel.sequence.batches": "UlyssesSPDataLoaderAdapter",
         "deepspeed.parallel.sequence.tiled": (
             "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute"
         ),

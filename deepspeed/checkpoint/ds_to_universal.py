@@ -8,20 +8,30 @@ What the command still does: it writes the checkpoint under another name, in thi
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import secrets
 import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from deepspeed.checkpoint import disk
+import torch
+
+from deepspeed.checkpoint import disk, names, restricted
 from deepspeed.checkpoint.commit import SaveFolder
 from deepspeed.checkpoint.consolidate import open_source
-from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.directory import LATEST_UNIVERSAL, Format, check_tag, format_of
-from deepspeed.checkpoint.format import MANIFEST, Manifest
+from deepspeed.checkpoint.format import BUFFERS, MANIFEST, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.checkpoint.upstream import UpstreamSource
+from deepspeed.checkpoint.writer import FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.release import VERSION
+from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
+from deepspeed.zero.tiling.tiles import Tile
 
 _NOT_NEEDED = (
     "Conversion is no longer needed: load_checkpoint reads {input} directly, at any number of ranks and any "
@@ -96,6 +106,145 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     sys.stdout.write(f"Written: {given.output_folder}\n")
     return 0
+
+
+_PART_NUMEL = 1 << 22
+_BUCKET_NUMEL = 500_000_000
+# Of the model-states file: large, or about the files that are replaced.
+_DROPPED = ("module", "frozen_param_fragments", "optimizer")
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter's values of one kind, read while they are written."""
+
+    source: CheckpointSource
+    kind: str
+    name: str
+    bucket: int
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def values(self) -> Iterator[torch.Tensor]:
+        """Yields the elements in order, as 1-D contiguous tensors; called once."""
+        numel = self.stop - self.start
+        for first in range(0, numel, _PART_NUMEL):
+            last = min(first + _PART_NUMEL, numel)
+            part = torch.empty(last - first, dtype=self.dtype)
+            self.source.read(Wanted(self.kind, self.name, first, last), part)
+            yield part
+
+
+def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str, version: str) -> Path:
+    """Writes ``source`` as a checkpoint of our own format.
+
+    Args:
+        source: Any checkpoint.
+        state: Its small states.
+        root: Folder of checkpoints.
+        tag: Name of the new one.
+        version: Of this package.
+
+    Returns:
+        The tag folder.
+
+    Raises:
+        CheckpointError: The source is damaged or not complete.
+        OSError: It cannot be written.
+    """
+    source.check([Wanted(k, n, 0, p.numel) for n, p in source.parameters.items() for k in p.kinds])
+    buckets = _layout(source, state)
+    folder = SaveFolder(root, tag, secrets.token_hex(8))
+    folder.create()
+    try:
+        files = _write(source, state, folder.folder, buckets)
+        facts = {
+            "tag": tag,
+            "written_by": version,
+            "converted_from": os.path.basename(source.label),
+            "torch": torch.__version__,
+            "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "world_size": state.world_size,
+            "zero_stage": 0,
+            "precision": _precision(source),
+            "optimizer": state.optimizer,
+            **state.counters,
+        }
+        frozen = frozenset(name for name, parameter in source.parameters.items() if parameter.is_frozen)
+        folder.write_manifest(Manifest(buckets, tuple(files), facts, dict(source.aliases), frozenset(), frozen))
+        return folder.commit()
+    except BaseException:
+        folder.abandon()
+        raise
+
+
+def _precision(source: CheckpointSource) -> str:
+    dtypes = {parameter.compute_dtype for parameter in source.parameters.values()}
+    return "bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32"
+
+
+def _layout(source: CheckpointSource, state: TrainingState) -> tuple[BucketLayout, ...]:
+    """Parameters of one dtype side by side, as many as fit a bucket."""
+    group_of = {name: number for number, group in enumerate(state.param_groups) for name in group["params"]}
+    waiting: dict[tuple[str, bool], list[Tile]] = {}
+    buckets: list[BucketLayout] = []
+
+    def close(kind: tuple[str, bool]) -> None:
+        tiles = waiting.pop(kind)
+        buckets.append(bucket_layout(len(buckets), tiles, dtype=kind[0], trainable=kind[1], num_slices=1))
+
+    for name, parameter in source.parameters.items():
+        kind = (str(parameter.compute_dtype).removeprefix("torch."), name in group_of)
+        if kind in waiting and sum(tile.numel for tile in waiting[kind]) + parameter.numel > _BUCKET_NUMEL:
+            close(kind)
+        waiting.setdefault(kind, []).append(Tile(name, tuple(parameter.shape), group_of.get(name, -1)))
+    for kind in list(waiting):
+        close(kind)
+    return tuple(buckets)
+
+
+def _write(
+    source: CheckpointSource, state: TrainingState, folder: Path, buckets: tuple[BucketLayout, ...]
+) -> list[SavedFile]:
+    by_kind: dict[str, list[_Parameter]] = {}
+    for bucket in buckets:
+        for tile, start in zip(bucket.tiles, bucket.starts, strict=True):
+            for kind, dtype in source.parameters[tile.name].kinds.items():
+                if tile.numel:
+                    entry = _Parameter(source, kind, tile.name, bucket.index, start, start + tile.numel, dtype)
+                    by_kind.setdefault(kind, []).append(entry)
+    with FileWriter(folder) as writer:
+        files = [
+            writer.write_runs(names.data_file(0, kind, number), kind, entries)
+            for number, (kind, entries) in enumerate(by_kind.items())
+        ]
+        if source.buffers:
+            tensors = [(name, source.read_buffer(name)) for name in source.buffers]
+            files.append(writer.write_tensors(names.buffers_file(), BUFFERS, tensors))
+        for name, value in ((names.TRAINING_STATE, _training(state)), (names.model_states_file(0), _top(state))):
+            files.append(writer.write_bytes(name, TORCH, restricted.dumps(value)))
+    return files
+
+
+def _training(state: TrainingState) -> dict[str, Any]:
+    return {
+        "counters": state.counters,
+        "world_size": state.world_size,
+        "optimizer": state.optimizer,
+        "param_groups": state.param_groups,
+        "scalars": [[[name], values] for name, values in state.scalars.items()],
+        "loss_scaler": state.loss_scaler,
+        "skipped_in_a_row": state.skipped_in_a_row,
+        "lr_scheduler": state.lr_scheduler,
+        "extra_state": state.extra_state,
+    }
+
+
+def _top(state: TrainingState) -> dict[str, Any]:
+    kept = {key: value for key, value in state.model_states.items() if key not in _DROPPED}
+    return {"module": None, "optimizer": None, **kept}
 
 
 if __name__ == "__main__":

@@ -1,34 +1,42 @@
-"""Saving: collect, write, agree, commit. In the calling thread, or beside training from a copy in host memory."""
+"""Saving: collect, write, agree, commit. In the calling thread, or beside training from a copy in host memory.
+
+Makes ``zero_to_fp32.py``: a script that uses this package where it is installed, and carries its reader otherwise.
+
+The carried part is the source of the modules below, word for word, so that there is only one reader to maintain. They
+import nothing but each other, torch and Python itself; a test runs the script without the package.
+"""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import disk, names, states
 from deepspeed.checkpoint.collect import RankCheckpoint, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import BUFFERS, FOLDERS, PRIVATE, TORCH, Manifest, SavedFile
-from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.checkpoint.save_folders import make_folders
-from deepspeed.checkpoint.script import SCRIPT_NAME, script
 from deepspeed.checkpoint.writer import BucketRun, FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
+from deepspeed.offload.pinned import may_pin, page_buffer
 
 
 @dataclass(frozen=True)
@@ -355,3 +363,174 @@ def _commit(job: _Job, folder: SaveFolder, manifest: Manifest) -> None:
         removed = prune(root, job.keep_last, tag)
         if removed:
             logger.info("checkpoint.keep_last %d: removed %s", job.keep_last, ", ".join(removed))
+
+
+_ALIGNMENT = 64  # bytes, so that every tensor begins on a cache line
+
+
+class HostCopy:
+    """Copies tensors into host memory.
+
+    What is on a device goes into one page-locked buffer of the exact size, which is kept for the next copy of that
+    size: torch's allocator would round every tensor up to a power of two and keep it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that are kept for the next copy."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies with the shapes and dtypes of ``tensors``; those of the last call are overwritten.
+
+        Waits until the device has finished.
+        """
+        places: dict[int, int] = {}
+        size = 0
+        for number, tensor in enumerate(tensors):
+            if tensor.device.type != "cpu" and tensor.numel():
+                places[number] = size
+                size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if self._buffer is None or self._buffer.numel() != size:
+            self._buffer = None  # before the next one is taken
+            self._buffer = page_buffer(size, pin=may_pin(True)) if size else None
+        copies = []
+        for number, tensor in enumerate(tensors):
+            if number in places:
+                assert self._buffer is not None
+                start, nbytes = places[number], tensor.numel() * tensor.element_size()
+                held = self._buffer[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
+            else:
+                held = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies.append(held.copy_(tensor.detach(), non_blocking=True))
+        get_accelerator().synchronize()
+        return copies
+
+    def free(self) -> None:
+        """Gives the buffer back."""
+        self._buffer = None
+
+
+def make_folders(exchange: Exchange, folder: SaveFolder, doing: str) -> list[int]:
+    """Makes the folders of a save, and returns for each rank the rank that leads its folder. Every rank must call it.
+
+    The ranks of one folder are those that see the same files. A node with a disk of its own has one, and so has each
+    rank that a program gives a folder of its own (Ray Train does). The leader makes the folder and commits it.
+
+    Args:
+        exchange: The ranks that save together.
+        folder: This rank's, by its own path.
+        doing: What is being done, for messages.
+    """
+    what = f"{doing}: making the folder"
+
+    exchange.together(what, lambda: folder.create() if exchange.rank == 0 else None)
+    # None: sees the folder of rank 0. Otherwise ranks with equal keys surely share theirs.
+    keys = exchange.together(what, lambda: None if folder.is_visible() else (socket.gethostname(), folder.real_path()))
+    first: dict[tuple[str, str], int] = {}
+    for rank, key in enumerate(keys):
+        if key is not None:
+            first.setdefault(key, rank)
+    if not first:
+        return [0] * exchange.size
+    makers = sorted(first.values())
+
+    def make() -> None:
+        if exchange.rank in makers:
+            folder.create()
+            folder.mark(exchange.rank)
+
+    exchange.together(what, make)
+
+    def leader() -> int:
+        if keys[exchange.rank] is None:
+            return 0
+        # Nodes may share a disk that rank 0 does not see: then several have made the same folder.
+        found = next((maker for maker in makers if folder.is_marked(maker)), None)
+        if found is None:
+            raise CheckpointError(
+                f"{folder.folder}: expected the folder that a rank of this machine has just made; found none. Give "
+                "save_checkpoint a folder that all ranks of a machine see, or each rank one of its own"
+            )
+        return found
+
+    return exchange.together(what, leader)
+
+
+SCRIPT_NAME = "zero_to_fp32.py"
+
+CARRIED = (
+    "deepspeed.errors",
+    "deepspeed.zero.tiling.tiles",
+    "deepspeed.zero.tiling.layout",
+    "deepspeed.checkpoint.format",
+    "deepspeed.checkpoint.directory",
+    "deepspeed.checkpoint.disk",
+    "deepspeed.checkpoint.source",
+    "deepspeed.checkpoint.reader",
+    "deepspeed.checkpoint.weights_file",
+    "deepspeed.checkpoint.consolidate",
+)
+
+_TEMPLATE = '''#!/usr/bin/env python
+"""Writes the full weights of a checkpoint in this folder as ordinary files.
+
+    python zero_to_fp32.py . output_folder [--safe_serialization] [--max_shard_size 5GB] [--dtype fp32] [-t TAG]
+    python zero_to_fp32.py . pytorch_model.bin
+
+It needs Python, torch and nothing else: no GPU, no configuration. Where deepspeed is installed that is used; otherwise
+the sources below, which are deepspeed's own.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+
+ENTRY = "deepspeed.checkpoint.consolidate"
+
+
+class Carried(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules whose sources this file carries."""
+
+    def find_spec(self, name, path=None, target=None):
+        is_package = any(module.startswith(name + ".") for module in SOURCES)
+        if is_package or name in SOURCES:
+            return importlib.util.spec_from_loader(name, self, is_package=is_package)
+        return None
+
+    def exec_module(self, module):
+        source = SOURCES.get(module.__name__, "")
+        exec(compile(source, f"<{module.__name__} in {__file__}>", "exec"), module.__dict__)
+
+
+def load():
+    try:
+        return importlib.import_module(ENTRY)
+    except Exception:  # not installed, another package of that name, or one that does not work here
+        for name in [name for name in sys.modules if name == "deepspeed" or name.startswith("deepspeed.")]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, Carried())
+        return importlib.import_module(ENTRY)
+
+
+SOURCES = {
+@SOURCES@}
+
+if __name__ == "__main__":
+    sys.exit(load().main())
+'''
+
+
+@cache
+def script() -> str:
+    """Returns the text of ``zero_to_fp32.py``."""
+    parts = []
+    for module in CARRIED:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        lines = Path(spec.origin).read_text(encoding="utf-8").splitlines(keepends=True)
+        parts.append(f"    {module!r}: (\n" + "".join(f"        {line!r}\n" for line in lines) + "    ),\n")
+    return _TEMPLATE.replace("@SOURCES@", "".join(parts))

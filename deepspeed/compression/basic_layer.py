@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as fn
 
-from deepspeed.compression.activations import QuantAct
+from deepspeed.compression.rounding import round_groups, straight_through
 from deepspeed.compression.techniques import Techniques
+from deepspeed.torch_private import is_inside_backward
 
 __all__ = [
     "BNLayer_Compress",
@@ -102,3 +103,79 @@ class Embedding_Compress(nn.Embedding):  # noqa: N801
         return fn.embedding(
             input, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
+
+
+MOMENTUM = 0.95
+
+
+class QuantAct(nn.Module):
+    """Rounds activations to few bits, with the gradient passed straight through.
+
+    ``dynamic``: every token (the last dimension), or every image, has a scale of its own. ``static``: one scale from a
+    running range, which training moves by 0.05 of the way to each batch's range, and which is part of the state dict;
+    each rank has the range of its own batches, and checkpoints rank 0's.
+
+    Args:
+        bits: Width of the codes.
+        symmetric: Around zero, or from the least to the largest value.
+        static: Where the range comes from.
+        by_image: A group is all but the first dimension.
+
+    Attributes:
+        x_min_max: ``[2]``, the running range; zeros until the first batch. Only of static ones.
+        is_acting: False: values pass as they are.
+    """
+
+    keeps_buffer_dtype = True  # in 16 bits a running range would stop moving
+
+    x_min_max: torch.Tensor
+
+    def __init__(self, bits: int, *, symmetric: bool = True, static: bool = False, by_image: bool = False) -> None:
+        super().__init__()
+        self.bits, self.symmetric, self.static, self.by_image = bits, symmetric, static, by_image
+        self.is_acting = False
+        if static:
+            self.register_buffer("x_min_max", torch.zeros(2, dtype=torch.float32))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Any shape with at least two dimensions; the result has the same shape and dtype."""
+        if not self.is_acting or values.numel() == 0:
+            return values
+        rounded = self._static(values) if self.static else self._dynamic(values)
+        return straight_through(values, rounded.to(values.dtype))
+
+    @torch.no_grad()
+    def _dynamic(self, values: torch.Tensor) -> torch.Tensor:
+        groups = values.flatten(1) if self.by_image else values.reshape(-1, values.shape[-1])
+        return round_groups(groups, self.bits, symmetric=self.symmetric).values().view(values.shape)
+
+    @torch.no_grad()
+    def _static(self, values: torch.Tensor) -> torch.Tensor:
+        now = torch.stack((values.amin(), values.amax())).to(self.x_min_max)
+        # A forward inside a backward is recomputation: its range was taken already.
+        if self.training and not is_inside_backward():
+            first = not bool(self.x_min_max.any())
+            self.x_min_max.copy_(now if first else MOMENTUM * self.x_min_max + (1 - MOMENTUM) * now)
+        # A layer that was never trained has no range yet.
+        low, high = (self.x_min_max if bool(self.x_min_max.any()) else now).float()
+        return _within(values.float(), low, high, self.bits, self.symmetric)
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"bits={self.bits}, {kind}, {'static' if self.static else 'dynamic'}"
+
+
+def _within(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> torch.Tensor:
+    """Rounds by a given range; values outside are cut to it."""
+    levels = 2**bits
+    if symmetric:
+        scale = 2 * torch.maximum(low.abs(), high.abs()) / levels
+        offset, least, most = torch.zeros_like(scale), -levels // 2, levels // 2 - 1
+    else:
+        scale = (high - low) / levels
+        least, most = 0, levels - 1
+    scale = torch.where(scale == 0, 1.0, scale)
+    if not symmetric:
+        offset = (low / scale).round() * scale
+    return ((values - offset) / scale).round().clamp(least, most) * scale + offset

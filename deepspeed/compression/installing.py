@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression import masks
-from deepspeed.compression.activations import QuantAct
+from deepspeed.compression import rounding
 from deepspeed.compression.basic_layer import (
     INPUT,
     BNLayer_Compress,
@@ -17,6 +16,7 @@ from deepspeed.compression.basic_layer import (
     Conv2dLayer_Compress,
     Embedding_Compress,
     LinearLayer_Compress,
+    QuantAct,
 )
 from deepspeed.compression.report import announce
 from deepspeed.compression.settings import PRUNED, Selection, kind_of, section_of, select
@@ -177,7 +177,7 @@ def _prune(users: LayerWeights, name: str, selection: Selection) -> None:
     if pruning.method == "l1":
         with torch.no_grad(), GatheredParameters([first.weight]):
             weight = first.weight.t() if techniques[0].is_transposed else first.weight
-            mask = masks.largest(masks.norms(weight, kind, heads), pruning.share)
+            mask = rounding.largest(rounding.norms(weight, kind, heads), pruning.share)
         for module in modules:
             module.register_buffer(pruning.buffer, mask)
     elif plan is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.compression.masks import kept_count
+from deepspeed.compression.rounding import kept_count
 from deepspeed.compression.settings import PRUNED, Selection
 from deepspeed.compression.snip import SnipPlan
 from deepspeed.compression.techniques import Techniques

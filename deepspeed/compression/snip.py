@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression import masks
+from deepspeed.compression import rounding
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.access.states import safe_get_full_sensitivity
 from deepspeed.zero.address import address_of
@@ -176,12 +176,12 @@ class SnipPruner:
             layer = users[0]
             scores = layer.get_submodule(SCORES).scores.clone()
             scores[~self._present(layer)] = -torch.inf
-            least = masks.largest(scores, LEAST_KEPT)
+            least = rounding.largest(scores, LEAST_KEPT)
             scores[least] = torch.inf
             sure += int(least.sum())
             ranked.append(scores)
         flat = torch.cat([scores.flatten() for scores in ranked])
-        count = max(sure, masks.kept_count(flat.numel(), share))
+        count = max(sure, rounding.kept_count(flat.numel(), share))
         chosen = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
         chosen[flat.topk(count, sorted=False).indices] = True
         parts = chosen.split([scores.numel() for scores in ranked])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepspeed.compression import masks
+from deepspeed.compression import rounding
 from deepspeed.compression.rounding import RoundedGroups, round_groups, straight_through
 from deepspeed.compression.snip import SnipPlan
 from deepspeed.compression.widths import BitWidth, WidthSchedule
@@ -160,7 +160,7 @@ class Techniques:
             assert isinstance(mask, torch.Tensor)
             return mask
         scores = getattr(layer, pruning.scores)
-        learned = masks.learned(scores, pruning.share)
+        learned = rounding.learned(scores, pruning.share)
         return learned if kind == "sparse" else learned.flatten()
 
 

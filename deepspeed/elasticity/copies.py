@@ -22,8 +22,8 @@ from deepspeed.checkpoint.collect import is_per_element
 from deepspeed.checkpoint.disk import bytes_of
 from deepspeed.checkpoint.format import COMPUTE, MASTER, SavedRun, optimizer_kind
 from deepspeed.checkpoint.param_groups import RankGroups
-from deepspeed.checkpoint.random_state import random_state
 from deepspeed.checkpoint.run_state import RunState
+from deepspeed.checkpoint.states import random_state
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.comm.transports.transport import Piece, Transport

@@ -14,9 +14,9 @@ from deepspeed.checkpoint.load import LoadResult
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.param_groups import choose_groups, schedule_for
 from deepspeed.checkpoint.plan import match
-from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.source import TrainingState
+from deepspeed.checkpoint.states import restore_random_state
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.elasticity.copies import CopyLayout, CopyStore, SmallStates, StateCopy

@@ -352,4 +352,4 @@ for _execute in _EXECUTE.values():
 DeepSpeedEngine.register(PipelineEngine)  # programs ask isinstance(engine, DeepSpeedEngine)
 
 DualPipeVEngine = PipelineEngine
-"""The engine of a :class:`~deepspeed.parallel.pipe.dualpipev.DualPipeVModule`: that of any pipeline."""
+"""The engine of a :class:`~deepspeed.parallel.pipe.module.DualPipeVModule`: that of any pipeline."""

@@ -17,8 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.inference.checkpoints import fill
 from deepspeed.inference.config import InferenceSettings, read_settings
 from deepspeed.inference.engine import InferenceEngine
-from deepspeed.inference.shares import save
-from deepspeed.inference.tensor import check_policy, cut, job_mesh, tensor_size
+from deepspeed.inference.tensor import check_policy, cut, job_mesh, save, tensor_size
 from deepspeed.linear.parts import check_parts, quantize_parts
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist

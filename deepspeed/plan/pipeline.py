@@ -14,13 +14,12 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.pipe.layers import Entry, class_name, trainable_numel
 from deepspeed.parallel.pipe.module import DEFAULT_SCHEDULE
 from deepspeed.parallel.pipe.partition import chunk_bounds
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, Schedule, make_schedule, place_chunks
 from deepspeed.parallel.pipe.schedule.lists import held
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
-from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
+from deepspeed.parallel.pipe.spec import Entry, LayerSpec, TiedLayerSpec, class_name, trainable_numel
 
 _NUMBERS = ("number", "layer_idx", "layer_id", "layer_number")  # by which equal layers know themselves
 

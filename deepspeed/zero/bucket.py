@@ -17,6 +17,7 @@ Only the methods below change the state; each asserts where it comes from.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any, TypeVar
@@ -31,7 +32,6 @@ from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
 from deepspeed.zero.address import BucketBase, State, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
-from deepspeed.zero.gather.gather_count import GatherCount
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
@@ -481,3 +481,34 @@ def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if dtype.is_floating_point or dtype.is_complex:
         element.fill_(float("nan"))
     return element.as_strided(shape, [0] * len(shape))
+
+
+class GatherCount:
+    """Counts the elements of sharded buckets. Every change costs the same, however many buckets there are.
+
+    Attributes:
+        live: Elements of buckets that are gathered or on their way.
+        arriving: Elements of each bucket that is on its way, by the index of the bucket, oldest first.
+        arriving_numel: Their sum.
+    """
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.arriving: OrderedDict[int, int] = OrderedDict()
+        self.arriving_numel = 0
+
+    def change(self, index: int, numel: int, before: State, after: State) -> None:
+        """Notes that a bucket changes its state.
+
+        Args:
+            index: Of the bucket.
+            numel: Elements of it.
+            before: Its state until now.
+            after: Its state from now on.
+        """
+        if before is State.GATHERING:
+            self.arriving_numel -= self.arriving.pop(index)
+        if after is State.GATHERING:
+            self.arriving[index] = numel
+            self.arriving_numel += numel
+        self.live += numel * ((after is not State.SHARDED) - (before is not State.SHARDED))

@@ -21,7 +21,7 @@ from torch import nn
 import deepspeed
 import deepspeed.comm as dist
 from deepspeed.moe.layer import MoE
-from deepspeed.parallel.expert.loads import save_loads_picture
+from deepspeed.parallel.expert.feature import save_loads_picture
 
 WORDS, LANGUAGES, LENGTH = 64, 16, 24
 WIDTH, INNER, LAYERS, HEADS = 64, 64, 2, 4

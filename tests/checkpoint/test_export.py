@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from deepspeed import comm
-from deepspeed.checkpoint.script import CARRIED
+from deepspeed.checkpoint.save import CARRIED
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import zero_to_fp32
 from tests.checkpoint.training import Net, engine, fragments, joined, train

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.consolidate import open_source
 from deepspeed.checkpoint.format import CHUNK_BYTES, MANIFEST, Manifest, SavedFile
-from deepspeed.checkpoint.native import read_training_state
+from deepspeed.checkpoint.load import read_training_state
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.errors import CheckpointError
 from tests.checkpoint.training import engine, train

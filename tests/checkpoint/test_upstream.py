@@ -15,7 +15,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint, open_source
 from deepspeed.checkpoint.directory import Format, find
 from deepspeed.checkpoint.source import Wanted
-from deepspeed.checkpoint.upstream.walks import stage_1_and_2, stage_3
+from deepspeed.checkpoint.upstream.content import stage_1_and_2, stage_3
 from deepspeed.errors import CheckpointError
 from tests.checkpoint.fixtures.make import FIXTURES, PIPELINES
 from tests.checkpoint.training import fragments, joined

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.compression.activations import QuantAct
-from deepspeed.compression.masks import largest, learned
-from deepspeed.compression.rounding import round_groups, straight_through
+from deepspeed.compression.basic_layer import QuantAct
+from deepspeed.compression.rounding import largest, learned, round_groups, straight_through
 from deepspeed.compression.widths import BitWidth, WidthSchedule
 
 

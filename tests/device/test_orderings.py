@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import host_copy
+from deepspeed.checkpoint import save
 from deepspeed.checkpoint.format import Manifest
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
@@ -144,7 +144,7 @@ def test_background_saves_lock_memory_of_the_size_of_the_state(tmp_path: Path) -
             asked.append(nbytes)
             return page_buffer(nbytes, pin=pin)
 
-        with mock.patch.object(host_copy, "page_buffer", buffer), mock.patch.object(torch, "empty", by_torch):
+        with mock.patch.object(save, "page_buffer", buffer), mock.patch.object(torch, "empty", by_torch):
             for tag in ("one", "two"):
                 engine.save_checkpoint(str(tmp_path), tag=tag)
                 step(engine)

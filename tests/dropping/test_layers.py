@@ -14,7 +14,7 @@ from deepspeed.comm.transports.counters import counted
 from deepspeed.dropping import ProgressiveLayerDrop
 from deepspeed.dropping.layers import LayerDrop, rows_of
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.gather.learned_order import LearnedOrder
+from deepspeed.zero.gather.schedule import LearnedOrder
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.harness.toy_models import Layer, Tower, tower

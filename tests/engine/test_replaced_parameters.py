@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.zero import places
+from deepspeed.zero import runtime
 from tests.engine.support import engine_of, inputs
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import tower
@@ -70,7 +70,7 @@ def not_taken_back() -> None:
     engine.module.last = nn.Linear(9, 5)  # a module of its own is none of the engine's business
     engine.module.first.bias = nn.Parameter(torch.zeros(1))
     said: list[str] = []
-    with mock.patch.object(places, "warn_once", lambda key, message, ranks: said.append(message)):
+    with mock.patch.object(runtime, "warn_once", lambda key, message, ranks: said.append(message)):
         engine(inputs(0))
     assert len(said) == 1 and "'first.bias' was replaced by another one, of shape (1,)" in said[0]
     engine.destroy()

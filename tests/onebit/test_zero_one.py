@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.ops.onebit.schedule import updates_of_variance
+from deepspeed.ops.onebit.zero_one import updates_of_variance
 from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower

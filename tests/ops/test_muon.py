@@ -9,8 +9,8 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.flat import supports_flat_update
 from deepspeed.ops.muon import Muon, set_optimizer_flags
-from deepspeed.ops.muon.newton_schulz import orthogonalize
-from deepspeed.ops.muon.plan import plan_rounds
+from deepspeed.ops.muon.fragments import plan_rounds
+from deepspeed.ops.muon.muon import orthogonalize
 from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 from tests.harness import run_ranks
 from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives
@@ -405,7 +405,7 @@ def test_what_is_sent_is_what_is_received(cuts):
 
 
 def owners_by_trying_all(tensors, world_size):
-    """The rule of ``deepspeed.ops.muon.plan``, by looking at every rank for every matrix."""
+    """The rule of ``deepspeed.ops.muon.fragments``, by looking at every rank for every matrix."""
     load, owners = [0] * world_size, {}
     fair = sum(tensor.numel for tensor in tensors) / world_size
     for tensor in sorted(tensors, key=lambda tensor: (-tensor.numel, tensor.index)):

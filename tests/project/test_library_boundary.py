@@ -26,7 +26,7 @@ PRIVATE = frozenset({
 
 ALLOWED = {
     ("deepspeed.parallel.pipe.transformers_models", "_tp_plan"): "a block of a pipeline brings the model's plan along",
-    ("deepspeed.compression.removal", "num_key_value_heads"): "one of many names that attention modules have",
+    ("deepspeed.compression.cleaning", "num_key_value_heads"): "one of many names that attention modules have",
     ("deepspeed.parallel.sequence.fpdt", "num_key_value_heads"): "a field of Megatron's configuration, too",
     ("deepspeed.config.sections.zero", "transformers."): "names of classes that are defaults of the configuration",
     ("deepspeed.cli.environment_info", "transformers"): "its version is reported",

@@ -21,7 +21,7 @@ NO_PATCH = ("torch.utils._python_dispatch.*",)
 BY_TEXT = {
     "deepspeed.models.construction": ("transformers", "setattr(kind, name, wrap"),
     "deepspeed.models.loading": ("transformers", "kind._load_pretrained_model = staticmethod(serve)"),
-    "deepspeed.parallel.sequence.loader": ("accelerate", "setattr(module, _NAME, skip_first_batches)"),
+    "deepspeed.parallel.sequence.batches": ("accelerate", "setattr(module, _NAME, skip_first_batches)"),
     "deepspeed.accelerator.cpu": ("mallopt", "library.mallopt"),
 }
 """Patches that no assignment to a name of the library shows, and the line that makes each."""

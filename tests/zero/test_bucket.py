@@ -9,8 +9,7 @@ from torch import nn
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.address import State
-from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gather.gather_count import GatherCount
+from deepspeed.zero.bucket import Bucket, GatherCount
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind
 from tests.harness.loopback import LoopbackTransport, run_threads

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
 from deepspeed.checkpoint.directory import Format
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted, read_whole
-from deepspeed.checkpoint.upstream.content import CheckpointValues
-from deepspeed.checkpoint.upstream.files import find_layers
-from deepspeed.checkpoint.upstream.partitioned import read_partitioned
-from deepspeed.checkpoint.upstream.pipeline import read_pipeline
-from deepspeed.checkpoint.upstream.universal import read_universal
+from deepspeed.checkpoint.upstream.content import CheckpointValues, Values
+from deepspeed.checkpoint.upstream.files import find_files, find_layers, load
+from deepspeed.checkpoint.upstream.partitioned import (
+    hyperparameters,
+    read_partitioned,
+    scaler_state,
+    take_frozen,
+    training_state,
+)
+from deepspeed.checkpoint.upstream.pipeline import joined_states, read_pipeline
+from deepspeed.checkpoint.upstream.slices import INFO, join_slices, whole_of
 from deepspeed.errors import CheckpointError
 
 
@@ -122,3 +129,118 @@ def open_upstream(
             f"{folder}: the layout is not understood ({type(error).__name__}: {error}); the files are damaged or of a "
             "version that this release cannot read"
         ) from error
+
+
+def read_universal(folder: Path, *, trust: bool) -> CheckpointValues:
+    """Reads a converted tag folder.
+
+    Args:
+        folder: The tag folder; its parameters lie below ``zero/``.
+        trust: Unpickle objects of the caller, which may run code.
+    """
+    pipeline = joined_states(folder, trust=trust)
+    ranks = () if pipeline else find_files(folder)
+    models = [[load(path, trust=trust) for path in files.model] for files in ranks]
+    models = models or [[states] for states in pipeline] or [[{}]]
+    first = models[0][0]
+    content = CheckpointValues(training_state(first))
+    content.aliases.update(first.get("shared_params") or {})
+    module = first["module"] or {}
+    buffer_names = set(first.get("buffer_names") or [])
+    content.buffers = {name: module[name] for name in buffer_names if name in module}
+    path = folder / "zero" / "optimizer_state.pt"
+    rest: Mapping[str, Any] = load(path, trust=trust) if path.is_file() else {}
+    common = _common_scalars(rest)
+    shapes = list(first.get("param_shapes") or [])
+    trained = _trained(models, str(folder))
+    for name, shape in trained.items():
+        _take_parameter(folder, content, name, shape, common, trust)
+    others = []
+    for model in models:
+        held = CheckpointValues(content.state)
+        if ranks and ranks[0].shards_params:
+            take_frozen(held, model, f"{folder}, frozen parameters")
+        else:
+            for name, tensor in (model[0]["module"] or {}).items():
+                is_trained = name in trained
+                if name in buffer_names or name in content.aliases or (is_trained and not tensor.numel()):
+                    continue
+                if not is_trained:
+                    held.frozen.add(name)
+                elif len(models) > 1:
+                    continue  # a slice of what lies whole beside it
+                held.shapes[name] = tuple(tensor.shape)
+                held.put(COMPUTE, name, Values.whole(tensor))
+        others.append(held)
+    whole = join_slices(others, first.get(INFO), str(folder))
+    content.frozen |= whole.frozen
+    content.shapes |= {name: whole.shapes[name] for name in whole.frozen}
+    for name, values in whole.values.get(COMPUTE, {}).items():
+        content.put(COMPUTE, name, values)
+    _take_groups(content, rest, shapes)
+    content.state.loss_scaler = scaler_state(rest)
+    return content
+
+
+def _trained(models: list[list[Mapping[str, Any]]], where: str) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the parameters that were trained; every model-parallel rank names those of its slices."""
+    by_rank = [
+        {name: tuple(shape) for group in model[0].get("param_shapes") or [] for name, shape in group.items()}
+        for model in models
+    ]
+    info = models[0][0].get(INFO)
+    if len(by_rank) == 1:
+        return by_rank[0]
+    if not info:
+        raise CheckpointError(
+            f"{where}: nothing says how the slices of {len(models)} model-parallel ranks fit together"
+        )
+    return {name: whole_of(name, [shapes[name] for shapes in by_rank], info, where).shape for name in by_rank[0]}
+
+
+def _common_scalars(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars that stage 3 keeps once instead of per parameter."""
+    state = (rest.get("optimizer_state_dict") or {}).get("state") or {}
+    first = state.get(0) or {}
+    return {key: value for key, value in first.items() if not isinstance(value, torch.Tensor) or value.dim() == 0}
+
+
+def _take_parameter(
+    folder: Path, content: CheckpointValues, name: str, shape: tuple[int, ...], common: dict[str, Any], trust: bool
+) -> None:
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+        raise CheckpointError(
+            f"{folder}: parameter name {name!r} leads out of the folder; the files were made to harm, or are damaged"
+        )
+    directory = folder / "zero" / name
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is missing; the checkpoint is not complete")
+    content.shapes[name] = shape
+    scalars = dict(common)
+    for path in sorted(directory.glob("*.pt")):
+        value = load(path, trust=trust)
+        value = value["param"] if isinstance(value, dict) else value
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and path.stem != "fp32"):
+            scalars[path.stem] = value
+        elif value.numel() != torch.Size(shape).numel():
+            raise CheckpointError(
+                f"{path} has {value.numel()} elements, and parameter {name!r} {torch.Size(shape).numel()}; the layout "
+                "is not understood"
+            )
+        elif path.stem == "fp32":
+            content.put(MASTER, name, Values.whole(value))
+        else:
+            content.put_state(path.stem, name, Values.whole(value))
+    if scalars:
+        content.state.scalars[name] = scalars
+
+
+def _take_groups(content: CheckpointValues, rest: Mapping[str, Any], shapes: list[Mapping[str, Any]]) -> None:
+    inner = rest.get("optimizer_state_dict")
+    groups = (inner or rest).get("param_groups") or []
+    for number, group in enumerate(groups):
+        # At stage 3 a group lists its sub-groups, otherwise group and names go together.
+        members = group["params"] if inner is not None else [number]
+        names = [name for member in members if member < len(shapes) for name in shapes[member]]
+        content.state.param_groups.append(hyperparameters(group, names))

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed.checkpoint.format import MASTER
-from deepspeed.checkpoint.upstream.content import CheckpointValues, Values, ValueSource
-from deepspeed.checkpoint.upstream.walks import Extent, Shapes
+from deepspeed.checkpoint.upstream.content import CheckpointValues, Extent, Shapes, Values, ValueSource
 from deepspeed.errors import CheckpointError
 
 _STACK = re.compile(r"(?P<experts>.*\.experts)\.w(?P<which>[123])(?:\.(?P<number>\d+)|@(?P<place>\d+))")

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.exchange import add_over_ranks, exchange_device, largest_over_ranks
-from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_most, block_squares, multiply_blocks
-from deepspeed.ops.lamb.fused_lamb import FusedLamb
+from deepspeed.ops.lamb.fused_lamb import BLOCK_NUMEL, BlockMap, FusedLamb, block_most, block_squares, multiply_blocks
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
 from deepspeed.ops.segments import Segment, SegmentTable

@@ -14,7 +14,6 @@ from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
-from deepspeed.ops.onebit.schedule import updates_of_variance
 from deepspeed.ops.rules import AdamRule, UpdateRule
 
 TRAVELLED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
@@ -287,3 +286,20 @@ class ZeroOneAdam(ElementwiseOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refused: only an engine knows the other ranks."""
         refuse_step(self)
+
+
+def updates_of_variance(last: int, scaler: int) -> frozenset[int]:
+    """Returns the updates, counted from 1, in which the variance is updated.
+
+    The gap after the *j*-th of them, counted from 0, is ``2 ** (j // scaler)``: about ``scaler * log2(last / scaler)``
+    updates.
+
+    Args:
+        last: None is after it.
+        scaler: After so many updates of the variance the gap doubles.
+    """
+    found, number = [], 1
+    while number <= last:
+        found.append(number)
+        number += 2 ** ((len(found) - 1) // scaler)
+    return frozenset(found)

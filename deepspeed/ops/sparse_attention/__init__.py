@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             ),
             f"{_HERE}.sparsity_config",
         ),
-        "BertSparseSelfAttention": f"{_HERE}.bert_sparse_self_attention",
+        "BertSparseSelfAttention": f"{_HERE}.sparse_self_attention",
         "MatMul": f"{_HERE}.matmul",
         "Softmax": f"{_HERE}.softmax",
         "SparseAttentionUtils": f"{_HERE}.sparse_attention_utils",
@@ -35,7 +35,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "use_sparse_attention": f"{_HERE}.transformers_models",
     },
     submodules=[
-        *("attention", "bert_sparse_self_attention", "bias", "build", "layouts", "matmul", "plan", "softmax"),
+        *("attention", "bert_sparse_self_attention", "bias", "matmul", "plan", "softmax"),
         *("sparse_attention_utils", "sparse_self_attention", "sparsity_config", "transformers_models"),
     ],
 )

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from torch import nn
 from typing_extensions import override
 
+from deepspeed.config.sections.sparse_attention import KEYS_OF_MODE, SparseAttention
 from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
 from deepspeed.logging import log_dist
-from deepspeed.ops.sparse_attention import build, transformers_models
+from deepspeed.ops.sparse_attention import transformers_models
+from deepspeed.ops.sparse_attention.sparsity_config import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 
 _PART = 'sparse_attention.apply_to "model"'
 
@@ -53,9 +62,31 @@ class SparseModelAttention(EngineFeature):
         section, model = setup.root.sparse_attention, setup.model
         if section is not None and section.apply_to == "model":
             heads = transformers_models.heads_of(model)
-            transformers_models.use_sparse_attention(model, build.pattern_of(section, heads))
+            transformers_models.use_sparse_attention(model, pattern_of(section, heads))
             log_dist(f"sparse_attention: every attention layer of {type(model).__name__} follows {section.mode}")
         return {}
 
 
 FEATURE = SparseModelAttention()
+
+
+_CLASSES: dict[str, type[SparsityConfig]] = {
+    "dense": DenseSparsityConfig,
+    "fixed": FixedSparsityConfig,
+    "variable": VariableSparsityConfig,
+    "bigbird": BigBirdSparsityConfig,
+    "bslongformer": BSLongformerSparsityConfig,
+}
+
+
+def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
+    """Returns the pattern that a section describes.
+
+    Args:
+        section: ``sparse_attention``.
+        num_heads: Of the model.
+
+    Raises:
+        ValueError: The numbers do not go together.
+    """
+    return _CLASSES[section.mode](num_heads, **{name: getattr(section, name) for name in KEYS_OF_MODE[section.mode]})

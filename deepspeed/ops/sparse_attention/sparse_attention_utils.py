@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.models.layers import is_of_library
-from deepspeed.ops.sparse_attention.bert_sparse_self_attention import (
+from deepspeed.ops.sparse_attention.sparse_self_attention import (
     BertSparseSelfAttention,
     BertSparseSelfAttentionInTransformers,
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.job.job import Job
 from deepspeed.ops.sparse_attention.attention import attend
 from deepspeed.ops.sparse_attention.bias import additive, position_bias
-from deepspeed.ops.sparse_attention.layouts import Layouts, same_on_all_ranks
 from deepspeed.ops.sparse_attention.plan import LayoutPlan, compile_layout
-from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
+from deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig, SparsityConfig
 
 _MODES = ("add", "mul")
 
@@ -150,3 +153,133 @@ class SparseSelfAttention(nn.Module):
             is_causal=self.is_causal,
             dropout=self.dropout if self.training else 0.0,
         )
+
+
+#: Lengths whose layouts are kept; a model that generates sees a new one every few tokens.
+_KEPT = 16
+
+
+class Layouts:
+    """Compiled layouts by length and device, kept by each user of the pattern: never shared between two patterns.
+
+    Args:
+        config: The pattern.
+        seed: Of random blocks, so that all ranks and all runs draw the same without telling each other. None: they are
+            drawn from Python's ``random`` as it is, and all ranks take rank 0's.
+    """
+
+    def __init__(self, config: SparsityConfig, seed: int | None = None) -> None:
+        self.config = config
+        self._seed = seed
+        self._layouts: dict[int, torch.Tensor] = {}
+        self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
+
+    def layout(self, length: int) -> torch.Tensor:
+        """The pattern's layout for ``length`` tokens, the same on all ranks; without a seed all must ask for it."""
+        if length not in self._layouts:
+            if len(self._layouts) == _KEPT:
+                oldest = next(iter(self._layouts))
+                del self._layouts[oldest]
+                self._plans = {key: plan for key, plan in self._plans.items() if key[0] != oldest}
+            self._layouts[length] = self._make(length)
+        return self._layouts[length]
+
+    def plan(self, length: int, device: torch.device) -> LayoutPlan:
+        """Returns the compiled layout for ``length`` tokens with its indices on ``device``."""
+        layout = self.layout(length)
+        key = (length, device)
+        if key not in self._plans:
+            self._plans[key] = compile_layout(layout, self.config.block).to(device)
+        return self._plans[key]
+
+    def _make(self, length: int) -> torch.Tensor:
+        if self._seed is None:
+            return same_on_all_ranks(self.config.make_layout(length))
+        state = random.getstate()
+        random.seed(self._seed)
+        try:
+            return self.config.make_layout(length)
+        finally:
+            random.setstate(state)
+
+
+def same_on_all_ranks(layout: torch.Tensor) -> torch.Tensor:
+    """Returns rank 0's layout ``[heads, blocks, blocks]``, which may have random blocks in it.
+
+    Every rank must call it.
+    """
+    if not comm.is_initialized() or comm.get_world_size() == 1:
+        return layout
+    takes_host = "gloo" in str(comm.get_backend())
+    carried = layout.to("cpu" if takes_host else get_accelerator().current_device_name())
+    Job.current().axis_of().transport("layers", device=carried.device).broadcast(carried, 0, label="a sparse layout")
+    return carried.to(layout.device)
+
+
+class BertSparseSelfAttention(nn.Module):
+    """Queries, keys and values by three linear layers, then sparse attention.
+
+    Args:
+        config: Has ``hidden_size`` and ``num_attention_heads``.
+        sparsity_config: The pattern; the fixed one of the published layer by default.
+        max_seq_length: Tokens of the layout that is kept.
+
+    Attributes:
+        query: Linear layer.
+        key: Linear layer.
+        value: Linear layer.
+        sparse_self_attention: The attention.
+
+    Raises:
+        ValueError: ``hidden_size`` is not a multiple of the heads.
+    """
+
+    def __init__(
+        self, config: Any, sparsity_config: SparsityConfig | None = None, *, max_seq_length: int = 2048
+    ) -> None:
+        super().__init__()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        if hidden % heads:
+            raise ValueError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+        self.num_attention_heads = heads
+        self.attention_head_size = hidden // heads
+        self.all_head_size = hidden
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        self.sparse_self_attention = SparseSelfAttention(
+            FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config,
+            max_seq_length=max_seq_length,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            hidden_states: ``[batch, length, hidden]``.
+            attention_mask: Of keys, ``[batch, length]`` or with dimensions of 1 between; added to the scores.
+
+        Returns:
+            ``[batch, length, hidden]``.
+        """
+        query, key, value = (
+            layer(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        output = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
+        return output.transpose(1, 2).flatten(2)
+
+
+class BertSparseSelfAttentionInTransformers(BertSparseSelfAttention):
+    """The same in the place of the layer of a Transformers model, which passes more and expects a pair."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Attends; ``attention_mask`` is one of keys, ``[batch, 1, any, length]``: False hides, floats add."""
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, 0, 0] if attention_mask.dim() == 4 else attention_mask
+            if attention_mask.dtype == torch.bool:
+                hidden = torch.zeros(attention_mask.shape, dtype=hidden_states.dtype, device=attention_mask.device)
+                attention_mask = hidden.masked_fill(~attention_mask, float("-inf"))
+        return super().forward(hidden_states, attention_mask), None

@@ -18,7 +18,7 @@ from deepspeed.models.attention import own_configurations, takes_attention_by_na
 from deepspeed.models.configurations import attends_across_sequences, is_library_config
 from deepspeed.models.masks import is_plain_mask, whole_mask
 from deepspeed.ops.sparse_attention.attention import attend
-from deepspeed.ops.sparse_attention.layouts import Layouts
+from deepspeed.ops.sparse_attention.sparse_self_attention import Layouts
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 NAME = "deepspeed_sparse"

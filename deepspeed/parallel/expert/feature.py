@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 from torch import nn
 from typing_extensions import override
@@ -12,8 +15,10 @@ from deepspeed import comm
 from deepspeed.comm.job.job import Job
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup
 from deepspeed.parallel.expert.auto import spread_experts, spread_modules
-from deepspeed.parallel.expert.loads import expert_events
+from deepspeed.parallel.expert.dispatch import RoutingMetrics
+from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
+from deepspeed.parallel.expert.spread import spread_of
 from deepspeed.parallel.optimizer_states import refuse_whole_states
 
 
@@ -58,3 +63,73 @@ class ExpertParallelism(EngineFeature):
 
 
 FEATURE = ExpertParallelism()
+
+
+_MOST_SINGLE = 512  # experts of all layers, up to which each has an event of its own
+_CELL, _LEFT, _TOP = 18, 260, 40
+
+
+def expert_balances(model: nn.Module) -> dict[str, RoutingMetrics]:
+    """Returns where the routes of this rank went in the last forward, by name of the expert layer; those that ran.
+
+    Args:
+        model: A model with layers of ``deepspeed.moe``, or whose experts the ``expert_parallel`` section has spread.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        state = module if isinstance(module, MOELayer) else spread_of(module)
+        if state is not None and state.balance is not None:
+            found[name] = state.balance
+    return found
+
+
+def expert_events(model: nn.Module) -> list[tuple[str, float]]:
+    """Name and value of the events of a model's expert layers, numbered in their order; of this rank's tokens.
+
+    Imbalance (the most loaded expert over the mean), dropped routes in percent, and each expert's share in percent
+    while the layers have at most 512 experts together.
+    """
+    balances = expert_balances(model)
+    singly = sum(len(balance.counts) for balance in balances.values()) <= _MOST_SINGLE
+    events = []
+    for number, balance in enumerate(balances.values()):
+        events.append((f"experts/{number}/imbalance", balance.imbalance))
+        events.append((f"experts/{number}/dropped_percent", 100 * balance.dropped_share))
+        if singly:
+            events += [(f"experts/{number}/load_percent_{e}", 100 * share) for e, share in enumerate(balance.shares)]
+    return events
+
+
+def save_loads_picture(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Writes the loads of the last forward as SVG: a row per layer, a column per expert, dark where many routes went.
+
+    Args:
+        model: See :func:`expert_balances`. The routes are those of this rank.
+        path: Of the file.
+    """
+    Path(path).write_text(loads_svg(expert_balances(model)), encoding="utf-8")
+
+
+def loads_svg(balances: Mapping[str, RoutingMetrics]) -> str:
+    """Returns the picture; see :func:`save_loads_picture`."""
+    columns = max((len(balance.counts) for balance in balances.values()), default=0)
+    width, height = _LEFT + columns * _CELL + 170, _TOP + len(balances) * _CELL + 20
+    parts = ['<text x="10" y="24" font-weight="bold">routes by expert; 1.0 is an even share</text>']
+    for row, (name, balance) in enumerate(balances.items()):
+        y = _TOP + row * _CELL
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(name[-38:])}</text>')
+        for expert, share in enumerate(balance.shares):
+            relative = share * len(balance.shares)
+            shade = max(0.0, min(relative / 3, 1.0))
+            parts.append(
+                f'<rect x="{_LEFT + expert * _CELL}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" '
+                f'fill="#1b6ca8" fill-opacity="{shade:.2f}" stroke="#ccc"><title>expert {expert}: {relative:.2f}'
+                "</title></rect>"
+            )
+        words = f"at most {balance.imbalance:.2f}, {balance.dropped_share:.1%} dropped"
+        parts.append(f'<text x="{_LEFT + columns * _CELL + 8}" y="{y + 13}">{words}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="11"><rect width="100%" height="100%" fill="#fff"/>'
+    )
+    return head + "".join(parts) + "</svg>\n"

@@ -25,11 +25,14 @@ from deepspeed.models.anatomy import output_head
 from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
 from deepspeed.parallel.pipe.added_losses import run_collecting, run_recomputed, split_losses
-from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
 from deepspeed.parallel.pipe.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.grid import PipelineParallelGrid
-from deepspeed.parallel.pipe.layers import (
+from deepspeed.parallel.pipe.partition import Method, chunk_bounds, costs_by_size, counted_costs, is_plan
+from deepspeed.parallel.pipe.schedule import place_chunks
+from deepspeed.parallel.pipe.spec import (
     Entry,
+    LayerSpec,
+    TiedLayerSpec,
     check_tie,
     checked,
     class_name,
@@ -37,9 +40,6 @@ from deepspeed.parallel.pipe.layers import (
     tied_places,
     trainable_numel,
 )
-from deepspeed.parallel.pipe.partition import Method, chunk_bounds, is_plan
-from deepspeed.parallel.pipe.schedule import place_chunks
-from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from deepspeed.parallel.pipe.values import shapes_of
@@ -543,3 +543,40 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
             "a multiple, or choose a divisor"
         )
     return PipeDataParallelTopology(num_stages, world // num_stages)
+
+
+class DualPipeVModule(PipelineModule):
+    """Rank r of p holds the chunks r and 2 p - 1 - r, so the first one has the beginning and the end of the model.
+
+    Args:
+        layers: Layers or layer specs, as :class:`~deepspeed.parallel.pipe.module.PipelineModule` takes them.
+        *args: Further arguments of ``PipelineModule``.
+        **kwargs: Keyword arguments of ``PipelineModule``.
+    """
+
+    def __init__(self, layers: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        if kwargs.setdefault("schedule", "dualpipev") != "dualpipev":
+            raise DeepSpeedConfigError(
+                f"DualPipeVModule(schedule={kwargs['schedule']!r}): its schedule is dualpipev; use PipelineModule for "
+                "others"
+            )
+        super().__init__(layers, *args, **kwargs)
+
+    @property
+    def phase_bounds(self) -> list[tuple[int, int]]:
+        """First and last layer, exclusive, of each of this rank's two chunks."""
+        return [(self.parts[chunk], self.parts[chunk + 1]) for chunk in self.chunks]
+
+    @property
+    def phase_funcs(self) -> list[list[Callable[..., Any]]]:
+        """The layers of each of this rank's two chunks."""
+        return [[self.forward_funcs[place] for place in self._ranges[chunk]] for chunk in self.chunks]
+
+    @property
+    def active_phase(self) -> int:
+        """Which of the two chunks ``forward`` runs; 0 by default."""
+        return 0 if self.active_chunk is None else self.chunks.index(self.active_chunk)
+
+    def activate_phase(self, phase: int) -> None:
+        """Makes ``forward`` run one of the two chunks."""
+        self.active_chunk = self.chunks[phase]

@@ -1,12 +1,32 @@
-"""Which layers each stage, or each chunk of a stage, gets. Plain arithmetic on numbers per layer."""
+"""Which layers each stage, or each chunk of a stage, gets. Plain arithmetic on numbers per layer.
+
+What each layer of a pipeline costs: counted while all of them run once without values, or estimated by size.
+
+Time is that of the arithmetic and of the memory that a layer touches, in bytes of traffic: a device does some hundred
+operations while it moves a byte, so a product of matrices counts by its operations, a norm or a loss by its tensors.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.partition import partition_balanced, partition_uniform
+from deepspeed.parallel.pipe.added_losses import run_collecting, split_losses
+from deepspeed.parallel.pipe.cut import LayerCost
+from deepspeed.parallel.pipe.spec import Entry, LayerSpec, TiedLayerSpec, built_on_meta, class_name, trainable_numel
+from deepspeed.parallel.pipe.values import map_tensors, tensors_of
+from deepspeed.zero.address import full_shape
+from deepspeed.zero.construction.modules import suspended
 
 Method = str | Sequence[int]
 
@@ -96,3 +116,145 @@ def without_empty(bounds: list[int], layers: int) -> list[int]:
     for part in range(len(moved) - 2, 0, -1):
         moved[part] = min(moved[part], layers - (len(moved) - 1 - part))
     return moved
+
+
+_OPERATIONS_PER_BYTE = 100
+_STATE_BYTES = 16  # per trained element: weight, gradient, master and two moments, about
+
+
+def costs_by_size(entries: Sequence[Entry], *, with_loss: bool) -> tuple[list[LayerCost], LayerCost | None]:
+    """Costs by trainable elements, where nothing is known of the inputs: each is multiplied by once.
+
+    Args:
+        entries: The layers.
+        with_loss: There is a loss function, which is taken for an eighth of the largest layer.
+    """
+    numels = [trainable_numel(entry) for entry in entries]
+    costs = [LayerCost(n + 1.0, 2.0 * (n + 1), n + 1.0, state=_STATE_BYTES * n) for n in numels]
+    loss = max(numels) / 8
+    return costs, LayerCost(loss, 2 * loss) if with_loss else None
+
+
+def counted_costs(
+    entries: Sequence[Entry], loss_fn: Callable[..., Any] | None, sample: tuple[Any, Any]
+) -> tuple[list[LayerCost], LayerCost | None]:
+    """Costs counted while every layer and the loss run forward and backward, on tensors without values.
+
+    Args:
+        entries: The layers; nothing of their size is allocated.
+        loss_fn: The ``loss_fn`` of the pipeline module: called with outputs and labels, returns the loss.
+        sample: ``(inputs, labels)`` of a micro-batch; only shapes and dtypes count.
+
+    Returns:
+        The cost of each layer and that of the loss.
+
+    Raises:
+        DeepSpeedConfigError: A layer needs values, or does not take what the one before gives.
+    """
+    costs: list[LayerCost] = []
+    tied: dict[str, nn.Module] = {}
+    where = "the sample"
+    try:
+        with torch.device("meta"), _AnswerMode(), suspended(), torch.random.fork_rng(devices=[]):
+            inputs, labels = map_tensors(tuple(sample), _without_value)
+            value = inputs
+            for number, entry in enumerate(entries):
+                where = f"layer {number} ({class_name(entry)})"
+                run, module = _callable(entry, tied)
+                cost, value = _counted(functools.partial(run_collecting, run), value, module)
+                costs.append(cost)
+            value, _ = split_losses(value)
+            if loss_fn is None:
+                return costs, None
+            where = "the loss function"
+            loss, _ = _counted(lambda outputs: loss_fn(outputs, labels), value, None)
+            return costs, loss
+    except DeepSpeedConfigError:
+        raise
+    except Exception as error:  # whatever the layer's own code raises
+        raise DeepSpeedConfigError(
+            f"PipelineModule(partition_method='plan', sample=...): {where} cannot be run without values "
+            f"({type(error).__name__}: {error}); correct the sample, which is (inputs, labels) of one micro-batch, or "
+            "leave it out: then layers count by their elements"
+        ) from error
+
+
+class _AnswerMode(TorchDispatchMode):
+    """Answers what a layer reads: numbers are 1, and questions whether a mask is all true are answered so."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
+
+
+def _without_value(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _callable(entry: Entry, tied: dict[str, nn.Module]) -> tuple[Callable[[Any], Any], nn.Module | None]:
+    """Returns what runs the layer, and its module: without values, also where it exists with them."""
+    if isinstance(entry, TiedLayerSpec) and entry.key in tied:
+        module = tied[entry.key]
+    else:
+        built: Any = built_on_meta(entry) or entry.build() if isinstance(entry, LayerSpec) else entry
+        if not isinstance(built, nn.Module):
+            return built, None
+        module = _copy_without_values(built)
+    if not isinstance(entry, TiedLayerSpec):
+        return module, module
+    tied[entry.key] = module
+    forward = entry.forward_fn
+    return (module if forward is None else lambda value: forward(module, value)), module
+
+
+def _copy_without_values(module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _without_value(buffer)
+    return copy.deepcopy(module, memo)
+
+
+def _counted(run: Callable[[Any], Any], value: Any, module: nn.Module | None) -> tuple[LayerCost, Any]:
+    """Returns the cost of one call, and what the next layer gets."""
+    parameters = list(module.parameters()) if module is not None else []
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    given = tensors_of(value)
+    kept: dict[int, torch.Tensor] = {}  # tensors that live until the backward, one per storage
+    own = {_storage(parameter) for parameter in parameters}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in own:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        outputs = run(value)
+    if isinstance(outputs, tuple) and module is None and len(outputs) == 2 and isinstance(outputs[1], dict):
+        outputs = outputs[0]  # a loss with metrics
+    made = tensors_of(outputs)
+    for tensor in given:
+        keep(tensor)
+    wanted = [tensor for tensor in (*given, *trained) if tensor.requires_grad]
+    roots = [tensor for tensor in made if tensor.requires_grad and tensor.grad_fn is not None]
+    with FlopCounterMode(display=False) as backward:
+        if roots and wanted:
+            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+    held = sum(_nbytes(tensor) for tensor in kept.values())
+    touched = held + sum(map(_nbytes, (*parameters, *made)))
+    time = forward.get_total_flops() / _OPERATIONS_PER_BYTE + touched
+    back = backward.get_total_flops() / _OPERATIONS_PER_BYTE + 2.0 * touched if roots else 0.0
+    state = sum(_STATE_BYTES * p.numel() if p.requires_grad else _nbytes(p) for p in parameters)
+    following = map_tensors(outputs, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    return LayerCost(time, back, back / 2 if trained else 0.0, state, held), following
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -27,8 +27,7 @@ from deepspeed.models.building import build_without_values
 from deepspeed.models.configurations import counts_routers, longest_sequence_of
 from deepspeed.models.head import IGNORED
 from deepspeed.models.parts import ModelPart
-from deepspeed.models.recorded import Recording, Routers, record_routers, recorded_routers
-from deepspeed.models.shell import Heard, Shell
+from deepspeed.models.shell import Heard, Recording, Routers, Shell, record_routers, recorded_routers
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.exchange import exchange, transport_of
-from deepspeed.parallel.sequence.head_assignment import one_after_another, shares_of_heads
+from deepspeed.parallel.sequence.exchange import exchange, one_after_another, shares_of_heads, transport_of
 from deepspeed.parallel.sequence.saved_result import SavedResult
 from deepspeed.uncompiled import uncompiled
 

@@ -1,17 +1,33 @@
-"""What the engine does for long sequences: shares them between ranks, and computes them in tiles."""
+"""What the engine does for long sequences: shares them between ranks, and computes them in tiles.
+
+What checkpointed layers of a Transformers model keep for backward in host memory (ALST, arXiv 2506.13996).
+
+The library's own checkpointing does the rest; only what it saves on the way is moved, and fetched when a layer is
+computed again.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
 from deepspeed.engine_feature import EngineFeature, EngineSetup
-from deepspeed.parallel.sequence.offloaded import offload_checkpoints
-from deepspeed.parallel.sequence.tiled_models import tile_model
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.give_base import give_base
+from deepspeed.logging import log_dist
+from deepspeed.models.anatomy import output_head, unwrapped
+from deepspeed.models.checkpointing import checkpoint_layers, replace_checkpoint_functions
+from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head
+from deepspeed.parallel.sequence.host_chunks import HostChunks
+from deepspeed.parallel.sequence.tiled import tiled
 from deepspeed.parallel.sequence.ulysses import adopt_model, recompute_between_exchanges, with_all_data_ranks
+from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
 
 
 class SequenceParallelism(EngineFeature):
@@ -58,3 +74,159 @@ class SequenceParallelism(EngineFeature):
 
 
 FEATURE = SequenceParallelism()
+
+
+def offload_checkpoints(model: nn.Module) -> None:
+    """Checkpoints a Transformers model's layers, if it does not yet, and keeps what they save on the host; in place.
+
+    Args:
+        model: A ``PreTrainedModel``, or one wrapped by PEFT.
+
+    Raises:
+        DeepSpeedConfigError: The model knows no checkpointed layers.
+    """
+    inner = unwrapped(model)
+    if not checkpoint_layers(inner):
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.offload_checkpoints: {type(inner).__name__} is no Transformers model with checkpointed "
+            "layers; call deepspeed.checkpointing.checkpoint with activation_checkpointing.cpu_checkpointing in the "
+            "model's own code, or set it to false"
+        )
+    # At every pass, as a program may switch checkpointing on again, with functions of its own.
+    model.register_forward_pre_hook(_keep_on_host)
+    log_dist(f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers wait on the host")
+
+
+def _keep_on_host(model: nn.Module, _args: Any) -> None:
+    replace_checkpoint_functions(model, lambda one: one if isinstance(one, _OnHost) else _OnHost(one))
+
+
+class _OnHost:
+    """A function that checkpoints, and whose saved tensors wait on the host."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._copies: HostChunks | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            return self._function(*args, **kwargs)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[HostChunks | None, torch.Tensor]:
+        if tensor.device.type == "cpu":
+            return None, tensor
+        if self._copies is None:
+            self._copies = HostChunks(tensor.device)
+        return self._copies, self._copies.put(tensor)
+
+
+def _unpack(packed: tuple[HostChunks | None, torch.Tensor]) -> torch.Tensor:
+    copies, kept = packed
+    return kept if copies is None else copies.fetch([kept]).take()[0]
+
+
+def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evaluation: bool = False) -> None:
+    """Makes a Transformers model compute tile by tile, in place.
+
+    Args:
+        model: A ``PreTrainedModel``, or one wrapped by PEFT.
+        mlp: Its MLPs.
+        loss: Its loss over the vocabulary.
+        tokens: Tokens of a tile.
+        in_evaluation: The loss also where the model does not train, so that there are no logits either.
+
+    Raises:
+        DeepSpeedConfigError: The model has none that can be computed so.
+    """
+    inner = unwrapped(model)
+    if mlp:
+        _tile_mlps(inner, tokens)
+    if loss:
+        _tile_loss(inner, tokens, in_evaluation)
+
+
+def _tile_mlps(model: nn.Module, tokens: int) -> None:
+    found = [module for module in model.modules() if _is_mlp(module)]
+    if not found:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.tiled_mlp: {type(model).__name__} has no module whose class ends in MLP and takes one "
+            "tensor; call TiledMLP in the model's own code, or set it to false"
+        )
+    for module in found:
+        give_base(module, _Tiled).__dict__["tile_tokens"] = tokens
+    log_dist(f"sequence_parallel.tiled_mlp: {len(found)} MLPs are computed {tokens:,} tokens at a time")
+
+
+class _Tiled(nn.Module):
+    """In front of the class of an MLP: computes it ``tile_tokens`` tokens at a time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tiled(super().forward, x, -(-x.size(-2) // self.__dict__["tile_tokens"]))
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    if not type(module).__name__.endswith("MLP"):
+        return False
+    needed = [
+        parameter
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return len(needed) == 1
+
+
+def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
+    what = f"sequence_parallel.tiled_loss: {type(model).__name__}"
+    if not has_plain_head(model):
+        raise DeepSpeedConfigError(
+            f"{what} is no causal language model of transformers; call deepspeed.sequence.chunked_cross_entropy in the "
+            "model's own code, or set it to false"
+        )
+    behind = changes_behind_head(model.config)
+    if behind:
+        raise DeepSpeedConfigError(
+            f"{what} changes its logits or its loss behind the head ({', '.join(behind)}), which a loss of hidden "
+            "states would leave out; set tiled_loss to false"
+        )
+    whole = model.forward
+
+    def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _head_with_losses(output_head(model), tokens)(hidden, labels=labels)
+        return found
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            kwargs = inspect.signature(whole).bind(*args, **kwargs).arguments
+            kwargs.update(kwargs.pop("kwargs", {}))
+        if not (model.training or in_evaluation) or (
+            kwargs.get("labels") is None and kwargs.get("shift_labels") is None
+        ):
+            return whole(**kwargs)
+        return forward_by_losses(model, losses_of, **kwargs)
+
+    model.forward = forward
+    log_dist(
+        f"{what} computes its loss {tokens:,} tokens at a time; outputs with labels have no logits "
+        f"in training{' and evaluation' * in_evaluation}"
+    )
+
+
+def _head_with_losses(head: Any, tokens: int) -> Any:
+    """Returns the head, made so that one call of it gives the losses of ``labels``.
+
+    One call, however many tiles there are: its weights are gathered once, also where ranks have different lengths.
+    """
+    plain = head.forward
+    if getattr(plain, "gives_losses", False):
+        return head
+
+    @functools.wraps(plain)
+    def forward(hidden: torch.Tensor, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if labels is None:
+            return plain(hidden, *args, **kwargs)  # type: ignore[no-any-return]
+        return chunked_cross_entropy(hidden, plain, labels, tile_tokens=tokens, reduction="none")
+
+    forward.gives_losses = True  # type: ignore[attr-defined]
+    head.forward = forward
+    return head

@@ -17,8 +17,7 @@ from torch.nn import functional
 from deepspeed.comm.job.world import size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
-from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.head_assignment import shares_of_heads
+from deepspeed.parallel.sequence.exchange import exchange, shares_of_heads
 from deepspeed.parallel.sequence.host_chunks import HostChunks, attend_to_chunks
 from deepspeed.parallel.sequence.online import MaskRule
 from deepspeed.parallel.sequence.tiled import run_again

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.head_assignment import in_equal_parts, length_of
+from deepspeed.parallel.sequence.exchange import in_equal_parts, length_of
 from deepspeed.parallel.sequence.loss import IGNORED
 
 

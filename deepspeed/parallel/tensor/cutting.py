@@ -1,8 +1,16 @@
-"""Cuts a model over the tensor axis of the job, as the configuration asks, before an engine takes it."""
+"""Cuts a model over the tensor axis of the job, as the configuration asks, before an engine takes it.
+
+One small forward and backward before the cut and one after it: a cut model computes what the whole one did.
+
+A plan can be wrong for a model in ways that nothing else shows: a layer that must not be cut, packed parts in another
+order, a number of heads that a module keeps to itself, a gradient that is not summed. Where the model is small enough,
+outputs and the gradients of the parameters that stay whole are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,11 +30,12 @@ from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
+from deepspeed.models.attention_modules import AttentionHeads, change_heads
 from deepspeed.models.head import takes_loss_function, use_loss_function
+from deepspeed.models.inputs import small_inputs
 from deepspeed.parallel.expert.auto import spread_modules
 from deepspeed.parallel.stages import gather_from_stages, is_pipeline, is_stage, raise_for_all_stages
 from deepspeed.parallel.tensor import rules as rules_module
-from deepspeed.parallel.tensor.attention import set_head_counts, slice_arguments
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
 from deepspeed.parallel.tensor.channel import connect, connect_lists
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
@@ -35,10 +44,11 @@ from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_of
+from deepspeed.parallel.tensor.split import Heads
 from deepspeed.parallel.tensor.structure import of_structure, summed_inside
-from deepspeed.parallel.tensor.verify import ConsistencyCheck, inputs_of
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
-from deepspeed.zero.address import full_shape
+from deepspeed.uncompiled import without_compiling
+from deepspeed.zero.address import full_numel, full_shape
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 
 CUT = "ds_autotp_parsed"  # the name that programs ask for
@@ -285,3 +295,200 @@ def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel, data: Tran
             group = "tensor copies"
             made.counts[group] = place == low
         cut_parameter(parameter, cut, first_names[id(parameter)], made.channel, group, data)
+
+
+_PER_HEAD = ("alibi", "position_bias")
+"""Arguments that have something for every head."""
+
+_MASK = "attention_mask"
+"""The argument that may have heads as its second of four dimensions: where ALiBi is added to it, for example."""
+
+
+def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
+    """Sets the numbers of an attention module to those of a rank's part.
+
+    Args:
+        module: The module.
+        whole: What it had.
+        heads: How they are divided.
+        place: This rank's.
+
+    Returns:
+        By attribute: the number before and after.
+    """
+    low, high = heads.of_query(place)
+    first, last = heads.of_key_value(place)
+    return change_heads(module, whole, high - low, last - first)
+
+
+def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> None:
+    """Lets an attention module see this rank's part of what it is handed per head (ALiBi, position biases).
+
+    Args:
+        module: The module.
+        whole: What it had.
+        heads: How they are divided.
+        place: This rank's.
+    """
+    low, high = heads.of_query(place)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for name in _PER_HEAD:
+            if isinstance(value := kwargs.get(name), torch.Tensor):
+                kwargs = {**kwargs, name: _part_of_heads(value, whole.query, low, high)}
+        if isinstance(mask := kwargs.get(_MASK), torch.Tensor) and mask.dim() == 4:
+            kwargs = {**kwargs, _MASK: _part_of_heads(mask, whole.query, low, high)}
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _part_of_heads(value: torch.Tensor, count: int, low: int, high: int) -> torch.Tensor:
+    """Returns the heads of this rank along the first of 3 dimensions or the second of 4; other tensors whole."""
+    if value.dim() == 4:
+        return value[:, low:high] if value.shape[1] == count else value
+    if value.dim() == 3 and value.shape[0] % count == 0:
+        return value.view(-1, count, *value.shape[1:])[:, low:high].flatten(0, 1)
+    return value
+
+
+BY_DEFAULT_BELOW = 300_000_000
+"""Parameters of a model that is compared without being asked to."""
+_ROWS, _LENGTH = 2, 8
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
+_COARSE = 0.1  # for 16-bit types, whose sums are rounded at every rank
+
+
+@dataclass
+class ConsistencyCheck:
+    """A model's answers before the cut.
+
+    Attributes:
+        inputs: Keyword arguments of its forward.
+        output: What it gave.
+        gradients: Of parameters that stay whole, by name.
+    """
+
+    inputs: dict[str, Any]
+    output: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+    @classmethod
+    def before(
+        cls, model: nn.Module, layout: Layout, section: TensorParallel, device: torch.device
+    ) -> ConsistencyCheck | None:
+        """Asks the whole model; None where it is too large, sharded, elsewhere, or takes inputs that cannot be made up.
+
+        Raises:
+            DeepSpeedConfigError: ``verify`` is set, and the whole model cannot be asked.
+        """
+        if section.verify is False:
+            return None
+        why = _why_not(model, device, is_asked=bool(section.verify))
+        inputs = None if why else inputs_of(model, layout.size if section.sequence_parallel_norms else 1)
+        if inputs is None:
+            why = why or f"what {type(model).__name__} takes as input is not known"
+            if section.verify:
+                raise DeepSpeedConfigError(f"tensor_parallel.verify: {why}; leave the key out, or set it to false")
+            log_dist(f"tensor_parallel.verify: the cut model is not compared with the whole one, as {why}")
+            return None
+        if section.vocab_parallel_lm_head:
+            inputs["labels"] = inputs["input_ids"]  # logits stay cut then, the loss does not
+        cut = set(layout.parameters)
+        whole = {n: p for n, p in model.named_parameters() if n not in cut and p.requires_grad}
+        output, gradients = _ask(model, inputs, whole)
+        return cls(inputs, output, gradients)
+
+    def after(self, model: nn.Module, channel: Channel) -> None:
+        """Asks the cut model and compares. All ranks that share its layers must call it, and decide alike.
+
+        Raises:
+            DeepSpeedConfigError: It computes something else.
+        """
+        by_name = dict(model.named_parameters())
+        try:
+            output, gradients = _ask(model, self.inputs, {name: by_name[name] for name in self.gradients})
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.verify: the cut {type(model).__name__} cannot compute: {error}. A module keeps a "
+                "size to itself that the cut has changed, or a layer must not be cut; see which by the traceback, and "
+                'leave its layers whole with a layer_specs entry of partition_type "skip"'
+            ) from error
+        failure = _difference("its output", output, self.output, 0.0)
+        # What is next to nothing beside the others (a bias of keys, which softmax takes out again) is rounding.
+        typical = sorted(float(gradient.abs().max()) for gradient in self.gradients.values())
+        least = 1e-3 * typical[len(typical) // 2] if typical else 0.0
+        for name, expected in self.gradients.items():
+            failure = failure or _difference(f"the gradient of {name!r}", gradients[name], expected, least)
+        gathered = channel.transport.gather_small(
+            torch.tensor([int(failure is not None)]), channel="call", label="the comparison of the cut model"
+        )
+        if bool(gathered.any()):
+            found = failure or "another rank of the tensor group found a difference"
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.verify: the cut {type(model).__name__} computes something else than the whole one: "
+                f"{found}. The rules do not fit the model; write tensor_parallel.partition_config for it, with "
+                'partition_type "skip" for the layers in question'
+            )
+
+
+def _why_not(model: nn.Module, device: torch.device, *, is_asked: bool) -> str:
+    parameters = list(model.parameters())
+    if any(isinstance(parameter, ShardedParameter) for parameter in parameters):
+        return "it is sharded"
+    numel = sum(map(full_numel, parameters))
+    if not is_asked and numel > BY_DEFAULT_BELOW:
+        return f"it has {numel:,} parameters (tensor_parallel.verify: true compares it all the same)"
+    if {parameter.device.type for parameter in parameters} != {device.type}:
+        return f"it is not on the device {device.type!r} yet"
+    return ""
+
+
+def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
+    """Returns a small input of a Transformers model, the same on all ranks; None where it is not known.
+
+    Args:
+        model: The model.
+        multiple: Divides the length of its sequences.
+    """
+    return small_inputs(model, _ROWS, -(-_LENGTH // multiple) * multiple)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Runs the block without dropout and without compiled code; restores random states and modes.
+
+    A compiled forward keeps autograd nodes of the parameters with the shapes that they had before the cut.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.random.fork_rng(), without_compiling():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _ask(
+    model: nn.Module, inputs: dict[str, Any], whole: dict[str, nn.Parameter]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the model's output and the gradients of ``whole`` for a loss that looks at every element."""
+    with _undisturbed(model), torch.enable_grad():
+        result = model(**inputs)
+        output = result if isinstance(result, torch.Tensor) else result[0]
+        weights = torch.linspace(-1.0, 1.0, output.numel(), device=output.device).view(output.shape)
+        loss = (output.float() * weights.cos()).sum()
+        names = list(whole)
+        found = torch.autograd.grad(loss, [whole[name] for name in names], allow_unused=True) if names else ()
+        gradients = {n: g.detach().clone() for n, g in zip(names, found, strict=True) if g is not None}
+    return output.detach().clone(), gradients
+
+
+def _difference(what: str, found: torch.Tensor, expected: torch.Tensor, least: float) -> str | None:
+    scale = max(float(expected.abs().max()), least)
+    off = float((found.float() - expected.float()).abs().max())
+    limit = _TOLERANCE.get(expected.dtype, _COARSE)
+    if off <= limit * max(scale, 1e-6):
+        return None
+    return f"{what} is off by {off:.3g}, of values up to {scale:.3g}"

@@ -15,9 +15,8 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
 from deepspeed.models.configurations import rotary_width_of, text_config
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
-from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
+from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear, SharedInputs
 from deepspeed.parallel.tensor.rules import CutStyle, is_transposed
-from deepspeed.parallel.tensor.shared_inputs import SharedInputs
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock

@@ -19,7 +19,6 @@ from deepspeed.config.sections.tensor_parallel import LayerPartition, TensorPara
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.configurations import model_type_of
 from deepspeed.models.tensor_plan import cuts_blocks, plans_in
-from deepspeed.parallel.tensor import presets
 
 
 class CutStyle(Enum):
@@ -103,7 +102,7 @@ def of_user(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
     specs = list(config.layer_specs) if config is not None else []
     own = len(specs)
     if section.preset_model is not None and (config is None or config.use_default_specs):
-        specs += [LayerPartition(**spec) for spec in presets.SPECS[section.preset_model]]
+        specs += [LayerPartition(**spec) for spec in SPECS[section.preset_model]]
     if not specs:
         return {}
     kind = model_type_of(model)
@@ -235,3 +234,48 @@ def _refuse_unused(specs: list[LayerPartition], used: set[int], kind: str | None
                 "no weight that an earlier entry has left; patterns are compared from the start with names such as "
                 "'model.layers.0.self_attn.q_proj.weight'. Correct the pattern, or take the entry out"
             )
+
+
+_ATTENTION_OF_LLAMA = [
+    {"patterns": [r".*self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+]
+_MLP_OF_LLAMA = [
+    {"patterns": [r".*mlp\.(gate|up)_proj\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*mlp\.down_proj\.weight$"], "partition_type": "row"},
+]
+
+SPECS: dict[str, list[dict[str, Any]]] = {
+    "llama": [*_ATTENTION_OF_LLAMA, *_MLP_OF_LLAMA],
+    "qwen2": [*_ATTENTION_OF_LLAMA, *_MLP_OF_LLAMA],
+    "bloom": [
+        {"patterns": [r".*self_attention\.query_key_value\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*self_attention\.dense\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*mlp\.dense_h_to_4h\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*mlp\.dense_4h_to_h\.weight$"], "partition_type": "row"},
+    ],
+    "chatglm": [
+        {"patterns": [r".*self_attention\.query_key_value\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*self_attention\.dense\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*mlp\.dense_h_to_4h\.weight$"], "partition_type": "column", "shape": [2, -1]},
+        {"patterns": [r".*mlp\.dense_4h_to_h\.weight$"], "partition_type": "row"},
+    ],
+    "mixtral": [
+        *_ATTENTION_OF_LLAMA,
+        {"patterns": [r".*experts\.\d+\.w[13]\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*experts\.\d+\.w2\.weight$"], "partition_type": "row"},
+    ],
+    "deepseek_v2": [
+        {"patterns": [r".*self_attn\.(q_proj|q_b_proj|kv_b_proj)\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*mlp\.(.*\.)?(gate|up)_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*mlp\.(.*\.)?down_proj\.weight$"], "partition_type": "row"},
+    ],
+    "phi3": [
+        {"patterns": [r".*self_attn\.qkv_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*mlp\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
+        {"patterns": [r".*mlp\.down_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+"""As entries of ``tensor_parallel.partition_config.layer_specs``, by name."""

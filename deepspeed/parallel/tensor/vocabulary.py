@@ -16,8 +16,7 @@ from deepspeed.comm.transports.differentiable import reduce_from
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.linear import CutLinear, column, take_part
-from deepspeed.parallel.tensor.shared_inputs import SharedInputs
+from deepspeed.parallel.tensor.linear import CutLinear, SharedInputs, column, take_part
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled

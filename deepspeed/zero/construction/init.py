@@ -19,7 +19,7 @@ from deepspeed.logging import log_dist
 from deepspeed.zero.access.views import DeepSpeedTensorOverride
 from deepspeed.zero.construction import modules as construction
 from deepspeed.zero.construction.constructors import constructor_patches, initialiser_patches
-from deepspeed.zero.construction.model_library import serve_passes
+from deepspeed.zero.construction.model_files import serve_passes
 from deepspeed.zero.construction.modules import Construction
 from deepspeed.zero.construction.sharing import ProvisionalGroups
 

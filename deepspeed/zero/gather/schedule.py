@@ -9,7 +9,7 @@ its slices; a rank that wants something that the rest of the order does not hold
 alike (see ``comm.watch.agreement``).
 
 A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
-gathered, and what is learned from such passes is put together (:mod:`deepspeed.zero.gather.learned_order`).
+gathered, and what is learned from such passes is put together (:mod:`deepspeed.zero.gather.schedule`).
 
 Where the agreement *serves* (``zero_optimization.agreement``), ranks may want different buckets. While an order is
 recorded, each exchange is followed by the gathers of all that the ranks want; those that nobody wants here are given
@@ -25,14 +25,13 @@ may differ between ranks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from deepspeed.comm.watch.agreement import END_OF_SEGMENT, Agreement
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.bucket import Bucket, State
-from deepspeed.zero.gather.gather_count import GatherCount
-from deepspeed.zero.gather.learned_order import LearnedOrder
+from deepspeed.zero.bucket import Bucket, GatherCount, State
 
 
 @dataclass(frozen=True)
@@ -405,3 +404,48 @@ def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
             found.remove(other)
         found.append(joined)
     return {index: tuple(sorted(joined)) for joined in found if len(joined) > 1 for index in joined}
+
+
+class LearnedOrder:
+    """What recorded passes have shown of the order of one situation.
+
+    A pass that leaves buckets out shows the rest of the order. From several such passes the whole order is put
+    together; where they do not tell which of two buckets comes first, the numbers of the buckets do. That may be
+    wrong, which only makes a gather early: a rank passes over what it does not want now.
+
+    Attributes:
+        order: Numbers of buckets, in the order of their gathers; a bucket may come more than once.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self._unseen: frozenset[int] | None = None  # left out by every pass so far; None before the first
+
+    def without(self, skipped: AbstractSet[int]) -> list[int] | None:
+        """Returns the order of a pass that leaves ``skipped`` out; None if it may need what no pass has shown yet."""
+        if self._unseen is None or not self._unseen <= skipped:
+            return None
+        return [index for index in self.order if index not in skipped]
+
+    def learn(self, order: Sequence[int], skipped: AbstractSet[int], *, falls: bool) -> None:
+        """Takes in a recorded pass.
+
+        Args:
+            order: What it gathered.
+            skipped: What it left out.
+            falls: Whether bucket numbers fall along the order, as in a backward.
+        """
+        known, merged = self.order, list(order)
+        for position, index in enumerate(known):
+            if index in skipped and index not in merged:
+                merged.insert(_place(index, known[:position], known, merged, falls=falls), index)
+        self.order = merged
+        self._unseen = frozenset(skipped) if self._unseen is None else self._unseen & skipped
+
+
+def _place(index: int, before: Sequence[int], known: Sequence[int], merged: Sequence[int], *, falls: bool) -> int:
+    """Where ``index`` comes: behind the last of those it followed, and behind new ones whose number comes first."""
+    place = max((merged.index(other) + 1 for other in before if other in merged), default=0)
+    while place < len(merged) and merged[place] not in known and (merged[place] > index) == falls:
+        place += 1
+    return place

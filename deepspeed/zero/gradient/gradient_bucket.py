@@ -21,8 +21,7 @@ from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
-from deepspeed.zero.gradient.gradient_sum import GradientSum
-from deepspeed.zero.gradient.packing import pack_and_square
+from deepspeed.zero.gradient.gradient_sum import GradientSum, pack_and_square
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.update.norm import squared_norm
 

@@ -13,7 +13,7 @@ import torch
 from deepspeed.models.stacked_experts import takes_all
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel.expert import stacked
-from deepspeed.parallel.expert.loads import expert_balances, expert_events, save_loads_picture
+from deepspeed.parallel.expert.feature import expert_balances, expert_events, save_loads_picture
 from deepspeed.parallel.expert.spread import Spread, is_stack, spread
 from tests.engine.support import engine_of
 from tests.harness import run_ranks

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
 from deepspeed.parallel.pipe.cut import best_cut
-from deepspeed.parallel.pipe.partition import chunk_bounds
+from deepspeed.parallel.pipe.partition import chunk_bounds, costs_by_size, counted_costs
 from deepspeed.parallel.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,

@@ -10,8 +10,7 @@ from torch.nn import functional
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import DistributedAttention, _SeqAllToAll
-from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.head_assignment import in_equal_parts, length_of, shares_of_heads
+from deepspeed.parallel.sequence.exchange import exchange, in_equal_parts, length_of, shares_of_heads
 from tests.harness import run_ranks
 
 

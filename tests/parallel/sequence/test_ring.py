@@ -12,7 +12,7 @@ from torch.nn import functional
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence import online
 from deepspeed.parallel.sequence.chunked import chunked_attention
-from deepspeed.parallel.sequence.head_assignment import in_equal_parts
+from deepspeed.parallel.sequence.exchange import in_equal_parts
 from deepspeed.parallel.sequence.ring import ring_attention, zigzag
 from tests.harness import run_ranks
 

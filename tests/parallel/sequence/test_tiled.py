@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.offloaded import offload_checkpoints
+from deepspeed.parallel.sequence.feature import offload_checkpoints, tile_model
 from deepspeed.parallel.sequence.tiled import tile_lengths
-from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
@@ -293,13 +292,13 @@ def test_by_configuration(stage):
 
 def _offloads():
     """Only the layers' inputs go to the host, and come back for backward; also after checkpointing is set anew."""
-    from deepspeed.parallel.sequence import offloaded
+    from deepspeed.parallel.sequence import feature
     from tests.parallel.sequence.llama import llama, plain_batch
 
-    moved, fetched, move = [], [], offloaded._OnHost._pack
-    offloaded._OnHost._pack = lambda self, tensor: moved.append(tensor.shape) or move(self, tensor)
-    back = offloaded._unpack
-    offloaded._unpack = lambda packed: fetched.append(packed[1].shape) or back(packed)
+    moved, fetched, move = [], [], feature._OnHost._pack
+    feature._OnHost._pack = lambda self, tensor: moved.append(tensor.shape) or move(self, tensor)
+    back = feature._unpack
+    feature._unpack = lambda packed: fetched.append(packed[1].shape) or back(packed)
     try:
         found = {}
         for offload in (False, True):
@@ -321,7 +320,7 @@ def _offloads():
         assert [shape for shape in moved if len(shape) > 1] == [(2, 16, 16)] * 6  # two layers, three steps
         assert fetched.count((2, 16, 16)) == 6
     finally:
-        offloaded._OnHost._pack, offloaded._unpack = move, back
+        feature._OnHost._pack, feature._unpack = move, back
     for name, value in found[True].items():
         torch.testing.assert_close(value, found[False][name], rtol=1e-5, atol=1e-6)
 

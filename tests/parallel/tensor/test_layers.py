@@ -22,8 +22,7 @@ from deepspeed.module_inject.layers import (
 )
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import connect
-from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
-from deepspeed.parallel.tensor.shared_inputs import SharedInputs
+from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear, SharedInputs
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.tensor.vocabulary import (
     CutEmbedding,

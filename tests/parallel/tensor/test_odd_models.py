@@ -18,8 +18,7 @@ from deepspeed.comm.job import groups
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor.cutting import cut_model
-from deepspeed.parallel.tensor.verify import inputs_of
+from deepspeed.parallel.tensor.cutting import cut_model, inputs_of
 from deepspeed.zero.tiling.parts import part_owners_of
 from tests.harness import run_ranks
 from tests.parallel.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model

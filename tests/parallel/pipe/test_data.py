@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.parallel.pipe.samples import different_samples, fingerprints
+from deepspeed.parallel.pipe.data import different_samples, fingerprints
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_never_hang import SOON, engine_of, linears, said_by
 

@@ -9,8 +9,7 @@ from torch import nn
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.models.anatomy import anatomy
 from deepspeed.models.parts import ModelPart
-from deepspeed.models.recorded import Recording, record_routers, recorded_routers
-from deepspeed.models.shell import Shell
+from deepspeed.models.shell import Recording, Shell, record_routers, recorded_routers
 from tests.models.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
