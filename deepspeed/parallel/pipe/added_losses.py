@@ -14,6 +14,7 @@ import torch
 
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.values import put_together, taken_apart
+from deepspeed.torch_private import is_inside_backward
 
 
 class OutputWithLosses(NamedTuple):
@@ -63,7 +64,7 @@ def add_loss(name: str, loss: torch.Tensor) -> None:
         )
     collection = _open.current
     if collection is None:
-        if torch._C._current_graph_task_id() != -1:
+        if is_inside_backward():
             return  # inside a backward, which computes a layer again
         raise PipelineError(
             f"add_loss({name!r}): expected a call in the forward of a layer of a PipelineModule, found none running. "
