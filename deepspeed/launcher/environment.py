@@ -12,7 +12,7 @@ from pathlib import Path
 from deepspeed.logging import logger
 
 SECRET = "DS_RUN_SECRET"
-"""The variable with what only the launchers of a run know; see :mod:`.greeting`. Ranks do not get it."""
+"""The variable with what only the launchers of a run know; see :mod:`.handshake`. Ranks do not get it."""
 
 _LOADED_CODE = ("LD_", "DYLD_", "PYTHON")  # variables that decide which code a program loads
 

@@ -7,7 +7,7 @@ and reports the same failure. A connection that closes without a message means t
 The system probes silent connections (TCP keep-alive), so a machine that lost its power is noticed within about
 15 seconds, while a launcher that is merely suspended is not taken for dead.
 
-Each peer must answer the hub's challenge (:mod:`.greeting`) before anything it sends counts. Until then it can
+Each peer must answer the hub's challenge (:mod:`.handshake`) before anything it sends counts. Until then it can
 neither make the hub wait nor end the run: it is read without blocking, and dropped after a few seconds.
 
 A thread serves the sockets; :class:`LauncherLink` hands its messages over to the launcher's own loop.

@@ -65,12 +65,13 @@ class JoiningProcess:
     Attributes:
         rank: Which rank it says it is.
         world_size: How many it counts.
-        run: Its run, as :attr:`~.place.Place.run`.
+        run: Its run, as :attr:`~.environment.Place.run`.
         command: Its command line, shortened.
         job: The same for all ranks that run the same script with the same arguments.
         parent: Its parent process.
         facts: What must match.
-        has_agent: Whether an agent started it that holds the store and starts ranks again (:class:`~.place.Place`).
+        has_agent: Whether an agent started it that holds the store and starts ranks again; see
+            :class:`~.environment.Place`.
     """
 
     rank: int
