@@ -49,7 +49,7 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -m ""
+	$(TEST_ENV) HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m ""
 	@$(MAKE) --no-print-directory test-older-transformers
 
 test-older-transformers: $(VENV)/.for-tests

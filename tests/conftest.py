@@ -16,8 +16,10 @@ import pytest
 
 from tests.harness import programs, shut_down
 
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("default")
+# The same examples in every run, so that a change is judged by what it changes; `make test-all` draws new ones.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 _deselected: Counter[str] = Counter()
 
