@@ -1,9 +1,8 @@
 """Full tensors out of a running engine: brought together bucket by bucket, kept or written on rank 0.
 
-Full tensors out of a model whose parts several groups of ranks hold: brought to the first rank of the job.
-
-The ranks go through the model together, bucket by bucket: those that share one bring its tiles together, the first of
-them sends these to the first rank of the job, and that lays them into the logical parameters.
+Of a model whose parts several groups of ranks hold, full tensors are brought to the first rank of the job. The ranks go
+through the model together, bucket by bucket: those that share one bring its tiles together, the first of them sends
+these to the first rank of the job, and that lays them into the logical parameters.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Matching is by the name of the logical parameter: neither the order of parameters, nor their param groups, nor how
 either side is cut matters.
 
-A checkpoint of one kind of model under the names that another kind has for the same weights.
+A checkpoint of one kind of model may be read under the names that another kind has for the same weights.
 
 A pipeline names its parameters by the number of the layer, a Transformers model by the path of the module. What the
 beginnings of names become is known where these models are built; here they are only applied.

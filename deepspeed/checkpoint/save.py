@@ -1,6 +1,7 @@
 """Saving: collect, write, agree, commit. In the calling thread, or beside training from a copy in host memory.
 
-Makes ``zero_to_fp32.py``: a script that uses this package where it is installed, and carries its reader otherwise.
+It also writes ``zero_to_fp32.py``, a script that uses this package where it is installed and carries its reader
+otherwise.
 
 The carried part is the source of the modules below, word for word, so that there is only one reader to maintain. They
 import nothing but each other, torch and Python itself; a test runs the script without the package.

@@ -1,6 +1,6 @@
 """Filling a model from files of weights, tensor by tensor, whether it has memory already or is on the meta device.
 
-Tensors that Transformers stores under other names, and cut into pieces: experts, which files have one by one.
+Some tensors Transformers stores under other names and cut into pieces: experts, which files have one by one.
 
 What is stored how is asked of Transformers itself, which knows it for each kind of model. A piece is then a part of the
 tensor that the model has, like the parts that tensor-parallel ranks write, so a rank still reads its share alone.

@@ -1,6 +1,6 @@
 """Layers shared by tensor-parallel ranks while generating: the same cuts as in training, from another configuration.
 
-Writing a model that is cut over ranks as one file per rank, so that none of them ever has to hold it whole.
+A model that is cut is written as one file per rank, so that none of them ever has to hold it whole.
 
 ``non-tp.safetensors`` has what every rank has, ``tp_RR_00.safetensors`` the parts of rank RR, each with its place in
 the whole tensor in the file's header, and ``ds_inference_config.json`` lists them; it is written last. Any number of

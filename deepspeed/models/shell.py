@@ -3,7 +3,7 @@
 What a family does to its logits, and the balance loss of a mixture of experts, is computed by the model's own code. The
 decoder is replaced by a module that returns hidden states that are there already, the head by a call of it.
 
-Runs a decoder's own forward without its blocks, and records what it would call them with.
+Likewise a decoder's own forward runs without its blocks, and what it would call them with is recorded.
 
 Whatever a family computes for its blocks (masks, positions, rotary tables) is in the recorded calls. A recorder stands
 in the place of each block: it has the block's plain attributes, notes its arguments and returns its input.

@@ -3,7 +3,7 @@
 Making them moves the model's parameters into flat buffers (:func:`first_values`). What runs over them is
 ``zero.runtime``.
 
-Giving values to modules that were built on the ``meta`` device, a few modules at a time.
+Modules that were built on the ``meta`` device are given values, a few modules at a time.
 
 A module on the meta device has shapes and no values. What its constructor would have done is repeated by the methods
 that modules have for it: ``reset_parameters`` (or ``_reset_parameters``), then ``_init_weights(module)`` of the nearest

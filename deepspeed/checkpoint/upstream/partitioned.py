@@ -1,6 +1,6 @@
 """The layout with one file per rank: stages 0, 1, 2 and 3.
 
-Experts in checkpoints of the original package: a file each for weights, groups of their own in optimizer states.
+Experts have a file each for weights, and groups of their own in optimizer states.
 
 Weights are named by an expert's number among all. Optimizer states of stages 1 and 2 name it as the rank does that has
 it: rank *d* of those with equal places, place *x* of *ep* that share experts, calls its first one 0. Ranks that share

@@ -1,6 +1,6 @@
 """LAMB on whole tensors and on fragments of them.
 
-Per-tensor sums and factors over a flat run, by blocks of 64 elements.
+Sums per tensor over a flat run are taken by blocks of 64 elements.
 
 Tensors start at multiples of 64 elements and are cut only there, so a block never holds two tensors and is the same
 64 elements under any sharding. Norms are taken per block in fp32 and their squares added per tensor in fp64: the

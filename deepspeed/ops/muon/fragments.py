@@ -3,7 +3,7 @@
 Momentum is elementwise and stays where the fragments are. The update of each matrix is gathered to its owner,
 orthogonalised there, and the fragments are sent back: two exchanges per round.
 
-Who orthogonalises which matrix, and what travels to get it there. Pure arithmetic, equal on all ranks.
+Who orthogonalises which matrix, and what travels to get it there, is pure arithmetic, equal on all ranks.
 
 Every rank knows how the tensors are cut (``SharedTensor``), so every rank can say who holds what, and nothing has to
 be exchanged to agree. Ranks are meant by position here, in the order in which the buffers are cut.

@@ -1,10 +1,8 @@
 """Muon for matrices, Adam for the rest.
 
-Orthogonalising a matrix by Newton-Schulz iterations.
-
-Five steps of a quintic polynomial push every singular value towards 1 (`K. Jordan et al.
-<https://kellerjordan.github.io/posts/muon/>`_; the coefficients make small singular values grow fastest at the price
-of ending anywhere in about 0.7 to 1.2).
+A matrix is orthogonalised by Newton-Schulz iterations. Five steps of a quintic polynomial push every singular value
+towards 1 (`K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_; the coefficients make small singular values
+grow fastest at the price of ending anywhere in about 0.7 to 1.2).
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ the own ones are being copied.
 what comes back hangs on an anchor, and that of no rows on the rows themselves. It also gathers its experts where they
 are sharded, at the same place as the others, though it has no use for them.
 
-Rows of tokens in 8 bits: an integer per element and a factor for each block of a row.
-
-One factor per 128 elements of a token is what DeepSeek-V3 sends to experts by (`technical report
-<https://arxiv.org/abs/2412.19437>`_, section 3.3), where elements are fp8.
+**Rows may travel in 8 bits**: an integer per element and a factor for each block of a row. One factor per 128 elements
+of a token is what DeepSeek-V3 sends to experts by (`technical report <https://arxiv.org/abs/2412.19437>`_, section
+3.3), where elements are fp8.
 """
 
 from __future__ import annotations

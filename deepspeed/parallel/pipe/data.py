@@ -1,6 +1,6 @@
 """Where the micro-batches of a pipeline come from, and the ranks' word to each other that all of them have enough.
 
-Whether the ranks of one copy of a pipeline have the same samples: each says two numbers of its items.
+Whether the ranks of one copy of a pipeline have the same samples is asked too: each says two numbers of its items.
 
 The first stage computes from the inputs and the last one from the labels, which every rank loads for itself. So loaders
 in another order (a shuffle by another seed, a sampler that counts the stages as data ranks) train on inputs with the

@@ -1,6 +1,6 @@
 """Which layers each stage, or each chunk of a stage, gets. Plain arithmetic on numbers per layer.
 
-What each layer of a pipeline costs: counted while all of them run once without values, or estimated by size.
+What each layer costs is counted while all of them run once without values, or estimated by size.
 
 Time is that of the arithmetic and of the memory that a layer touches, in bytes of traffic: a device does some hundred
 operations while it moves a byte, so a product of matrices counts by its operations, a norm or a loss by its tensors.

@@ -1,6 +1,6 @@
 """How each registered model's sequences are shared, and what its passes have found out once for all layers.
 
-Which tokens of a sequence see each other: documents that were packed into it, and padding.
+Which tokens of a sequence see each other follows from the documents that were packed into it, and from padding.
 
 A document ends where positions do not go on by one. Where there is a padding mask, that alone decides, as the models
 themselves have it: no token sees hidden tokens. They see nothing either: their attention is 0, as the kernels have

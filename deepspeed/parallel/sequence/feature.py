@@ -1,6 +1,7 @@
 """What the engine does for long sequences: shares them between ranks, and computes them in tiles.
 
-What checkpointed layers of a Transformers model keep for backward in host memory (ALST, arXiv 2506.13996).
+It also puts what checkpointed layers of a Transformers model keep for backward into host memory (ALST, arXiv
+2506.13996).
 
 The library's own checkpointing does the rest; only what it saves on the way is moved, and fetched when a layer is
 computed again.

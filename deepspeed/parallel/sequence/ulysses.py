@@ -1,9 +1,7 @@
 """Sequence parallelism as Accelerate, the Trainer and training scripts ask for it (ALST, arXiv 2506.13996).
 
-Sequence parallelism for any Transformers model, through the library's own two registries.
-
-Only the model that was registered has the implementation's name in its configuration; other models of the process are
-left as they are.
+Any Transformers model is given it through the library's own two registries. Only the model that was registered has the
+implementation's name in its configuration; other models of the process are left as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cuts a model over the tensor axis of the job, as the configuration asks, before an engine takes it.
 
-One small forward and backward before the cut and one after it: a cut model computes what the whole one did.
+One small forward and backward before the cut and one after it show whether the cut model computes what the whole did.
 
 A plan can be wrong for a model in ways that nothing else shows: a layer that must not be cut, packed parts in another
 order, a number of heads that a module keeps to itself, a gradient that is not summed. Where the model is small enough,

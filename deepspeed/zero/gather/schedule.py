@@ -9,7 +9,7 @@ its slices; a rank that wants something that the rest of the order does not hold
 alike (see ``comm.watch.agreement``).
 
 A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
-gathered, and what is learned from such passes is put together (:mod:`deepspeed.zero.gather.schedule`).
+gathered, and what is learned from such passes is put together (:class:`LearnedOrder`).
 
 Where the agreement *serves* (``zero_optimization.agreement``), ranks may want different buckets. While an order is
 recorded, each exchange is followed by the gathers of all that the ranks want; those that nobody wants here are given
