@@ -132,8 +132,10 @@ def decoder_beside_towers(model: Any) -> Any:
     base, config = base_of(model), getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) or text_config(config) is config:
         return None
-    found = getattr(base, "language_model", None)
-    return found if isinstance(found, nn.Module) else None
+    # A text_model without a head is an encoder beside one of images.
+    names = ("language_model", "text_model") if output_head(model) is not None else ("language_model",)
+    found = (getattr(base, name, None) for name in names)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
 
 
 def output_head(model: Any) -> nn.Module | None:

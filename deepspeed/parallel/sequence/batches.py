@@ -43,6 +43,8 @@ class BatchDescription:
         shapes: ``(batch, padded tokens)`` by name of the tensors.
         dtypes: Dtype by name of the tensors.
         others: Entries that are no tensors, and those of towers, in host memory.
+        has_images: It has entries of towers, so that the model numbers positions.
+        adds_positions: Its ``position_ids`` are not the loader's.
         digest: Of the tokens, to see whether ranks have different ones.
         padded: Tokens that padding has added.
     """
@@ -52,6 +54,8 @@ class BatchDescription:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
+    has_images: bool = False
+    adds_positions: bool = False
     digest: int = 0
     padded: int = 0
 
@@ -96,7 +100,9 @@ def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, 
     tokens = batch["input_ids"]
     rows, length = tokens.shape
     of_towers = {name: batch.pop(name).cpu() for name in _OF_TOWERS if isinstance(batch.get(name), torch.Tensor)}
-    if batch.get("position_ids") is None and not of_towers:  # with images the model numbers positions
+    has_images = bool(of_towers) or any(batch.get(name) is not None for name in _OF_TOWERS)
+    adds_positions = batch.get("position_ids") is None and not has_images
+    if adds_positions:
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
     if "labels" in batch:
         batch["shift_labels"] = functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
@@ -108,6 +114,8 @@ def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, 
         shapes=dict.fromkeys(tensors, (rows, length + extra)),
         dtypes={name: value.dtype for name, value in tensors.items()},
         others={**of_towers, **{name: value for name, value in batch.items() if name not in tensors}},
+        has_images=has_images,
+        adds_positions=adds_positions,
         digest=zlib.crc32(tensors["input_ids"].contiguous().view(torch.uint8).numpy().tobytes()),
         padded=extra,
     )
@@ -133,6 +141,27 @@ def _why_not(batch: Any) -> str:
                 f"{tuple(value.shape)}; take other entries out of the batch"
             )
     return ""
+
+
+def leave_out_added_positions(
+    descriptions: list[BatchDescription], mine: BatchDescription, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Takes added ``position_ids`` out of batches of text where another rank's batch has images, in place.
+
+    The model numbers the positions of them all then, and the batches have the same entries.
+
+    Args:
+        descriptions: Every rank's.
+        mine: This rank's, as it was sent.
+        tensors: This rank's batch as :func:`describe_batch` made it, by name: ``[batch, padded tokens]``.
+    """
+    if not any(one.has_images for one in descriptions):
+        return
+    for one in descriptions:
+        if one.adds_positions:
+            del one.shapes["position_ids"], one.dtypes["position_ids"]
+    if "position_ids" in tensors and mine.adds_positions:
+        del tensors["position_ids"]
 
 
 def check(descriptions: list[BatchDescription], what: str) -> None:
@@ -248,6 +277,7 @@ class UlyssesSPDataLoaderAdapter:
                     "batches than the others'; they are left out, so that all ranks end together"
                 )
             raise StopIteration
+        leave_out_added_positions(descriptions, mine, tensors)
         check(descriptions, _CLASS)
         self._warn(descriptions)
         self._waiting.extend(exchange_batches(tensors, descriptions, self.sp_group, self.device))

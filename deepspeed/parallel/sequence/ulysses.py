@@ -31,6 +31,7 @@ from deepspeed.models.attention import (
     NEEDS_WHOLE_MASKS,
     attention_name,
     check_use_of_attention,
+    configured_modules,
     known_attention_names,
     knows_attention,
     name_attention,
@@ -47,6 +48,7 @@ from deepspeed.models.configurations import (
     kv_heads_of,
     layer_types_of,
     name_or_path_of,
+    text_config,
 )
 from deepspeed.models.layers import rope_types_of
 from deepspeed.parallel.sequence import state
@@ -351,6 +353,8 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     inner = unwrapped(model)
     entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
     decoder = decoder_beside_towers(inner)
+    if decoder is None:
+        _refuse_towers(inner, what)
     shared = model if decoder is None else decoder
     core = _checked_core(shared, core, what)
     own_configurations(shared)
@@ -362,6 +366,18 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     remember(model, sharing)
     cut_at_decoder(list(entered), decoder)
     _join(decoder, sharing, [decoder])
+
+
+def _refuse_towers(model: Any, what: str) -> None:
+    """Raises where a model has further models beside its text model: they would attend to tokens of other ranks."""
+    text = text_config(model.config)
+    own = (type(model.config), type(text))
+    towers = [type(one).__name__ for one in configured_modules(model) if type(one.config) not in own]
+    if text is not model.config and towers:
+        raise DeepSpeedConfigError(
+            f"{what}: expected its decoder as language_model, or as text_model below a head, where {towers[0]} stands "
+            "beside it; found neither. Train this model with sequence_parallel_size 1"
+        )
 
 
 def share_layers(

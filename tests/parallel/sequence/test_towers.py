@@ -46,6 +46,22 @@ def _qwen() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def _idefics() -> Any:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 4,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "llama", "num_hidden_layers": 1, "pad_token_id": 0}
+    config = transformers.Idefics3Config(text_config=text, vision_config=vision, image_token_id=39, scale_factor=2)
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+def _clip() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=sizes, vision_config=vision, projection_dim=8))
+
+
 def _bart() -> Any:
     config = transformers.BartConfig(
         vocab_size=40, d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -55,7 +71,7 @@ def _bart() -> Any:
     return transformers.BartForConditionalGeneration(config)
 
 
-MODELS = {"llava": _llava, "qwen": _qwen, "bart": _bart}
+MODELS = {"llava": _llava, "qwen": _qwen, "idefics": _idefics, "clip": _clip, "bart": _bart}
 
 
 def _model(name: str) -> Any:
@@ -64,20 +80,28 @@ def _model(name: str) -> Any:
 
 
 def _batch(name: str, number: int) -> dict[str, torch.Tensor]:
-    """Two samples; the images lie in both halves of the sequence, at other places in each sample."""
+    """Two samples; the images lie in both halves of the sequence, at other places in each sample.
+
+    For Llava every second batch is text only.
+    """
     made = torch.Generator().manual_seed(number)
     tokens = torch.randint(3, 36, (2, 13), generator=made)
     if name == "bart":
         return {"input_ids": tokens, "labels": tokens[:, :8].contiguous()}
     mask = torch.ones_like(tokens)
     mask[1, 11:] = 0
-    for row in range(2):
+    is_text = name == "llava" and number % 2 == 1
+    for row in range(0 if is_text else 2):
         first = 3 + row + number % 3
         tokens[row, first - 1], tokens[row, first : first + 4], tokens[row, first + 4] = 37, 39, 36
     labels = tokens.masked_fill((tokens >= 36) | (mask == 0), -100)
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    if is_text:
+        return batch
     if name == "llava":
         return {**batch, "pixel_values": torch.randn(2, 3, 8, 8, generator=made)}
+    if name == "idefics":
+        return {**batch, "pixel_values": torch.randn(2, 1, 3, 16, 16, generator=made)}
     return {
         **batch,
         "pixel_values": torch.randn(32, 48, generator=made),
@@ -130,7 +154,11 @@ def _by_sequence(name: str, stage: int) -> Any:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    tower = next(module for key, module in engine.module.named_modules() if key.endswith(("vision_tower", "visual")))
+    tower = next(
+        module
+        for key, module in engine.module.named_modules()
+        if key.endswith(("vision_tower", "visual", "vision_model"))
+    )
     assert tower.config._attn_implementation == "sdpa"
     return losses, {key: value.clone() for key, value in engine.iter_full("fp32")}
 
@@ -147,7 +175,7 @@ def _by_tensor(name: str) -> Any:
     return losses, shapes
 
 
-@pytest.mark.parametrize(("name", "stage"), [("llava", 1), ("qwen", 3)])
+@pytest.mark.parametrize(("name", "stage"), [("llava", 1), ("qwen", 3), ("idefics", 0)])
 def test_cut_by_sequence(name, stage):
     losses, weights = _expected(name)
     for found, values in run_ranks(_by_sequence, 2, name, stage):
@@ -186,6 +214,8 @@ def _refused() -> None:
     with pytest.raises(DeepSpeedConfigError, match="expected input_ids, .* found attention_mask, inputs_embeds"):
         engine(inputs_embeds=torch.zeros(2, 6, 24), attention_mask=batch["attention_mask"])
     assert engine(**batch, use_cache=False).logits.shape == (2, 6, 40)
+    with pytest.raises(DeepSpeedConfigError, match="expected its decoder as .* where CLIP.* stands beside it"):
+        _engine("clip", 0, sequence_parallel_size=2)
     with pytest.raises(DeepSpeedConfigError, match="it attends from one sequence to another"):
         _engine("bart", 0, sequence_parallel_size=2)
 
