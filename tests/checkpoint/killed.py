@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -191,6 +192,8 @@ def runs(folder: Path, cells: list[str]) -> None:
                     try:
                         train_rank(here, cell, rank, here / f"meeting{resumes}", resumes)
                         os._exit(0)
+                    except BaseException:
+                        traceback.print_exc()
                     finally:
                         os._exit(3)
                 children.append(child)

@@ -124,7 +124,7 @@ def _lines_of_a_step(depth: int) -> int:
     """How many lines the code executes in one step that is run for every gather, gradient and reduction."""
     files = {sys.modules[name].__file__ for name in sys.modules if name.startswith("deepspeed.zero.")}
     files &= {module.__file__ for module in (schedule, gradients)} | {
-        sys.modules[f"deepspeed.zero.gather.{name}"].__file__ for name in ("hooks", "gather_count", "handles")
+        sys.modules[f"deepspeed.zero.gather.{name}"].__file__ for name in ("hooks", "handles")
     }
     count = 0
 

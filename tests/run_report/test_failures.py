@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from deepspeed.run_report.page import write_report
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 from tests.run_report.runs import step_line, write_rank
 
 _PROGRAM = """
@@ -113,10 +114,13 @@ def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, 
 def _end_by_signal(folder):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     recorder = StepRecorder(Path(folder), 0, {"pid": os.getpid()}, on_close=lambda: write_report(Path(folder)))
+    ready, said = os.pipe()
     child = os.fork()  # such as a loader's worker, which its parent ends by the same signal
     if child == 0:
-        signal.pause()
-        os._exit(0)
+        os.write(said, b"!")  # Python forgets signals that come while it is forked
+        while True:
+            time.sleep(0.01)
+    os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
@@ -125,7 +129,7 @@ def _end_by_signal(folder):
 
 
 def test_a_terminated_rank_writes_its_page_and_ends_by_the_signal(tmp_path):
-    with pytest.raises(Exception, match="SIGTERM|signal 15|-15"):
+    with pytest.raises(RanksFailed, match="SIGTERM|signal 15|-15"):
         run_ranks(_end_by_signal, 1, str(tmp_path), fresh=True)
     lines = [json.loads(text) for text in (tmp_path / "rank-00000.jsonl").read_text().splitlines()]
     assert [line.get("name", line["kind"]) for line in lines] == ["start", "save", "failure", "end"]

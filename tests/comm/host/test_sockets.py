@@ -91,7 +91,7 @@ def test_strangers_that_keep_connecting_win_no_time(monkeypatch):
             stranger.connect(listener.address)
             stranger.send(b"x")
     listener.socket.close()
-    with pytest.raises(TimeoutError, match="did not come"):
+    with pytest.raises(TimeoutError, match="did not connect in time"):
         listener.outcome.result(0)
 
 

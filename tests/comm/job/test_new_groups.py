@@ -42,7 +42,7 @@ def _ranks_with_different_groups():
     with pytest.MonkeyPatch.context() as monkeypatch:
         made = _as_where_order_matters(_along("data"), monkeypatch)
     pair, three = torch_dist.new_group([0, 1]), torch_dist.new_group([1, 2, 3])
-    with pytest.raises(CommunicationError, match="must hold every rank once: rank 2 gave a group"):
+    with pytest.raises(CommunicationError, match="must hold every rank once: the group of rank 2 differs"):
         Job.current().process_groups.beside(pair if torch_dist.get_rank() < 2 else three, None)
     assert isinstance(Job.current().axis_of(Job.current().process_groups.alone()).transport(), LocalTransport)
     return made

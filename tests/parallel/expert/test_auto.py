@@ -161,7 +161,11 @@ def _refused() -> None:
             {"moe_layer_pattern": "nothing"},
             "fits none of the .* 'model.layers.0.mlp.experts'",
         ),
-        (build("mixtral", num_local_experts=3), {}, "the 3 experts of 'model.layers.0.mlp.experts' cannot be dealt"),
+        (
+            build("mixtral", num_local_experts=3),
+            {},
+            "the 3 experts of 'model.layers.0.mlp.experts' cannot be divided evenly",
+        ),
         (
             build("longcat_flash"),
             {},

@@ -239,7 +239,7 @@ def _models(cells: list[tuple[str, int]], wanted: dict[str, Any], tensor: int = 
 
 
 def _uneven() -> None:
-    with pytest.raises(DeepSpeedConfigError, match="the 3 experts of '2.part.mlp.experts' cannot be dealt"):
+    with pytest.raises(DeepSpeedConfigError, match="the 3 experts of '2.part.mlp.experts' cannot be divided evenly"):
         deepspeed.initialize(
             model=PipelineModule.from_transformers(build("mixtral", num_local_experts=3), num_stages=2),
             config={
