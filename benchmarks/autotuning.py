@@ -200,7 +200,7 @@ def _processor_seconds() -> float:
 
 
 def _run(folder: Path, options: list[str], arguments: list[str], **variables: str) -> tuple[float, float]:
-    """Runs the ``deepspeed`` command on this file; returns wall and processor seconds, those of all its children."""
+    """Runs this file under the ``deepspeed`` launcher; returns wall and processor seconds of all processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **variables}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(RANKS), *options]
     before, start = _processor_seconds(), time.perf_counter()
@@ -274,7 +274,7 @@ def compare(model: str, rounds: int, before: dict[str, Any] | None) -> dict[str,
 
 
 def grid_choice(whole: dict[str, Any]) -> str:
-    """Returns what the grid's own measurements say is fastest."""
+    """Returns the candidate that was fastest in the exhaustive search's own measurements."""
     return min(whole["seconds"], key=lambda name: whole["seconds"][name])
 
 

@@ -82,11 +82,11 @@ class VirtualClock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Lets the other threads go on for ``seconds`` of the clock."""
+        """Blocks this thread for ``seconds`` of the simulated clock while the others run."""
         self.park(self.now + seconds)
 
     def park(self, moment: float, until: _Parked | None = None) -> None:
-        """Lets the other threads go on until ``moment``, or until :meth:`wake`."""
+        """Blocks this thread until the simulated clock reads ``moment``, or until :meth:`wake`; the others run."""
         parked = until or _Parked()
         heapq.heappush(self._waiting, (moment, next(self._numbers), parked))
         self._pass_on()

@@ -403,7 +403,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return True
 
     def is_bf16_supported(self) -> bool:
-        """Whether the system is new enough (macOS 14)."""
+        """Whether the system is macOS 14 or newer, from which on MPS computes in bf16."""
         return torch.backends.mps.is_macos_or_newer(14, 0)
 
     def is_fp64_supported(self) -> bool:

@@ -138,7 +138,7 @@ class _Parameter:
 
 
 def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str, version: str) -> Path:
-    """Writes ``source`` as a checkpoint of our own format.
+    """Writes a checkpoint of any supported layout again in this package's own.
 
     Args:
         source: Any checkpoint.

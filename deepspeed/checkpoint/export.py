@@ -167,7 +167,7 @@ def _entries(run_state: RunState, listed: Roster, exclude_frozen: bool) -> list[
 
 @dataclass(frozen=True)
 class Step:
-    """A tile that travels.
+    """One tile on its way to rank 0.
 
     Attributes:
         listed: Its bucket.

@@ -414,7 +414,7 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:
-    """Returns everything that is no large tensor.
+    """Returns the training state of a checkpoint: counters, schedulers, scalars, whatever is no large tensor.
 
     Args:
         reader: The open checkpoint.

@@ -102,7 +102,7 @@ class SaveProgress:
         self._start = self._last = clock()
 
     def add(self, nbytes: int) -> None:
-        """Counts bytes that have been written."""
+        """Adds to the bytes written so far, and logs the progress where it is due."""
         self._written += nbytes
         now = self._clock()
         if now - self._last < self.seconds:
@@ -411,7 +411,7 @@ class HostCopy:
         return copies
 
     def free(self) -> None:
-        """Gives the buffer back."""
+        """Frees the host buffer that the copies lie in."""
         self._buffer = None
 
 

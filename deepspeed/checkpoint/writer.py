@@ -48,7 +48,7 @@ class BucketRun:
 
 
 class ChunkedStream:
-    """Bytes to a file, and a CRC-32 for each chunk of it.
+    """Writes bytes to a file and computes a CRC-32 for each chunk.
 
     Args:
         descriptor: Of the file.

@@ -370,7 +370,7 @@ class Progress:
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def doing(self, what: str) -> None:
-        """What is done from now on."""
+        """Sets the text that the progress line shows from now on."""
         self._what = what
 
     def start(self) -> None:

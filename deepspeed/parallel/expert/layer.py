@@ -278,7 +278,7 @@ _MARKS = ("tensor_model_parallel", "model_parallel", "partition_dim", "partition
 
 
 class Experts(nn.Module):
-    """Copies of one module, each of which sees the tokens that were sent to it.
+    """The experts of one mixture-of-experts layer that this rank computes, each on the tokens routed to it.
 
     All copies begin with equal values. Their parameters say by ``allreduce = False`` and ``group_name`` who shares
     them. At ZeRO stage 3 they are gathered together, as it is not known in advance which will be needed.
@@ -337,7 +337,7 @@ def first_of(result: Any) -> torch.Tensor:
 
 
 def _copy(expert: nn.Module) -> nn.Module:
-    """Returns a copy with values of its own, also of a module that ``zero.Init`` has sharded among other ranks."""
+    """Returns a deep copy with parameters of its own, gathered first where ``zero.Init`` has sharded the original's."""
     if all(address_of(parameter) is None for parameter in expert.parameters()):
         return copy.deepcopy(expert)
     made = copy.deepcopy(expert)

@@ -159,7 +159,7 @@ def _tile_mlps(model: nn.Module, tokens: int) -> None:
 
 
 class _Tiled(nn.Module):
-    """In front of the class of an MLP: computes it ``tile_tokens`` tokens at a time."""
+    """Base class put before an MLP's own: its forward runs on tiles of ``tile_tokens`` tokens, one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return tiled(super().forward, x, -(-x.size(-2) // self.__dict__["tile_tokens"]))

@@ -38,11 +38,14 @@ class PartOwners:
         return self.parts[self.transport.rank]
 
     def whole(self, tile: torch.Tensor, label: str) -> torch.Tensor:
-        """Returns the logical parameter, or a tensor with an element for each of its. All part owners must call it.
+        """Gathers the parts of a parameter, or of a state of the same shape. All ranks that hold a part must call it.
 
         Args:
-            tile: This rank's, in the shape of the tile.
-            label: What travels.
+            tile: This rank's part, in the shape of its tile.
+            label: What is gathered, for messages.
+
+        Returns:
+            The whole tensor, in the parameter's full shape.
         """
         packed = torch.cat([tile[box.in_tile].reshape(-1) for box in self.mine.boxes] or [tile.new_empty(0)])
         gathered = [
