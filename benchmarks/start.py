@@ -66,6 +66,8 @@ class _Parked:
 class VirtualClock:
     """Runs threads one at a time, in the order of a clock that only sleeps and calls of the store move.
 
+    Other threads of the process, such as an earlier job's watch, read and sleep by the real time.
+
     Attributes:
         now: Seconds since the beginning.
     """
@@ -76,14 +78,24 @@ class VirtualClock:
         self._numbers = itertools.count()
         self._idle = threading.Lock()
         self._errors: list[BaseException] = []
+        self._this_thread = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
 
     def monotonic(self) -> float:
         """Returns the clock's time, as :func:`time.monotonic`."""
-        return self.now
+        return self.now if self._runs_this_thread() else time.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Blocks this thread for ``seconds`` of the simulated clock while the others run."""
-        self.park(self.now + seconds)
+        if self._runs_this_thread():
+            self.park(self.now + seconds)
+        else:
+            time.sleep(seconds)
+
+    def _runs_this_thread(self) -> bool:
+        return getattr(self._this_thread, "is_simulated", False)
 
     def park(self, moment: float, until: _Parked | None = None) -> None:
         """Blocks this thread until the simulated clock reads ``moment``, or until :meth:`wake`; the others run."""
@@ -114,6 +126,7 @@ class VirtualClock:
         """
 
         def work(parked: _Parked, function: Callable[[], None]) -> None:
+            self._this_thread.is_simulated = True
             parked.turn.acquire()
             try:
                 function()

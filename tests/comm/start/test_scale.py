@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,7 @@ from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, receive_ranks
 from deepspeed.comm.start.batched_store import read_many, those_there, write_many
 from deepspeed.comm.start.startup import RankInfo
+from deepspeed.comm.watch import watchdog
 from deepspeed.comm.watch.posts import members_from, members_text
 from deepspeed.comm.watch.wait_records import WaitRecord
 from deepspeed.comm.watch.watchdog import Watch
@@ -166,6 +168,24 @@ def test_a_start_costs_operations_in_proportion_to_the_ranks():
     few, many = play_start(80), play_start(240)
     assert few.operations / 80 == pytest.approx(many.operations / 240, rel=0.1)
     assert many.operations / 240 < 60 and many.bytes / 240 < 10_000
+
+
+def test_a_simulated_start_takes_no_notice_of_other_threads_of_the_process():
+    """An earlier test's watch sleeps by the real time, and gets no turn of the simulated clock."""
+    alone, is_over = play_start(80), threading.Event()
+
+    def look_again_and_again():
+        while not is_over.is_set():
+            watchdog.time.sleep(0.001)
+            watchdog.time.monotonic()
+
+    other = threading.Thread(target=look_again_and_again)
+    other.start()
+    try:
+        assert play_start(80) == alone
+    finally:
+        is_over.set()
+        other.join()
 
 
 @pytest.mark.slow
