@@ -172,7 +172,13 @@ def _by_tensor(name: str) -> Any:
         engine.step()
         losses.append(loss.item())
     shapes = {key: tuple(value.shape) for key, value in engine.module.named_parameters()}
-    return losses, shapes
+    return losses, shapes, {key: value.clone() for key, value in engine.iter_full("fp32")}
+
+
+def _assert_weights_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=2e-6, msg=lambda text, key=key: key + text)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("llava", 1), ("qwen", 3), ("idefics", 0)])
@@ -180,9 +186,7 @@ def test_cut_by_sequence(name, stage):
     losses, weights = _expected(name)
     for found, values in run_ranks(_by_sequence, 2, name, stage):
         assert found == pytest.approx(losses, rel=2e-6)
-        assert values.keys() == weights.keys()
-        for key, value in values.items():
-            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=2e-6, msg=lambda text, key=key: key + text)
+        _assert_weights_equal(values, weights)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,9 @@ def test_cut_by_sequence(name, stage):
 )
 def test_cut_by_tensor(name, cut, whole):
     losses, weights = _expected(name)
-    for found, shapes in run_ranks(_by_tensor, 2, name):
+    for found, shapes, values in run_ranks(_by_tensor, 2, name):
         assert found == pytest.approx(losses, rel=2e-6)
+        _assert_weights_equal(values, weights)
         assert shapes[cut][0] == weights[cut].size(0) // 2
         assert all(shapes[key] == weights[key].shape for key in shapes if whole in key)
 
