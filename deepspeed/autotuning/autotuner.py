@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed.autotuning.choice import PlannedRow, TrialQueue
+from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
 from deepspeed.autotuning.command_line import read_script_config, with_config, with_mapped
 from deepspeed.autotuning.experiment import (
     MICRO,
@@ -173,7 +173,7 @@ class Autotuner:
         self._own_config = files[0]["config"]
         if self._config is None:  # the section is in the script too; the folders are already there
             self.section = Autotuning.model_validate(files[0]["section"])
-        rows = [PlannedRow.of(row) for file in files for row in file["rows"]]
+        rows = [CandidatePlan.of(row) for file in files for row in file["rows"]]
         seconds = sum(row["plan_seconds"] for file in files for row in file["rows"])
         fitting = [row for row in rows if row.fits]
         logger.info(
@@ -184,7 +184,7 @@ class Autotuner:
 
     # -- the trials ----------------------------------------------------------------------------------------------
 
-    def _measure(self, queue: TrialQueue, row: PlannedRow) -> None:
+    def _measure(self, queue: TrialQueue, row: CandidatePlan) -> None:
         """Starts the script with a candidate."""
         folder = self._folder(row.name)
         first = max(self.section.start_profile_step, 1)
@@ -262,7 +262,7 @@ class Autotuner:
             raise AutotuningError("Autotuner: nothing has been tuned yet; call tune() first")
         return self._queue
 
-    def _row(self, name: str) -> PlannedRow:
+    def _row(self, name: str) -> CandidatePlan:
         return next(row for row in self._known().rows if row.name == name)
 
     def _folder(self, name: str) -> Path:

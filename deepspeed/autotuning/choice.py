@@ -17,15 +17,16 @@ WORTH_A_TRIAL = 0.03
 
 
 @dataclass(frozen=True)
-class PlannedRow:
-    """A candidate as the command knows it.
+class CandidatePlan:
+    """A candidate and what is expected of it; ranks of the script plan it, the command chooses among them.
 
     Attributes:
         name: Of its folder.
         changes: What is different from the script's configuration.
         fits: Whether memory suffices.
-        seconds: Of a step, predicted.
-        device_bytes: Highest sum on a device, planned.
+        seconds: Of a step, predicted, wall time.
+        device_bytes: Highest sum on a device.
+        host_bytes: Highest sum in a node's host memory.
         usable_bytes: What a device offers.
         flops: Operations of a step and rank.
         refusal: Why it cannot run; empty otherwise.
@@ -33,15 +34,16 @@ class PlannedRow:
 
     name: str
     changes: Mapping[str, Any]
-    fits: bool
-    seconds: float
+    fits: bool = False
+    seconds: float = 0.0
     device_bytes: int = 0
+    host_bytes: int = 0
     usable_bytes: int = 0
     flops: int = 0
     refusal: str = ""
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> PlannedRow:
+    def of(cls, facts: Mapping[str, Any]) -> CandidatePlan:
         """Takes what a rank has written about a candidate."""
         return cls(**{name: facts[name] for name in cls.__dataclass_fields__ if name in facts})
 
@@ -59,14 +61,14 @@ class TrialQueue:
         micro_batches: Those that the script can do; None: not known yet.
     """
 
-    rows: Sequence[PlannedRow]
+    rows: Sequence[CandidatePlan]
     most: int = 3
     patience: int = 5
     measured: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     micro_batches: set[int] | None = None
 
-    def runnable(self) -> list[PlannedRow]:
+    def runnable(self) -> list[CandidatePlan]:
         """Returns the candidates that can still be tried, the one with the shortest predicted step first."""
         found = [row for row in self.rows if row.fits and not row.refusal]
         found = [row for row in found if row.name not in self.measured and row.name not in self.failed]
@@ -101,11 +103,11 @@ class TrialQueue:
         predicted = {row.name: row.seconds for row in self.rows}
         return [seconds / predicted[name] for name, seconds in self.measured.items() if predicted.get(name)]
 
-    def expected(self, row: PlannedRow) -> float:
+    def expected(self, row: CandidatePlan) -> float:
         """Returns the predicted seconds of a step in the light of the trials so far."""
         return row.seconds * self.scale
 
-    def next(self) -> PlannedRow | None:
+    def next(self) -> CandidatePlan | None:
         """Returns the candidate that is measured next; None: :meth:`why_over` says why."""
         return None if self.why_over() else self.runnable()[0]
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.autotuning.candidates import CandidateGroup, CandidateSpace
+from deepspeed.autotuning.choice import CandidatePlan
 from deepspeed.autotuning.experiment import Changes, applied
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.devices import Machine
@@ -23,33 +24,6 @@ from deepspeed.plan.timeline.timed_step import time_step
 
 _LONGEST_START = 2e-3  # seconds that the host may take to start one operation
 _REFINED = 3  # candidates that get other bucket sizes too
-
-
-@dataclass(frozen=True)
-class CandidatePlan:
-    """A candidate and what is expected of it.
-
-    Attributes:
-        name: Of its folder.
-        changes: What is different from the script's configuration.
-        fits: Whether memory suffices.
-        device_bytes: Highest sum on a device.
-        host_bytes: Highest sum in a node's host memory.
-        usable_bytes: What a device offers.
-        seconds: Of a step, predicted, wall time.
-        flops: Operations of a step and rank.
-        refusal: Why it cannot run; empty otherwise.
-    """
-
-    name: str
-    changes: Changes
-    fits: bool = False
-    device_bytes: int = 0
-    host_bytes: int = 0
-    usable_bytes: int = 0
-    seconds: float = 0.0
-    flops: int = 0
-    refusal: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from deepspeed.autotuning.choice import PlannedRow, TrialQueue
+from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
 from deepspeed.autotuning.experiment import STAGE
 from deepspeed.plan.devices import in_words
 
@@ -17,7 +17,7 @@ _WIDTH = 118
 _SHOWN = 12  # candidates that were not tried
 
 
-def metric_of(name: str, row: PlannedRow, seconds: float, samples: int) -> float:
+def metric_of(name: str, row: CandidatePlan, seconds: float, samples: int) -> float:
     """Returns a metric of a step: samples per second, milliseconds, or FLOP per second and device."""
     if name == "latency":
         return seconds * 1e3

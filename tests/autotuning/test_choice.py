@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from deepspeed.autotuning.choice import PlannedRow, TrialQueue
+from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
 
 
 def queue(*seconds: float, **more) -> TrialQueue:
     changes = {"train_micro_batch_size_per_gpu": 1}
-    return TrialQueue([PlannedRow(f"c{i}", changes, True, value) for i, value in enumerate(seconds)], **more)
+    return TrialQueue([CandidatePlan(f"c{i}", changes, True, value) for i, value in enumerate(seconds)], **more)
 
 
 def test_the_shortest_predicted_step_is_tried_first_and_what_does_not_fit_never():
     found = queue(3.0, 1.0, 2.0)
-    found.rows = [*found.rows, PlannedRow("big", {}, False, 0.1), PlannedRow("wrong", {}, False, 0.0, refusal="no")]
+    found.rows = [
+        *found.rows,
+        CandidatePlan("big", {}, False, 0.1),
+        CandidatePlan("wrong", {}, False, 0.0, refusal="no"),
+    ]
     assert [row.name for row in found.runnable()] == ["c1", "c2", "c0"]
     assert found.next().name == "c1"
 
@@ -51,7 +55,7 @@ def test_limits_of_trials_and_of_failures():
 def test_a_script_with_a_batch_of_its_own_leaves_its_micro_batch_only():
     found = queue(1.0, 2.0)
     found.rows[1].changes["train_micro_batch_size_per_gpu"] = 1
-    found.rows = [PlannedRow("c0", {"train_micro_batch_size_per_gpu": 2}, True, 1.0), found.rows[1]]
+    found.rows = [CandidatePlan("c0", {"train_micro_batch_size_per_gpu": 2}, True, 1.0), found.rows[1]]
     found.micro_batches = {1}
     assert [row.name for row in found.runnable()] == ["c1"]
     found.measured["c1"] = 2.0
