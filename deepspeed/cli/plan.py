@@ -134,13 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--accumulation", type=int, help="micro-batches per step and rank; default: the configuration's")
     job.add_argument("--longest", action="store_true", help="look for the longest sequences that fit")
     job.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
-    for name, what in (
-        ("pipe", "stages of a pipeline; default: 1"),
-        ("tensor", "ranks that share layers; default: the configuration's autotp_size"),
-        ("sequence", "ranks that share a sequence; default: the configuration's sequence_parallel_size"),
-        ("ep", "ranks that share experts; default: the configuration's autoep_size"),
-    ):
-        job.add_argument(f"--{name}", type=int, help=what)
+    for name, degree in DEGREES.items():
+        job.add_argument(f"--{name}", type=int, help=degree.text)
     job.add_argument("--schedule", help=f"of the pipeline: {', '.join(TRAIN_SCHEDULES)}; default: the configuration's")
     job.add_argument("--num-chunks", type=int, help="of each stage, with a schedule that has several")
     job.add_argument(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.configs import read_config
-from deepspeed.plan.degrees import at_degrees
+from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.devices import Device, Machine, find_device, read_bytes
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.models import model_source
@@ -18,45 +20,11 @@ from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 
 
-def plan(
-    model: Any,
-    config: Any,
-    *,
-    nodes: int = 1,
-    devices_per_node: int = 1,
-    device: str | Device = "h100",
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    sequence_length: int = 2048,
-    micro_batch: int | None = None,
-    accumulation: int | None = None,
-    inputs: Any = None,
-    activation_checkpointing: bool = False,
-    compare_checkpointing: bool = True,
-    suggest: bool = True,
-    flops: float | None = None,
-    link: float | None = None,
-    host_link: float | None = None,
-    network: float | None = None,
-    disk: float | None = None,
-    headroom: float | None = None,
-    rank: int | None = None,
-    pipe: int = 1,
-    tensor: int | None = None,
-    sequence: int | None = None,
-    ep: int | None = None,
-    schedule: str | None = None,
-    num_chunks: int | None = None,
-    longest: bool = False,
-) -> Plan:
-    """Says what each rank of a training will hold and move, by running the engine on tensors without values.
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The keywords of :func:`plan` beside the degrees of axes.
 
-    Nothing of the model's size is allocated, no device and no process group is used. Runs in one process.
-
-    Args:
-        model: A module (left alone), a callable that returns one or ``(model, inputs)``, ``"module:callable"``, a
-            folder or JSON file with a transformers configuration, such a configuration, or a ``DecoderShape``.
-        config: The configuration: a dict, a path, or base64.
+    Attributes:
         nodes: Number of nodes.
         devices_per_node: Devices of each.
         device: Name in the table of devices, ``"cpu"`` for training on processors, or a :class:`Device`.
@@ -76,61 +44,108 @@ def plan(
         disk: Bytes per second of a node's disk; None: 5e9.
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
         rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
-        pipe: Stages of a pipeline; the model is a ``DecoderShape`` or a decoder-only one of Transformers.
-        tensor: Ranks that share layers; None: as the configuration says.
-        sequence: Ranks that share a sequence; None: as the configuration says.
-        ep: Ranks that share experts; None: as the configuration says.
         schedule: Of the pipeline; None: as the configuration says, or ``1f1b``.
         num_chunks: Chunks per stage; None: as the configuration says, or as few as the schedule can have.
         longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the answer, a
             multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
+    """
+
+    nodes: int = 1
+    devices_per_node: int = 1
+    device: str | Device = "h100"
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    sequence_length: int = 2048
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    inputs: Any = None
+    activation_checkpointing: bool = False
+    compare_checkpointing: bool = True
+    suggest: bool = True
+    flops: float | None = None
+    link: float | None = None
+    host_link: float | None = None
+    network: float | None = None
+    disk: float | None = None
+    headroom: float | None = None
+    rank: int | None = None
+    schedule: str | None = None
+    num_chunks: int | None = None
+    longest: bool = False
+
+    def request(self, model: Any, config: Any) -> Request:
+        """Returns what is to be planned, at the degrees that the configuration says.
+
+        Args:
+            model: What :func:`plan` takes.
+            config: What :func:`plan` takes.
+
+        Raises:
+            DeepSpeedConfigError: See :func:`plan`.
+        """
+        numbers = ("nodes", "devices_per_node", "sequence_length", "micro_batch", "accumulation")
+        _refuse_below_one(**{name: getattr(self, name) for name in numbers})
+        machine = make_machine(**{name: getattr(self, name) for name in signature(make_machine).parameters})
+        if self.rank is not None and self.rank not in range(machine.ranks):
+            raise DeepSpeedConfigError(
+                f"plan(rank={self.rank!r}): expected a whole number from 0 to {machine.ranks - 1}"
+            )
+        settings = read_config(config)
+        return Request(
+            source=model_source(model, self.inputs),
+            config=settings,
+            machine=machine,
+            sequence_length=self.sequence_length,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            checkpointing=self.activation_checkpointing,
+            kind="cpu" if machine.device.name == "cpu" else "cuda",
+            rank=self.rank,
+            pipeline=pipeline_of(settings, schedule=self.schedule, num_chunks=self.num_chunks),
+        )
+
+
+def _shows_options(function: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Gives :func:`plan` a signature that names every option with its default, for ``help()`` and editors."""
+    options = [Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default) for entry in fields(PlanOptions)]
+    degrees = [Parameter(name, Parameter.KEYWORD_ONLY, default=row.default) for name, row in DEGREES.items()]
+    first = [entry.name for entry in options].index("schedule")  # the degrees stand before what is said of the stages
+    given = [entry for entry in signature(function).parameters.values() if entry.kind != Parameter.VAR_KEYWORD]
+    function.__signature__ = Signature([*given, *options[:first], *degrees, *options[first:]])  # type: ignore[attr-defined]
+    return function
+
+
+@_shows_options
+def plan(model: Any, config: Any, **options: Any) -> Plan:
+    """Says what each rank of a training will hold and move, by running the engine on tensors without values.
+
+    Nothing of the model's size is allocated, no device and no process group is used. Runs in one process.
+
+    Args:
+        model: A module (left alone), a callable that returns one or ``(model, inputs)``, ``"module:callable"``, a
+            folder or JSON file with a transformers configuration, such a configuration, or a ``DecoderShape``.
+        config: The configuration: a dict, a path, or base64.
+        **options: The attributes of :class:`PlanOptions`, and ranks along the axes by the names of
+            :data:`~deepspeed.plan.degrees.DEGREES`: ``pipe`` (the model is a ``DecoderShape`` or a decoder-only one of
+            Transformers), ``tensor``, ``sequence``, ``ep``; None: as the configuration says.
 
     Raises:
         DeepSpeedConfigError: The configuration cannot run, the model cannot be built without values, or a quantity has
             no unit.
+        TypeError: There is no such option.
     """
-    _refuse_below_one(nodes=nodes, devices_per_node=devices_per_node, sequence_length=sequence_length, pipe=pipe)
-    optional = {
-        "micro_batch": micro_batch,
-        "accumulation": accumulation,
-        "tensor": tensor,
-        "sequence": sequence,
-        "ep": ep,
-    }
-    _refuse_below_one(**{name: value for name, value in optional.items() if value is not None})
-    machine = make_machine(
-        device,
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        flops=flops,
-        link=link,
-        host_link=host_link,
-        network=network,
-        disk=disk,
-        headroom=headroom,
-    )
-    if rank is not None and rank not in range(machine.ranks):
-        raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {machine.ranks - 1}")
-    settings = read_config(config)
-    request = Request(
-        source=model_source(model, inputs),
-        config=settings,
-        machine=machine,
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        checkpointing=activation_checkpointing,
-        kind="cpu" if machine.device.name == "cpu" else "cuda",
-        rank=rank,
-        pipeline=pipeline_of(settings, pipe, schedule, num_chunks),
-    )
-    request = at_degrees(request, tensor=tensor, sequence=sequence, ep=ep)
-    if longest:
+    known = signature(plan).parameters
+    for name in options:
+        if name not in known:
+            raise TypeError(f"plan({name}=...): expected one of {', '.join(known)}; rename the argument")
+    degrees = {name: options.pop(name) for name in DEGREES if name in options}
+    given = PlanOptions(**options)
+    _refuse_below_one(**degrees)
+    request = at_degrees(given.request(model, config), **degrees)
+    if given.longest:
         return longest_sequence(request)
-    made = make_plan(request, compare=compare_checkpointing)
-    if suggest and not made.fits:
+    made = make_plan(request, compare=given.compare_checkpointing)
+    if given.suggest and not made.fits:
         made.take_advice(advise(made))
     return made
 
@@ -189,7 +204,9 @@ def make_machine(
     )
 
 
-def _refuse_below_one(**numbers: int) -> None:
+def _refuse_below_one(**numbers: int | None) -> None:
     for name, value in numbers.items():
+        if value is None:
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise DeepSpeedConfigError(f"plan({name}={value!r}): expected a whole number of 1 or more")

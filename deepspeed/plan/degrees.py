@@ -1,46 +1,73 @@
-"""A request with other degrees along the axes of the job."""
+"""A request with other degrees along the axes of the job: a row for each axis that can be given."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.plan.result import Request
 
-DEGREES = ("pipe", "tensor", "sequence", "ep")
-"""What can be given: stages, ranks that share layers, sequences, experts."""
+
+@dataclass(frozen=True)
+class DegreeRow:
+    """A degree that a plan can be asked for.
+
+    Attributes:
+        text: What it counts, and what holds without it; the help of ``ds_plan``.
+        apply: Returns a request with this degree.
+        default: What ``plan`` takes without it; None: what the configuration says.
+    """
+
+    text: str
+    apply: Callable[[Request, int], Request]
+    default: int | None = None
 
 
-def at_degrees(
-    request: Request,
-    *,
-    pipe: int | None = None,
-    tensor: int | None = None,
-    sequence: int | None = None,
-    ep: int | None = None,
-) -> Request:
-    """The request with these degrees; None: as its configuration says.
+def _with_setting(request: Request, **sections: Any) -> Request:
+    return replace(request, config={**request.config, **sections})
+
+
+def _with_stages(request: Request, stages: int) -> Request:
+    return replace(request, pipeline=replace(request.pipeline, stages=stages))
+
+
+def _with_tensor_ranks(request: Request, ranks: int) -> Request:
+    section = request.config.get("tensor_parallel") or {}
+    return _with_setting(request, tensor_parallel={**section, "autotp_size": ranks if ranks > 1 else 0})
+
+
+def _with_sequence_ranks(request: Request, ranks: int) -> Request:
+    return _with_setting(request, sequence_parallel_size=ranks)
+
+
+def _with_expert_ranks(request: Request, ranks: int) -> Request:
+    """Spreads the experts of a model that is made by its sizes; of others the configuration says it."""
+    if request.source.spread is not None:
+        return replace(request, source=request.source.spread(ranks))
+    section = request.config.get("expert_parallel") or {}
+    return _with_setting(request, expert_parallel={**section, "enabled": ranks > 1, "autoep_size": ranks})
+
+
+DEGREES: Mapping[str, DegreeRow] = {
+    "pipe": DegreeRow("stages of a pipeline; default: 1", _with_stages, default=1),
+    "tensor": DegreeRow("ranks that share layers; default: the configuration's autotp_size", _with_tensor_ranks),
+    "sequence": DegreeRow(
+        "ranks that share a sequence; default: the configuration's sequence_parallel_size", _with_sequence_ranks
+    ),
+    "ep": DegreeRow("ranks that share experts; default: the configuration's autoep_size", _with_expert_ranks),
+}
+"""By the name of the keyword and of the option."""
+
+
+def at_degrees(request: Request, **degrees: int | None) -> Request:
+    """Returns the request with these degrees.
 
     Args:
         request: The request.
-        pipe: Stages of the pipeline.
-        tensor: Ranks that share layers (``tensor_parallel.autotp_size``).
-        sequence: Ranks that share a sequence (``sequence_parallel_size``).
-        ep: Ranks that share experts: of a model that is made by its sizes, or ``expert_parallel.autoep_size``.
+        **degrees: By the names of :data:`DEGREES`; None: as the request has it.
     """
-    config: dict[str, Any] = copy.deepcopy(dict(request.config))
-    source, pipeline = request.source, request.pipeline
-    if pipe is not None:
-        pipeline = replace(pipeline, stages=pipe)
-    if tensor is not None:
-        section = dict(config.get("tensor_parallel") or {})
-        config["tensor_parallel"] = {**section, "autotp_size": tensor if tensor > 1 else 0}
-    if sequence is not None:
-        config["sequence_parallel_size"] = sequence
-    if ep is not None and source.spread is not None:
-        source = source.spread(ep)
-    elif ep is not None:
-        section = dict(config.get("expert_parallel") or {})
-        config["expert_parallel"] = {**section, "enabled": ep > 1, "autoep_size": ep}
-    return replace(request, config=config, source=source, pipeline=pipeline)
+    for name, row in DEGREES.items():
+        if (degree := degrees.get(name)) is not None:
+            request = row.apply(request, degree)
+    return request

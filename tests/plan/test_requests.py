@@ -151,6 +151,8 @@ def test_arguments_without_sense():
     ):
         with pytest.raises(DeepSpeedConfigError, match=said):
             plan(**options)
+    with pytest.raises(TypeError, match=r"plan\(node=\.\.\.\): expected one of model, config, nodes, .*rename"):
+        plan(node=2)
 
 
 def test_gathers_in_two_steps_are_planned_as_one():
