@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm import ReduceOp, all_reduce
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.transports.along import channel_along
+
+_LABEL = "the norm of gradients (clip_grad_norm_)"
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
@@ -52,11 +55,8 @@ def clip_grad_norm_(
 
 
 def _norm_over_group(norm: torch.Tensor, device: torch.device, norm_type: float, mpu: Any) -> torch.Tensor:
-    group = mpu.get_model_parallel_group()
-    norm = norm.to(device=device, dtype=torch.float32)
+    channel = channel_along(mpu.get_model_parallel_group(), device, TENSOR)
+    norm = norm.to(device=device, dtype=torch.float32).view(1)
     if math.isinf(norm_type):
-        all_reduce(norm, op=ReduceOp.MAX, group=group)
-        return norm
-    power = norm**norm_type
-    all_reduce(power, group=group)
-    return power ** (1.0 / norm_type)
+        return channel.largest(norm, _LABEL)[0]
+    return channel.sum(norm**norm_type, _LABEL)[0] ** (1.0 / norm_type)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.transports.counters import counted
 from deepspeed.precision.clipping import clip_grad_norm_, get_global_norm
 from tests.harness import run_ranks
 
@@ -55,7 +56,9 @@ def check_model_parallel(norm_type: float) -> tuple[float, list[float]]:
     rank = torch_dist.get_rank()
     replicated, own = parameters([6.0], [8.0 * (rank + 1)])
     own.model_parallel = True
-    norm = clip_grad_norm_([replicated, own], 1.0, norm_type, mpu=Unit())
+    with counted() as traffic:
+        norm = clip_grad_norm_([replicated, own], 1.0, norm_type, mpu=Unit())
+    assert {axis for _, axis in traffic.ran_along} == {"tensor"}
     return norm.item(), [replicated.grad.item(), own.grad.item()]
 
 

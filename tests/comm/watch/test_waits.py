@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -208,15 +209,39 @@ NO_TRANSPORT = {
 """Modules that may call ``deepspeed.comm``'s form of torch's collectives, and why."""
 
 
+COLLECTIVES = BLOCKING - SETTING_UP
+
+
+def _collectives_used(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yields where ``deepspeed.comm``'s form of a collective is named, as its attribute or imported from it."""
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("deepspeed.comm", "deepspeed.comm.collectives")
+        for alias in node.names
+        if alias.name in COLLECTIVES
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+            if ast.unparse(node.value) in ("comm", "deepspeed.comm", "collectives"):
+                yield node
+        elif isinstance(node, ast.Name) and node.id in imported:
+            yield node
+
+
 def test_a_training_exchanges_through_transports():
     """Everything else is in the traffic books of its axis, as the collectives of ``deepspeed.comm`` are not."""
-    wrong = []
-    for module in graph.modules():
-        if module.removeprefix("deepspeed.") in NO_TRANSPORT:
-            continue
-        for node in ast.walk(graph.tree_of(module)):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if ast.unparse(node.func.value) in ("comm", "deepspeed.comm") and node.func.attr in BLOCKING - SETTING_UP:
-                wrong.append(f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}")
+    wrong = [
+        f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}"
+        for module in graph.modules()
+        if module.removeprefix("deepspeed.") not in NO_TRANSPORT
+        for node in _collectives_used(graph.tree_of(module))
+    ]
     assert not wrong, "use a transport (deepspeed.comm.transports.along):\n" + "\n".join(wrong)
+
+
+def test_collectives_are_found_by_attribute_and_by_import():
+    used = (
+        "from deepspeed.comm import all_reduce as add, barrier\nadd(x)\nbarrier()\nf(comm.broadcast)\ntensor.gather(0)"
+    )
+    assert [ast.unparse(node) for node in _collectives_used(ast.parse(used))] == ["add", "comm.broadcast"]
