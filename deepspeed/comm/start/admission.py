@@ -27,6 +27,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from deepspeed.comm.start.batched_store import (
     MOST_THAT_POLL,
+    longest_pause,
     read_many,
     those_there,
     wait_at_store,
@@ -506,6 +507,6 @@ def _pauses(store: Any, ranks: int = 1) -> Callable[[str], None]:
             wait_at_store(store, key, ranks)
             return
         time.sleep(seconds)
-        seconds = min(2 * seconds, _LONGEST_PAUSE)
+        seconds = min(2 * seconds, longest_pause(ranks, _LONGEST_PAUSE))
 
     return pause

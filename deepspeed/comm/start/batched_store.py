@@ -8,8 +8,10 @@ from typing import Any
 
 # Keys in one message.
 _MOST_AT_ONCE = 2048
-# Ranks of a job that ask again and again whether a key is set: they hear of it soonest. More of them wait at the store.
-MOST_THAT_POLL = 64
+# Ranks of a job that ask again and again whether a key is set. More of them wait at the store, which is less work for
+# it, but for each wait that ends without the key torch prints two lines on every rank.
+MOST_THAT_POLL = 1024
+_POLLS_PER_SECOND = 4_000  # of all ranks, when they have waited for a while: a quarter of what a store answers
 
 
 def read_many(store: Any, keys: Sequence[str]) -> list[bytes]:
@@ -59,6 +61,16 @@ def those_there(store: Any, keys: Sequence[str]) -> list[str]:
         return []
     half = len(keys) // 2
     return those_there(store, keys[:half]) + those_there(store, keys[half:])
+
+
+def longest_pause(ranks: int, least: float) -> float:
+    """Returns the longest time between two questions of a rank whether a key is set, in seconds.
+
+    Args:
+        ranks: How many ask alike.
+        least: Seconds for a few ranks.
+    """
+    return max(least, ranks / _POLLS_PER_SECOND)
 
 
 def wait_at_store(store: Any, key: str, ranks: int) -> bool:

@@ -47,6 +47,7 @@ from typing import Any, Protocol
 
 from deepspeed.comm.start.batched_store import (
     MOST_THAT_POLL,
+    longest_pause,
     read_many,
     those_there,
     wait_at_store,
@@ -326,7 +327,8 @@ class Watch:
             return all(wait_at_store(self.store, key, self._size) for key in keys)
         if self.store.check(keys):
             return True
-        time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))  # a tenth late at most
+        shortest = longest_pause(self._size, 0.004) / 4
+        time.sleep(min(max(0.1 * waited, shortest), longest_pause(self._size, _PERIOD)))  # a tenth late, or a moment
         return False
 
     def is_in_vain(self) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 from benchmarks.start import PlayedStore, play_start, play_wait
 from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, receive_ranks
-from deepspeed.comm.start.batched_store import read_many, those_there, write_many
+from deepspeed.comm.start.batched_store import longest_pause, read_many, those_there, write_many
 from deepspeed.comm.start.startup import RankInfo
 from deepspeed.comm.watch import watchdog
 from deepspeed.comm.watch.posts import members_from, members_text
@@ -164,15 +164,24 @@ def test_a_start_costs_a_rank_the_same_at_any_number_of_ranks(tmp_path):
 # --- the whole start, and long waits, played (benchmarks/start.py) ---------------------------------------------------
 
 
-def test_a_start_costs_operations_in_proportion_to_the_ranks():
+def test_a_start_costs_operations_in_proportion_to_the_ranks(monkeypatch):
+    """Of ranks that wait at the store, as more than a thousand do."""
+    for module in (admission, watchdog):
+        monkeypatch.setattr(module, "MOST_THAT_POLL", 64)
     few, many = play_start(80), play_start(240)
     assert few.operations / 80 == pytest.approx(many.operations / 240, rel=0.1)
     assert many.operations / 240 < 60 and many.bytes / 240 < 10_000
 
 
+def test_ranks_that_ask_again_and_again_ask_more_rarely_the_more_they_are():
+    few = play_start(40, spread=20.0)  # most of them wait for the last one for long
+    assert few.operations / 40 < 300 and few.seconds < 21
+    assert longest_pause(1024, 0.1) * 4_000 == 1024 and longest_pause(8, 0.1) == 0.1
+
+
 def test_a_simulated_start_takes_no_notice_of_other_threads_of_the_process():
     """An earlier test's watch sleeps by the real time, and gets no turn of the simulated clock."""
-    alone, is_over = play_start(80), threading.Event()
+    alone, is_over = play_start(40), threading.Event()
 
     def look_again_and_again():
         while not is_over.is_set():
@@ -182,7 +191,7 @@ def test_a_simulated_start_takes_no_notice_of_other_threads_of_the_process():
     other = threading.Thread(target=look_again_and_again)
     other.start()
     try:
-        assert play_start(80) == alone
+        assert play_start(40) == alone
     finally:
         is_over.set()
         other.join()
