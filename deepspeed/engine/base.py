@@ -20,6 +20,7 @@ from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loading import EngineLoading
+from deepspeed.engine.loss_counter import LossCounter
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
@@ -127,7 +128,11 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             precision=self._precision,
             features=features,
             advance_lr=self._advance_lr,
+            counts=self._make_loss_counter(),
         )
+
+    def _make_loss_counter(self) -> LossCounter:
+        return LossCounter(self._updater)
 
     def _advance_lr(self, arguments: Mapping[str, Any]) -> None:
         if self.lr_scheduler is not None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
@@ -29,15 +31,20 @@ class LossCounter:
         self._updater = updater
         if updater is not None:
             updater.attach_losses(self.update, self.clear)
-        self._mine = 0.0
+        self._mine: list[Any] = []  # tensors are read at the update, so that no backward waits for the device
         self._scale = 0.0  # the power of two; 0 before it is known
         self._is_counted: bool | None = None  # of the losses since the last update
 
-    def begin(self, count: float | None, micro_batches: int) -> float:
+    def expect(self, tokens: int) -> None:
+        """Takes roughly what a rank will count in its first update, before its backwards; equal on all ranks."""
+        if not self._scale:
+            self._scale = _near(float(tokens))
+
+    def begin(self, count: Any, micro_batches: int) -> float:
         """Called before the backward of a loss. Every rank must call it alike.
 
         Args:
-            count: Tokens in this rank's loss, as :func:`number_of` returns them; None: the loss is a mean.
+            count: Tokens in this rank's loss, as :func:`checked_count` returns them; None: the loss is a mean.
             micro_batches: Of an update.
 
         Returns:
@@ -46,23 +53,42 @@ class LossCounter:
         Raises:
             CallOrderError: Some losses of an update are sums with a count, and others are means.
         """
-        if self._is_counted not in (None, count is not None):
-            raise CallOrderError(
-                "engine.backward(loss, count=...): some losses since the last update have a count, and others have "
-                "none; give every one a count (its loss is then a sum), or none (means). engine.zero_grad() begins anew"
-            )
-        self._is_counted = count is not None
+        self._note_kind(is_counted=count is not None)
         if count is None:
             return 1.0
         if not self._scale:
             assert self._updater is not None
-            counts = self._updater.gather_over_job(count, "the tokens of the first loss")
+            counts = self._updater.gather_over_job(_number_of(count), "the tokens of the first loss")
             self._scale = _near(float(counts.mean()) * micro_batches)
         return self._scale
 
-    def add(self, count: float) -> None:
+    def begin_gradients(self) -> None:
+        """Called before a backward of gradients that another part of the model computed.
+
+        Raises:
+            CallOrderError: Losses of the same update have a count.
+        """
+        self.begin(None, 1)
+
+    def _note_kind(self, *, is_counted: bool) -> None:
+        if self._is_counted not in (None, is_counted):
+            raise CallOrderError(
+                "engine.backward(loss, count=...): some losses since the last update have a count, and others have "
+                "none; give every one a count (its loss is then a sum), or none (means). engine.zero_grad() begins anew"
+            )
+        self._is_counted = is_counted
+
+    def add(self, count: Any) -> None:
         """Adds the tokens of a loss whose backward has ended; one that an exception ended leaves no gradient."""
-        self._mine += count
+        self._mine.append(count)
+
+    def _own_count(self) -> float:
+        """Returns this rank's tokens since the last update; waits for the device if there are tensors.
+
+        Raises:
+            DeepSpeedConfigError: A count is negative or not finite.
+        """
+        return sum(map(_number_of, self._mine), start=0.0)
 
     def update(self, extra: Sequence[float] = ()) -> StepReport:
         """Makes the update, which divides by the tokens of all ranks. Every rank must call it.
@@ -78,7 +104,7 @@ class LossCounter:
             report = self._updater.update(extra)
             self.clear()
             return report
-        report = self._updater.update((*extra, self._mine), lambda rows: self._divisor(rows[:, -1]))
+        report = self._updater.update((*extra, self._own_count()), lambda rows: self._divisor(rows[:, -1]))
         self._end_update(report.extra[:, -1])
         return report
 
@@ -89,10 +115,15 @@ class LossCounter:
             counts: Of every rank of the job, 1-D, fp64.
         """
         assert self._updater is not None
-        total = float(counts.sum()) / self._updater.copies
+        total = float(counts.sum()) / self._copies()
         if not total:
             return 1.0  # every gradient is zero
         return total / (self._scale * self._updater.mean_over)
+
+    def _copies(self) -> int:
+        """Returns how many ranks count the same tokens."""
+        assert self._updater is not None
+        return self._updater.copies
 
     def _end_update(self, counts: torch.Tensor) -> None:
         """Begins anew after an update, with the power of two that fits it.
@@ -110,7 +141,78 @@ class LossCounter:
 
     def clear(self) -> None:
         """Forgets the losses since the last update. Called whenever their gradients are thrown away."""
-        self._mine, self._is_counted = 0.0, None
+        self._mine, self._is_counted = [], None
+
+
+class PipelineLossCounter(LossCounter):
+    """Counts the tokens of one update of a pipeline, which its last stages know.
+
+    The other stages learn the sum in the exchange of the update. Nothing can be gathered while micro-batches run
+    through the stages, so the first power of two comes from the sizes of the labels.
+
+    Args:
+        updater: Makes the updates; None where nothing is trained.
+        stages: Stages of the pipeline.
+    """
+
+    def __init__(self, updater: DeepSpeedZeroOptimizer | None, stages: int) -> None:
+        super().__init__(updater)
+        self._stages = stages
+
+    @override
+    def begin(self, count: Any, micro_batches: int) -> float:
+        self._note_kind(is_counted=count is not None)
+        return 1.0 if count is None else self._scale
+
+    @override
+    def begin_gradients(self) -> None:
+        """Does nothing: the stage that the gradients come from knows whether its losses have counts."""
+
+    @override
+    def update(self, extra: Sequence[float] = ()) -> StepReport:
+        assert self._updater is not None
+        kind = _UNKNOWN if self._is_counted is None else _COUNTED if self._is_counted else _MEAN
+        report = self._updater.update((*extra, kind, self._own_count()), self._divisor_of_stages)
+        counts = _counts_of(report.extra)
+        report = replace(report, extra=report.extra[:, :-2])
+        if counts is None:
+            self.clear()
+        else:
+            self._end_update(counts)
+        return report
+
+    def _divisor_of_stages(self, rows: torch.Tensor) -> float:
+        counts = _counts_of(rows)
+        return 1.0 if counts is None else self._divisor(counts)
+
+    @override
+    def _copies(self) -> int:
+        return max(super()._copies() // self._stages, 1)
+
+
+_UNKNOWN, _MEAN, _COUNTED = 0.0, 1.0, 2.0
+"""What a rank of a pipeline says of its losses."""
+
+
+def _counts_of(rows: torch.Tensor) -> torch.Tensor | None:
+    """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
+
+    Args:
+        rows: Of every rank of the job, the last two columns of :meth:`PipelineLossCounter.update`: 2-D, fp64.
+
+    Raises:
+        CallOrderError: Losses of some copies of the model are sums, of others means; the same on every rank.
+    """
+    kinds = rows[:, -2]
+    is_counted = kinds == _COUNTED
+    if not bool(is_counted.any()):
+        return None
+    if bool((kinds == _MEAN).any()):
+        raise CallOrderError(
+            f"train_batch: the loss_fn of rank {int(is_counted.nonzero()[0])} returns (sum, count), that of rank "
+            f"{int((kinds == _MEAN).nonzero()[0])} a mean; let it return the same on every copy of the model"
+        )
+    return rows[is_counted, -1]
 
 
 def _near(value: float) -> float:
@@ -118,18 +220,47 @@ def _near(value: float) -> float:
     return 2.0 ** round(math.log2(value)) if value > 1 else 1.0
 
 
-def number_of(count: Any) -> float:
-    """Returns a count as a number; of a tensor on a device that waits for the device.
+def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -> Any:
+    """Returns a count: a number, or a tensor of one element without its graph, which is not read yet.
 
     Args:
-        count: A number, or a tensor of one element.
+        count: What the program gave.
+        where: What it gave it to, for messages.
+
+    Raises:
+        DeepSpeedConfigError: It is neither, or a number that is no count.
+    """
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
+        number = count.detach().reshape(())
+        return number.long() if number.dtype == torch.bool else number
+    if isinstance(count, (int, float)):
+        return _number_of(count)
+    found = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, torch.Tensor) else repr(count)[:80]
+    raise DeepSpeedConfigError(
+        f"{where}: expected the number of tokens in this rank's loss, as a number or a tensor of one element, "
+        f"found {found}. Pass for example (labels != -100).sum()"
+    )
+
+
+def mean_of_sum(total: torch.Tensor, count: Any) -> torch.Tensor:
+    """Returns the mean of a loss that is a sum, of one element; 0 without tokens.
+
+    Args:
+        total: The sum.
+        count: As :func:`checked_count` returns it.
+    """
+    return total / (count.to(total.device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1.0))
+
+
+def _number_of(count: Any) -> float:
+    """Returns a count as a number; of a tensor on a device that waits for the device.
 
     Raises:
         DeepSpeedConfigError: It is no finite number, or negative.
     """
-    number = float(count) if isinstance(count, (int, float, torch.Tensor)) else math.nan
+    number = float(count)
     if not (number >= 0 and math.isfinite(number)):
         raise DeepSpeedConfigError(
-            f"engine.backward(count={count!r}): expected the number of tokens in this rank's loss, 0 or more"
+            f"engine.backward(loss, count={number:g}): expected the number of tokens in this rank's loss, 0 or more"
         )
     return number

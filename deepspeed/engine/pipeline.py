@@ -8,12 +8,14 @@ from types import MethodType
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from deepspeed.data.repeating import RepeatingLoader
 from deepspeed.engine.base import EngineBase
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.forwarded import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
+from deepspeed.engine.loss_counter import PipelineLossCounter
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.stage_compute import PipelineCompute
 from deepspeed.engine.stage_failures import StageFailures
@@ -113,6 +115,10 @@ class PipelineEngine(EngineBase):
         self._loader: Iterable[Any] | None = None  # what the feed's items come from, again and again
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
+
+    @override
+    def _make_loss_counter(self) -> PipelineLossCounter:
+        return PipelineLossCounter(self._updater, self.pipeline.num_stages)
 
     @property
     def pipeline(self) -> PipelineModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from deepspeed.comm.transports.objects import gather_json, gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
+from deepspeed.engine.loss_counter import checked_count, mean_of_sum
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.roots import paired_roots
 from deepspeed.engine.stage_failures import StageFailures
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.added_losses import split_losses
-from deepspeed.parallel.pipe.data import DataError, DataFeed, agree_on_data, parts_of
+from deepspeed.parallel.pipe.data import DataAgreement, DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.split import backward_to_inputs
 from deepspeed.parallel.pipe.values import detached, map_tensors, shapes_of, tensors_of
@@ -95,7 +96,7 @@ class PipelineCompute:
         self._last_chunk = len(module.stage_of_chunks) - 1
         self._found = MicroBatchLosses()
         self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
-        self._agreed: Callable[[], bool] | None = None
+        self._agreed: Callable[[], DataAgreement] | None = None
         self._has_all_items = False
         self._has_run_first = False
 
@@ -142,9 +143,10 @@ class PipelineCompute:
         """Waits until all ranks are known to have their items; returns whether labels travel from the first stage."""
         assert self._agreed is not None
         agreed, self._agreed = self._agreed, None
-        labels_travel = agreed()
+        found = agreed()
         self.feed.use_up(self._count)
-        return labels_travel
+        self._step.counts.expect(found.label_numel)
+        return found.labels_travel
 
     # -- computations ------------------------------------------------------------------------------------------------
 
@@ -167,12 +169,15 @@ class PipelineCompute:
             self.fwd_outputs.append(detached(outputs))
         if self._mode == "outputs":
             return outputs
-        loss, metrics = split_loss(self._loss_of(outputs, labels), has_loss_fn=module.loss_fn is not None)
-        if added:
+        given = split_loss(self._loss_of(outputs, labels), has_loss_fn=module.loss_fn is not None)
+        loss, count = given.loss, given.count
+        if added and count is None:
             loss = sum(added.values(), start=loss.float().reshape(()))
+        elif added:  # means, which weigh as much as the tokens of the micro-batch
+            loss = loss.float().reshape(()) + torch.stack(list(added.values())).sum() * count
         shown = {name: term.detach() for name, term in added.items()}
-        self._found.add(loss, {**(metrics or {}), **shown, **(module.get_additional_losses() or {})})
-        self.loss = loss.detach()
+        metrics = {**given.metrics, **shown, **(module.get_additional_losses() or {})}
+        self.loss = self._found.add(micro_batch, loss, metrics, count)
         return loss
 
     def _loss_of(self, outputs: Any, labels: Any) -> Any:
@@ -211,7 +216,7 @@ class PipelineCompute:
             return  # nothing of this stage is trained, nor of those before it
         with self._progress.named(f"chunk {chunk}, micro-batch {micro_batch}: backward"):
             if gradients is None:
-                self._step.backward_of_loss(outputs[0], current)
+                self._step.backward_of_loss(outputs[0], current, count=self._found.counts[micro_batch])
             elif any(gradient is not None for gradient in gradients):
                 self._step.backward(outputs, gradients, current)
 
@@ -240,15 +245,21 @@ class PipelineCompute:
         if is_whole or not self._splits_backward:
             self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
             return None
+        count = None
         if gradients is None:
-            roots = [self._step.loss_and_root(outputs[0])[1]]
+            count = self._found.counts[micro_batch]
+            parts = self._step.counts.begin(count, self._count)
+            roots = [self._step.loss_and_root(outputs[0], count=count, parts=parts)[1]]
             given = [torch.ones_like(roots[0])]
         elif any(gradient is not None for gradient in gradients):
             roots, given = paired_roots(outputs, gradients)
         else:
             return None
         current = self._micro_batch(chunk, micro_batch, closes=False)
-        return self._step.run_backward(lambda: backward_to_inputs(roots, given, inputs), current)
+        work = self._step.run_backward(lambda: backward_to_inputs(roots, given, inputs), current)
+        if count is not None:
+            self._step.counts.add(count)
+        return work
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
         """Computes the gradients of a chunk's weights from what :meth:`compute_input_gradients` returned."""
@@ -323,32 +334,57 @@ class PipelineCompute:
 
 
 class MicroBatchLosses:
-    """Losses of one step on one rank, with what the loss function or the module gave beside them."""
+    """Losses of one step on one rank, with what the loss function or the module gave beside them.
+
+    Attributes:
+        losses: Of each micro-batch, the mean: 0-dim, fp32.
+        counts: By micro-batch, the tokens of a loss that is a sum; None for one that is a mean.
+    """
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
+        self.counts: dict[int, Any] = {}
         self._metrics: dict[str, tuple[torch.Tensor, int]] = {}  # sums, and how many micro-batches gave each
 
-    def add(self, loss: torch.Tensor, metrics: Mapping[str, Any] | None) -> None:
+    def add(self, micro_batch: int, loss: torch.Tensor, metrics: Mapping[str, Any], count: Any) -> torch.Tensor:
         """Adds the loss and the metrics of a micro-batch; they stay on the device.
 
         Args:
+            micro_batch: Its number.
             loss: One element, of any shape.
             metrics: Numbers or tensors of one element, by name.
+            count: Tokens that ``loss`` is a sum over, as :func:`checked_count` returns them; None: it is a mean.
+
+        Returns:
+            The mean loss without its graph, of the shape of ``loss``.
 
         Raises:
             PipelineError: A metric is no number.
         """
-        self.losses.append(loss.detach().float().reshape(()))
-        for name, value in (metrics or {}).items():
+        mean = loss.detach() if count is None else mean_of_sum(loss.detach(), count)
+        self.losses.append(mean.float().reshape(()))
+        self.counts[micro_batch] = count
+        for name, value in metrics.items():
             number = _as_number(name, value, loss.device)
-            total, count = self._metrics.get(name, (torch.zeros_like(number), 0))
-            self._metrics[name] = total + number, count + 1
+            total, given = self._metrics.get(name, (torch.zeros_like(number), 0))
+            self._metrics[name] = total + number, given + 1
+        return mean
+
+    @property
+    def weights(self) -> list[Any]:
+        """Returns what each micro-batch weighs in the mean: its tokens, or 1 where losses are means."""
+        return [1.0 if count is None else count for count in self.counts.values()]
 
     @property
     def mean(self) -> torch.Tensor:
-        """Over the micro-batches."""
-        return torch.stack(self.losses).mean() if self.losses else torch.tensor(0.0)
+        """Over the micro-batches, or over their tokens."""
+        if not self.losses:
+            return torch.tensor(0.0)
+        losses = torch.stack(self.losses)
+        if all(count is None for count in self.counts.values()):
+            return losses.mean()
+        weights = torch.stack([torch.as_tensor(weight, device=losses.device).float() for weight in self.weights])
+        return (losses * weights).sum() / weights.sum().clamp(min=1)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -370,31 +406,45 @@ def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return number.detach().float().reshape(())
 
 
-def split_loss(value: Any, *, has_loss_fn: bool) -> tuple[Any, Mapping[str, Any] | None]:
-    """Returns the loss and the metrics of a micro-batch.
+class GivenLoss(NamedTuple):
+    """What a loss function returned for a micro-batch: the loss, the tokens that it is a sum over, the metrics."""
+
+    loss: torch.Tensor
+    count: Any
+    metrics: Mapping[str, Any]
+
+
+def split_loss(value: Any, *, has_loss_fn: bool) -> GivenLoss:
+    """Returns the loss, its count and the metrics of a micro-batch.
 
     Args:
-        value: What the loss function returned; without one, what the last layer returned.
+        value: What the loss function returned; without one, what the last layer returned: a mean, ``(mean, metrics)``,
+            ``(sum, count)`` or ``(sum, count, metrics)``.
         has_loss_fn: Whether there is one.
 
     Raises:
-        PipelineError: It is neither a tensor of one element nor ``(loss, metrics)`` with such a tensor.
+        DeepSpeedConfigError: The count is no count.
+        PipelineError: It is none of the four, or the loss is no tensor of one element.
     """
-    loss, metrics = value, None
-    if isinstance(value, tuple) and len(value) == 2 and (value[1] is None or isinstance(value[1], Mapping)):
-        loss, metrics = value
+    loss, count, metrics = value, None, None
+    if isinstance(value, tuple) and len(value) in (2, 3):
+        loss, *others = value
+        if others[-1] is None or isinstance(others[-1], Mapping):
+            metrics = others.pop()
+        if others:
+            count = checked_count(others[0], "PipelineModule(loss_fn=...), which returned (sum, count)")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         if has_loss_fn:
             raise PipelineError(
-                f"PipelineModule(loss_fn=...): expected a tensor of one element, or (loss, metrics) with a dict of "
-                f"metrics; the function returned {found}. Reduce it in loss_fn, with mean() or sum()"
+                f"PipelineModule(loss_fn=...): expected a tensor of one element, (loss, metrics) with a dict of "
+                f"metrics, or (sum, count); the function returned {found}. Reduce it in loss_fn, with mean() or sum()"
             )
         raise PipelineError(
             f"PipelineModule(loss_fn=None): the output of the last layer is the loss then, expected a tensor of one "
             f"element, found {found}. Pass PipelineModule(..., loss_fn=...), called as loss_fn(outputs, labels)"
         )
-    return loss, metrics
+    return GivenLoss(loss, count, metrics or {})
 
 
 def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
@@ -405,9 +455,10 @@ def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
         count: Micro-batches.
     """
     if found is None:
-        return [0.0] * (count + 2)
+        return [0.0] * (2 * count + 2)
     values = torch.stack(found.losses).double().tolist() if found.losses else []
-    return [1.0, float(bool(found.metrics)), *values, *[0.0] * (count - len(values))]
+    weights, missing = [float(weight) for weight in found.weights], [0.0] * (count - len(values))
+    return [1.0, float(bool(found.metrics)), *values, *missing, *weights, *missing]
 
 
 def read_rows(
@@ -423,12 +474,12 @@ def read_rows(
         found: What a rank with the last chunk has; None elsewhere.
 
     Returns:
-        The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies, and of each
-        metric the mean over the copies that gave it.
+        The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies (over the
+        tokens where losses are sums), and of each metric the mean over the copies that gave it.
     """
     senders = [other for other, row in enumerate(rows.tolist()) if row[0]]
     if not senders:  # the planner's one rank stands for all, and has another chunk
-        return [0.0] * (rows.shape[1] - 2), 0.0, {}
+        return [0.0] * ((rows.shape[1] - 2) // 2), 0.0, {}
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
         mine_given = list(found.metrics.items()) if found is not None else []
@@ -437,8 +488,12 @@ def read_rows(
             values = [each[name] for each in given if name in each]
             metrics[name] = sum(values) / len(values)
     pipeline = mesh.group(rank, PIPE)
-    mine = next(rows[other, 2:].tolist() for other in senders if other in pipeline)
-    return mine, float(rows[senders, 2:].mean()), metrics
+    losses, weights = rows[:, 2:].chunk(2, dim=1)
+    mine = next(losses[other].tolist() for other in senders if other in pipeline)
+    losses, weights = losses[senders], weights[senders]
+    if bool((weights == 1).all()):
+        return mine, float(losses.mean()), metrics
+    return mine, float((losses * weights).sum() / weights.sum().clamp(min=1)), metrics
 
 
 def share_losses(

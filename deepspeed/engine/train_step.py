@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.watch.trace_points import reason_of
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.loss_counter import LossCounter, number_of
+from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.progress import ProgressLog
@@ -41,6 +41,7 @@ class TrainStep:
         precision: Dtypes of the forward.
         features: Optional features that take part in a step.
         advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
+        counts: Counts the tokens of losses; None: made here.
 
     Attributes:
         global_steps: Updates so far, skipped ones included.
@@ -64,6 +65,7 @@ class TrainStep:
         precision: PrecisionPolicy,
         features: StepFeatures,
         advance_lr: Callable[[Mapping[str, Any]], None],
+        counts: LossCounter | None = None,
     ) -> None:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.was_applied = False
@@ -74,7 +76,7 @@ class TrainStep:
         self._updater = updater
         self._batches = batches
         self._scaling = scaling
-        self.counts = LossCounter(updater)
+        self.counts = LossCounter(updater) if counts is None else counts
         self._progress = progress
         self._precision = precision
         self._advance_lr = advance_lr
@@ -211,21 +213,18 @@ class TrainStep:
                 "engine.backward(loss, count=...): with elasticity.continue losses are means over a micro-batch: the "
                 "micro-batches of a step are weighed equally; leave count out"
             )
-        tokens = None if count is None else number_of(count)
+        tokens = None if count is None else checked_count(count)
         parts = self.counts.begin(tokens, steps)
         self._begin_backward(micro_batch)
-        if tokens is None:
-            loss, root = self.loss_and_root(loss, divides=divides)
-        else:
-            root, loss = self._scaling.apply(loss / parts), loss / max(tokens, 1.0)
-            self._progress.loss(loss / steps)
+        loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
         if self.features.needs_graph and self._batches.current().is_last:
             scale = self._scaling.factor / parts
             if divides and tokens is None:
                 scale /= steps
             self.features.before_backward(root, scale, self.global_steps)
         self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
-        self.counts.add(tokens or 0.0)
+        if tokens is not None:
+            self.counts.add(tokens)
         return loss
 
     def backward(self, roots: Any, gradients: Any, micro_batch: MicroBatch | None = None, **options: Any) -> None:
@@ -239,7 +238,7 @@ class TrainStep:
         """
         self._refuse_backward()
         tensors, given = paired_roots(roots, gradients)
-        self.counts.begin(None, 1)
+        self.counts.begin_gradients()
         self._begin_backward(micro_batch)
         self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
 
@@ -249,8 +248,25 @@ class TrainStep:
         self._begin_backward(micro_batch)
         return self._run_backward(compute)
 
-    def loss_and_root(self, loss: torch.Tensor, *, divides: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reports a loss (0-dim); returns it divided by the accumulation steps, and that times the loss scale."""
+    def loss_and_root(
+        self, loss: torch.Tensor, *, divides: bool = True, count: Any = None, parts: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reports a loss, and returns it with what is backpropagated.
+
+        Args:
+            loss: 0-dim or of one element.
+            divides: Divide it by the accumulation steps.
+            count: Tokens that it is a sum over, as :func:`checked_count` returns them; None: it is a mean.
+            parts: With ``count``, what :meth:`LossCounter.begin` returned.
+
+        Returns:
+            The loss divided by the accumulation steps, and that times the loss scale; with ``count``, the mean over its
+            tokens, and the sum divided by ``parts`` times the loss scale.
+        """
+        if count is not None:
+            mean = mean_of_sum(loss, count)
+            self._progress.loss(mean / self._batches.gradient_accumulation_steps())
+            return mean, self._scaling.apply(loss / parts)
         if self._batches.share is not None:
             loss = self._batches.share.weigh(loss)
         elif divides and (steps := self._batches.gradient_accumulation_steps()) > 1:

@@ -13,13 +13,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.comm.job.mesh import OTHER_PARTS, PIPE, Mesh
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import PipelineError
+from deepspeed.parallel.pipe.values import tensors_of
 
 _PULLS_NOT, _HAS_NONE = -2, -1
 _CALLS = ("train_batch", "eval_batch", "_exec_schedule")
@@ -27,6 +28,18 @@ _CALLS = ("train_batch", "eval_batch", "_exec_schedule")
 
 class DataError(PipelineError):
     """Raised on all ranks alike, so that no rank must be notified and the engine can continue."""
+
+
+class DataAgreement(NamedTuple):
+    """What the ranks have found out about the data of a step.
+
+    Attributes:
+        labels_travel: Labels travel from the first stage, as the last one has no data.
+        label_numel: Elements of the labels of one copy of the model, in the step; of the copy with most of them.
+    """
+
+    labels_travel: bool
+    label_numel: int
 
 
 class DataFeed:
@@ -68,6 +81,11 @@ class DataFeed:
         """Returns :func:`fingerprints` of the items that are ready."""
         return fingerprints(islice(self._pulled, count))
 
+    def label_numel(self, count: int) -> int:
+        """Returns the elements of the labels of the items that are ready."""
+        pairs = (item for item in islice(self._pulled, count) if isinstance(item, (tuple, list)) and len(item) == 2)
+        return sum(tensor.numel() for _, labels in pairs for tensor in tensors_of(labels))
+
     def ready(self, count: int) -> list[Any]:
         """Returns the items that are ready, at most ``count``."""
         return list(islice(self._pulled, count))
@@ -80,7 +98,7 @@ class DataFeed:
 
 def agree_on_data(
     job: Transport, mesh: Mesh, rank: int, feed: DataFeed | None, count: int, call: str, *, needs_labels: bool
-) -> Callable[[], bool]:
+) -> Callable[[], DataAgreement]:
     """Pulls a step's items and begins to make sure that all ranks have theirs. Every rank of the job must call it.
 
     Args:
@@ -93,21 +111,21 @@ def agree_on_data(
         needs_labels: The last stage has a use for labels.
 
     Returns:
-        Waits for what the others say, and tells whether labels travel from the first stage, as the last one has no
-        data. It raises DataError if some rank makes another call, has too few items, another number of micro-batches,
-        or other samples than the rest of its copy of the model; the same on every rank.
+        Waits for what the others say, and returns what was found. It raises DataError if some rank makes another call,
+        has too few items, another number of micro-batches, or other samples than the rest of its copy of the model; the
+        same on every rank.
     """
-    ready, prints = _PULLS_NOT, (0, 0)
+    ready, prints, numel = _PULLS_NOT, (0, 0), 0
     if feed is not None:
         ready = feed.pull(count) if feed.has_any else _HAS_NONE
-        prints = feed.fingerprints_of(count)
-    mine = torch.tensor([count, ready, int(needs_labels), *prints, _CALLS.index(call)], dtype=torch.int64)
+        prints, numel = feed.fingerprints_of(count), feed.label_numel(count)
+    mine = torch.tensor([count, ready, int(needs_labels), *prints, numel, _CALLS.index(call)], dtype=torch.int64)
     rows = job.start_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)")
-    return lambda: _labels_travel(rows().tolist(), mesh, rank, count, call)
+    return lambda: _agreement(rows().tolist(), mesh, rank, count, call)
 
 
-def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> bool:
-    """Returns whether they do; raises if the ranks do not fit together."""
+def _agreement(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> DataAgreement:
+    """Returns what :func:`agree_on_data` finds; raises if the ranks do not fit together."""
     other_calls = [other for other, row in enumerate(rows) if _CALLS[row[-1]] != call]
     if other_calls:
         theirs = _CALLS[rows[other_calls[0]][-1]]
@@ -136,7 +154,7 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
                     "RepeatingLoader"
                 )
             )
-    wrong = different_samples([(inputs, labels, got == count) for _, got, _, inputs, labels, _ in rows], mesh)
+    wrong = different_samples([(inputs, labels, got == count) for _, got, _, inputs, labels, *_ in rows], mesh)
     if wrong is not None:
         raise DataError(
             f"{call}: {wrong}. No weight has changed; load by engine.grid.data_parallel_id and shuffle by one seed on "
@@ -144,7 +162,8 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
             "labels then travel. Where a stage does not need inputs or labels, None may stand for them"
         )
     mine_at_last = mesh.group(rank, PIPE)[-1]
-    return last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE
+    labels_travel = last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE
+    return DataAgreement(labels_travel, max(row[-2] for row in rows))
 
 
 def parts_of(item: Any) -> tuple[Any, Any]:

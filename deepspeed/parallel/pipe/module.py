@@ -59,8 +59,9 @@ class PipelineModule(PlainAttributes, nn.Module):
             only.
         num_stages: Stages; the other ranks are copies of the model.
         topology: How the ranks are laid out, in place of ``num_stages``.
-        loss_fn: ``loss_fn(outputs, labels)`` gives the loss of a micro-batch, or ``(loss, metrics)``; None: the last
-            layer's output is the loss.
+        loss_fn: ``loss_fn(outputs, labels)`` gives the loss of a micro-batch, ``(loss, metrics)``, or, for a mean over
+            all tokens of the update, ``(sum, count)`` or ``(sum, count, metrics)``; None: the last layer's output is
+            that.
         seed_layers: Begin random numbers at ``base_seed + i`` when layer i is built, and at
             ``base_seed * micro-batch + i`` when it runs.
         seed_fn: Sets that seed; None: torch's own.
@@ -150,17 +151,31 @@ class PipelineModule(PlainAttributes, nn.Module):
         self._place(self.schedule, self.num_chunks)
 
     @classmethod
-    def from_transformers(cls, model_or_config: Any, num_stages: int | None = None, **kwargs: Any) -> PipelineModule:
+    def from_transformers(
+        cls, model_or_config: Any, num_stages: int | None = None, *, token_mean: bool = False, **kwargs: Any
+    ) -> PipelineModule:
         """Returns a pipeline of a decoder-only Transformers model; see ``parallel.pipe.transformers_models``.
 
         Args:
             model_or_config: A causal language model or its configuration.
             num_stages: Stages; the other ranks are copies of the model.
+            token_mean: The loss of an update is the mean over all its tokens, whatever the micro-batches; False: the
+                mean of the means of its micro-batches.
             **kwargs: Further arguments of the class.
+
+        Raises:
+            DeepSpeedConfigError: ``token_mean`` beside a ``loss_fn``.
         """
         from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_loss, usual_sample
 
-        kwargs.setdefault("loss_fn", next_token_loss)
+        if token_mean and kwargs.get("loss_fn") is not None:
+            raise DeepSpeedConfigError(
+                "from_transformers(token_mean=True, loss_fn=...): token_mean is an option of the loss of "
+                "from_transformers; leave it out, and let loss_fn return (sum, count)"
+            )
+        kwargs.setdefault(
+            "loss_fn", functools.partial(next_token_loss, token_mean=True) if token_mean else next_token_loss
+        )
         if is_plan(kwargs.get("partition_method")):
             kwargs.setdefault("sample", usual_sample(model_or_config))
         return cls(layers_of(model_or_config), num_stages=num_stages, **kwargs)

@@ -58,7 +58,7 @@ TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From logits ``[tokens, vocabulary]`` and labels ``[tokens]`` to losses ``[tokens]``; 0 where a label is IGNORED."""
 
 
-def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = None) -> Any:
+def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = None, token_mean: bool = False) -> Any:
     """Cross entropy of each token by those before it; labels of -100 do not count, as in Transformers.
 
     Args:
@@ -66,9 +66,11 @@ def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = N
         labels: ``(batch, length)``, of the same tokens: they are shifted here. Or ``{"shift_labels": ...}``, of the
             same shape, with each token's next one.
         losses: Computes the loss of each token, for logits of which ranks have parts; None: torch's cross entropy.
+        token_mean: Return the sum over tokens and their number, so that the update takes the mean over all its tokens.
 
     Returns:
-        The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss.
+        The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss. With ``token_mean``
+        ``(sum, count)`` or ``(sum, count, metrics)``.
     """
     logits, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
     if isinstance(labels, Mapping):
@@ -76,6 +78,12 @@ def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = N
     else:
         logits, following = logits[:, :-1], labels[:, 1:]
     flat = following.flatten()
+    if token_mean:
+        total, count = _token_losses(logits, flat, losses).sum(), (flat != IGNORED).sum()
+        if balance is None:
+            return total, count
+        mean = total.detach() / count.clamp(min=1)
+        return total + balance * count, count, {"lm_loss": mean, "router_loss": balance.detach()}
     if losses is None:
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), flat, ignore_index=IGNORED)
     else:
@@ -86,8 +94,13 @@ def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = N
 
 
 def next_token_loss_of_parts(
-    logits: torch.Tensor, labels: Any, *, own_share: bool, losses: TokenLosses | None = None
-) -> torch.Tensor:
+    logits: torch.Tensor,
+    labels: Any,
+    *,
+    own_share: bool,
+    losses: TokenLosses | None = None,
+    token_mean: bool = False,
+) -> Any:
     """Cross entropy of the next token where each rank has a part of every sequence: the mean over all ranks' tokens.
 
     Args:
@@ -96,9 +109,11 @@ def next_token_loss_of_parts(
             token is on the next rank. Labels of -100 do not count.
         own_share: Back-propagate only this rank's share of the mean, see ``mean_loss``.
         losses: See :func:`next_token_loss`.
+        token_mean: See :func:`next_token_loss`; nothing is exchanged then.
 
     Returns:
-        The loss, 0-dim, the same on all ranks that share sequences.
+        The loss, 0-dim, the same on all ranks that share sequences; with ``token_mean`` the sum over this rank's tokens
+        and their number.
 
     Raises:
         DeepSpeedConfigError: ``labels`` has no ``shift_labels``.
@@ -112,13 +127,17 @@ def next_token_loss_of_parts(
             "labels (UlyssesSPDataLoaderAdapter makes them)"
         )
     following = labels["shift_labels"]
-    if losses is None:
-        each = nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
-        )
-    else:
-        each = losses(logits.flatten(0, 1), following.flatten())
+    each = _token_losses(logits, following.flatten(), losses)
+    if token_mean:
+        return each.sum(), (following != IGNORED).sum()
     return mean_loss(each, following, own_share=own_share)
+
+
+def _token_losses(logits: torch.Tensor, labels: torch.Tensor, losses: TokenLosses | None) -> torch.Tensor:
+    """Returns the loss of each token, 1-D, of logits ``[batch, length, vocabulary]`` and labels ``[tokens]``."""
+    if losses is not None:
+        return losses(logits.flatten(0, 1), labels)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
 
 
 def whole_model_of(layers: list[Any]) -> Any:
