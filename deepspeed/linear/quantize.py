@@ -12,13 +12,13 @@ import torch
 from rich.table import Table
 from torch import nn
 
+from deepspeed.comm.transports.differentiable import gather_from, scatter_to
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.quantized_linear import QuantizedLinear
 from deepspeed.linear.sharded import whole_for_packing
 from deepspeed.models.layers import is_conv1d
 from deepspeed.ops.packed_linear import packed_format
-from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
 from deepspeed.parallel.tensor.rules import is_transposed
 from deepspeed.zero.address import address_of, full_shape
@@ -199,7 +199,7 @@ class QuantizedColumn(nn.Module):
         """``[..., in]`` to ``[..., out of this rank]``, or to all ``out`` where the output is gathered."""
         out = self.part(values)
         cut = self.tensor_cut
-        return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
+        return gather_from(out, cut.channel, cut.parts, label=f"the output of {cut.name}") if cut.is_gathered else out
 
 
 class QuantizedRow(nn.Module):
@@ -214,7 +214,7 @@ class QuantizedRow(nn.Module):
         """``[..., in of this rank]``, or all ``in`` where the input is whole, to ``[..., out]``."""
         cut = self.tensor_cut
         if cut.is_gathered:
-            values = regions.slice_of(values, cut.channel, cut.split, f"the input of {cut.name}")
+            values = scatter_to(values, cut.channel, cut.parts, f"the gradient of the input of {cut.name}")
         total = cut.channel.sum(self.part(values), f"the output of {cut.name}")
         return total if self.bias is None else total + self.bias
 

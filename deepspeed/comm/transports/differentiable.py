@@ -10,7 +10,7 @@ Every rank of the channel must call a function, and run its backward, in the sam
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -83,13 +83,25 @@ def sum_over(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor
     return _Sum.apply(values, channel, label)
 
 
+class UnequalParts(Protocol):
+    """How a tensor is divided over the ranks where it is not into equal parts along one dimension."""
+
+    def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        """Returns the whole from everybody's ``values``, this rank's part."""
+        ...
+
+    def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
+        """Returns a rank's part of the whole ``values``, contiguous."""
+        ...
+
+
 class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, channel: Channel, dim: int, is_partial: bool, label: str
+        ctx: Any, values: torch.Tensor, channel: Channel, dim: int | UnequalParts, is_partial: bool, label: str
     ) -> torch.Tensor:
         ctx.channel, ctx.dim, ctx.is_partial, ctx.label = channel, dim, is_partial, label
-        return gather_along(values, channel, dim, label)
+        return _whole(values, channel, dim, label)
 
     @staticmethod
     @once_differentiable
@@ -97,21 +109,27 @@ class _GatherFunction(torch.autograd.Function):
         if ctx.is_partial:
             mine = scatter_along(gradient, ctx.channel, ctx.dim, f"the gradient of {ctx.label}")
         else:
-            mine = gradient.chunk(ctx.channel.size, ctx.dim)[ctx.channel.rank].contiguous()
+            mine = _part(gradient, ctx.channel, ctx.dim)
         return mine, None, None, None, None
 
 
 @uncompiled
 def gather_from(
-    values: torch.Tensor, channel: Channel, dim: int, *, is_partial: bool, label: str = "a sequence"
+    values: torch.Tensor,
+    channel: Channel,
+    dim: int | UnequalParts,
+    *,
+    is_partial: bool = False,
+    label: str = "a sequence",
 ) -> torch.Tensor:
-    """Returns the ranks' ``values``, one after the other along ``dim``.
+    """Returns the whole of which each rank has a part.
 
     Args:
-        values: This rank's part; parts are equally long.
+        values: This rank's part.
         channel: The ranks.
-        dim: The dimension.
+        dim: The dimension along which equally long parts lie one after the other; or what divides otherwise.
         is_partial: Gradients are summands and are summed; False: they are equal on all ranks, and each takes its part.
+            Equal parts only.
         label: What travels.
     """
     return _GatherFunction.apply(values, channel, dim, is_partial, label)
@@ -119,26 +137,29 @@ def gather_from(
 
 class _ScatterFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int | UnequalParts, label: str) -> torch.Tensor:
         ctx.channel, ctx.dim, ctx.label = channel, dim, label
-        return values.chunk(channel.size, dim)[channel.rank].contiguous()
+        return _part(values, channel, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gather_along(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
+        return _whole(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
 
 
 @uncompiled
 def scatter_to(
-    values: torch.Tensor, channel: Channel, dim: int, label: str = "the gradient of a cut sequence"
+    values: torch.Tensor,
+    channel: Channel,
+    dim: int | UnequalParts,
+    label: str = "the gradient of a cut sequence",
 ) -> torch.Tensor:
-    """Returns this rank's part along ``dim`` of what all ranks have; gathers the gradient.
+    """Returns this rank's part of what all ranks have; gathers the gradient.
 
     Args:
-        values: Any shape, equal on all ranks; the number of ranks divides the dimension ``dim``.
+        values: Any shape, equal on all ranks.
         channel: The ranks.
-        dim: The dimension that is cut.
+        dim: The dimension that is cut into equal parts, which the number of ranks divides; or what divides otherwise.
         label: What travels in the backward pass.
     """
     return _ScatterFunction.apply(values, channel, dim, label)
@@ -177,6 +198,16 @@ def reduce_scatter_to(
 def _summed(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
     # In a copy: the sum may be made in its memory.
     return channel.sum(values.detach().clone(memory_format=torch.contiguous_format), label)
+
+
+def _whole(values: torch.Tensor, channel: Channel, dim: int | UnequalParts, label: str) -> torch.Tensor:
+    return gather_along(values, channel, dim, label) if isinstance(dim, int) else dim.gather(values, channel, label)
+
+
+def _part(values: torch.Tensor, channel: Channel, dim: int | UnequalParts) -> torch.Tensor:
+    if isinstance(dim, int):
+        return values.chunk(channel.size, dim)[channel.rank].contiguous()
+    return dim.part(values, channel.rank)
 
 
 def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:

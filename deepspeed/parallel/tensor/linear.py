@@ -23,11 +23,10 @@ from torch.nn import functional as F  # noqa: N812
 from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.differentiable import copy_to
+from deepspeed.comm.transports.differentiable import copy_to, gather_from, scatter_to
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.regions import SharedInput, enter_shared
+from deepspeed.parallel.tensor.regions import SharedInput, SplitParts, enter_shared
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.address import address_of
@@ -68,6 +67,11 @@ class CutLinear:
     replicas: Channel | None = None
     sequence: Sequence | None = None
 
+    @property
+    def parts(self) -> SplitParts:
+        """The ranks' parts of the output of a column-parallel layer, of the input of a row-parallel one."""
+        return SplitParts(self.split)
+
 
 class _Column(torch.autograd.Function):
     """A linear layer whose input's gradient is summed while the weight's is computed."""
@@ -78,7 +82,7 @@ class _Column(torch.autograd.Function):
         values: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        shared: regions.SharedInput | None,
+        shared: SharedInput | None,
         is_transposed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
@@ -184,14 +188,14 @@ def column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         entered, shared = cut.shared_inputs.enter(values, dtype, cut.name)
     with torch.autocast(kind, enabled=False) if dtype is not None else _AS_IT_IS:
         out = _Column.apply(entered, weight, bias, shared, cut.is_transposed)
-    return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
+    return gather_from(out, cut.channel, cut.parts, label=f"the output of {cut.name}") if cut.is_gathered else out
 
 
 @uncompiled
 def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
     kind = values.device.type
     if cut.is_gathered:
-        values = regions.slice_of(values, cut.channel, cut.split, f"the gradient of the input of {cut.name}")
+        values = scatter_to(values, cut.channel, cut.parts, f"the gradient of the input of {cut.name}")
     if cut.sequence is not None and cut.sequence.is_cut:
         product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
         if bias is None:

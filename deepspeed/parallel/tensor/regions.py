@@ -1,12 +1,13 @@
 """What layers that are cut over ranks do with activations beyond ``comm.transports.differentiable``.
 
-Gradients of an input that several layers share are summed once. *Slice* and *gather* along the last dimension are each
-other's backward where parts are uneven or not contiguous (``split``).
+Gradients of an input that several layers share are summed once. Parts along the last dimension may be uneven or not
+contiguous (``split``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,44 +95,23 @@ def enter_shared(values: torch.Tensor, shared: SharedInput) -> torch.Tensor:
     return _EnterShared.apply(values, shared)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, split: Split, label: str) -> torch.Tensor:
-        ctx.channel, ctx.split = channel, split
-        parts = channel.gather(values, widths(split), label)
-        return join(parts, split)
+@dataclass(frozen=True)
+class SplitParts:
+    """Parts along the last dimension as a :class:`Split` says, uneven or not contiguous.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return mine_of(gradient, ctx.split, ctx.channel.rank), None, None, None
+    Attributes:
+        split: Of the last dimension.
+    """
 
+    split: Split
 
-@uncompiled
-def gather(values: torch.Tensor, channel: Channel, split: Split, label: str = "a gathered output") -> torch.Tensor:
-    """All of what each rank has a part of, along the last dimension; code that is the same on all ranks goes on."""
-    return _Gather.apply(values, channel, split, label)
+    def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        """Returns the whole, ``(..., extent)``, from everybody's part ``(..., width of the rank)``."""
+        return join(channel.gather(values.contiguous(), widths(self.split), label), self.split)
 
-
-class _ScatterToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, split: Split, label: str) -> torch.Tensor:
-        ctx.channel, ctx.split, ctx.label = channel, split, label
-        return mine_of(values, split, channel.rank)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        parts = ctx.channel.gather(gradient.contiguous(), widths(ctx.split), ctx.label)
-        return join(parts, ctx.split), None, None, None
-
-
-@uncompiled
-def slice_of(
-    values: torch.Tensor, channel: Channel, split: Split, label: str = "the gradient of a sliced input"
-) -> torch.Tensor:
-    """This rank's part, along the last dimension, of what all ranks have."""
-    return _ScatterToRegion.apply(values, channel, split, label)
+    def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
+        """Returns a rank's part, ``(..., width of the rank)``, contiguous, of ``(..., extent)``."""
+        return mine_of(values, self.split, place)
 
 
 # -- tensors without gradients ---------------------------------------------------------------------------------------

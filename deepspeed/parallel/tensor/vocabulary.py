@@ -12,11 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.differentiable import reduce_from
+from deepspeed.comm.transports.differentiable import gather_from, reduce_from
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.linear import CutLinear, SharedInputs, column, take_part
+from deepspeed.parallel.tensor.regions import SplitParts
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
@@ -132,7 +132,7 @@ class WidthEmbedding(_MadeFromEmbedding):
         """Ids, any shape, to ``(..., width)``."""
         cut = self.tensor_cut
         mine = F.embedding(ids, self.weight, cut.padding_index)
-        return regions.gather(mine, cut.channel, cut.split, f"the output of {cut.name}")
+        return gather_from(mine, cut.channel, SplitParts(cut.split), label=f"the output of {cut.name}")
 
 
 def _refuse_unknown(ids: torch.Tensor, cut: CutEmbedding) -> None:

@@ -20,9 +20,9 @@ from deepspeed.module_inject.layers import (
     LinearLayer,
     VocabParallelEmbedding,
 )
-from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import connect
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear, SharedInputs
+from deepspeed.parallel.tensor.regions import SplitParts
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.tensor.vocabulary import (
     CutEmbedding,
@@ -145,10 +145,10 @@ def _loss(channel) -> None:
 
 
 def _regions(channel) -> None:
-    split = Split.evenly(5, channel.size)
+    parts = SplitParts(Split.evenly(5, channel.size))
     x = torch.randn(2, 5, requires_grad=True)
     weights = torch.randn(2, 5)
-    joined = regions.gather(regions.slice_of(x, channel, split), channel, split)
+    joined = gather_from(scatter_to(x, channel, parts), channel, parts)
     assert torch.equal(joined, x)
     (joined * weights).sum().backward()
     assert torch.equal(x.grad, weights)
