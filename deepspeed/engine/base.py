@@ -29,7 +29,6 @@ from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
-from deepspeed.engine.step_features import StepFeatures
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.engine_feature import StepInfo
 from deepspeed.give_base import PlainAttributes
@@ -118,7 +117,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler
-        features = StepFeatures(self._hooks, profiled=ProfiledStep(settings, self) if settings.enabled else None)
         return TrainStep(
             self._runtime,
             self._updater,
@@ -126,7 +124,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             LossScaling(self._updater.loss_scaler if self._updater is not None else None),
             self._progress,
             precision=self._precision,
-            features=features,
+            hooks=self._hooks,
+            profiled=ProfiledStep(settings, self) if settings.enabled else None,
             advance_lr=self._advance_lr,
             counts=self._make_loss_counter(),
         )
@@ -173,8 +172,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._hooks.after_step(self.global_steps)
 
     def _report_step(self) -> None:
-        if self._train_step.features.profiled is not None:  # before the times of this update are set to zero
-            self._train_step.features.profiled.after_update(self.global_steps)
+        if self._train_step.profiled is not None:  # before the times of this update are set to zero
+            self._train_step.profiled.after_update(self.global_steps)
         if self._progress.is_silent:
             return
         scaler = self._updater.loss_scaler if self._updater is not None else None
@@ -196,7 +195,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     @property
     def flops_profiler(self) -> Any:
         """The profiler of ``flops_profiler.profile_step``; None if the section is off or this is not rank 0."""
-        profiled = self._train_step.features.profiled
+        profiled = self._train_step.profiled
         return profiled.profiler if profiled is not None else None
 
     def was_step_applied(self) -> bool:

@@ -12,13 +12,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.watch.trace_points import reason_of
 from deepspeed.engine.batches import Batches
+from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reminders import MissingStep, RowCheck
 from deepspeed.engine.roots import check_loss, paired_roots
-from deepspeed.engine.step_features import StepFeatures
+from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
@@ -39,7 +40,8 @@ class TrainStep:
         scaling: The loss scale.
         progress: Takes times and losses.
         precision: Dtypes of the forward.
-        features: Optional features that take part in a step.
+        hooks: What the engine's features do in a step.
+        profiled: The step whose operations are counted, or None.
         advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
         counts: Counts the tokens of losses; None: made here.
 
@@ -49,7 +51,7 @@ class TrainStep:
         skipped_steps: Updates that were skipped because a gradient was not finite.
         was_applied: Whether the latest call of :meth:`update` changed the parameters.
         reduces_gradients: Whether backwards reduce gradients at all.
-        features: As given.
+        profiled: As given.
         counts: The tokens of losses that are sums.
         is_destroyed: The engine was destroyed: backwards and updates raise.
     """
@@ -63,7 +65,8 @@ class TrainStep:
         progress: ProgressLog,
         *,
         precision: PrecisionPolicy,
-        features: StepFeatures,
+        hooks: EngineHooks,
+        profiled: ProfiledStep | None = None,
         advance_lr: Callable[[Mapping[str, Any]], None],
         counts: LossCounter | None = None,
     ) -> None:
@@ -71,7 +74,8 @@ class TrainStep:
         self.was_applied = False
         self.reduces_gradients = True
         self.is_destroyed = False
-        self.features = features
+        self.profiled = profiled
+        self._hooks = hooks
         self._runtime = runtime
         self._updater = updater
         self._batches = batches
@@ -126,7 +130,7 @@ class TrainStep:
             self._row_check.compare((inputs, named), self._batches.train_micro_batch_size_per_gpu())
         if self._precision.cast_inputs:
             inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
-        given = self.features.keywords_of_forward(
+        given = self._hooks.before_forward(
             is_training=is_training, global_steps=self.global_steps, micro_steps=self._batches.micro_steps
         )
         outputs = self._run_forward(fn, inputs, {**named, **given})
@@ -143,7 +147,7 @@ class TrainStep:
             return fn(*inputs, **named)
 
     def _run_forward(self, fn: Callable[..., Any], inputs: Sequence[Any], named: dict[str, Any]) -> Any:
-        profiled = self.features.profiled
+        profiled = self.profiled
         self._progress.before("forward")
         if profiled is not None:
             profiled.before_forward()
@@ -217,11 +221,11 @@ class TrainStep:
         parts = self.counts.begin(tokens, steps)
         self._begin_backward(micro_batch)
         loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
-        if self.features.needs_graph and self._batches.current().is_last:
+        if self._hooks.needs_graph and self._batches.current().is_last:
             scale = self._scaling.factor / parts
             if divides and tokens is None:
                 scale /= steps
-            self.features.before_backward(root, scale, self.global_steps)
+            self._hooks.before_backward(root, scale, self.global_steps)
         self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
         if tokens is not None:
             self.counts.add(tokens)
@@ -320,7 +324,7 @@ class TrainStep:
 
     def open_backward(self) -> None:
         """Opens a backward if none is open. Called for each backward, and when one shows itself at the outputs."""
-        if self._runtime.in_backward or self._runtime.reducer is None or self.features.runs_backward:
+        if self._runtime.in_backward or self._runtime.reducer is None or self._hooks.runs_backward:
             return
         batches = self._batches
         if batches.are_reduced and not batches.is_decided_outside:  # a driver that decides about steps knows of them
@@ -412,7 +416,7 @@ class TrainStep:
         return report
 
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
-        self.features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
+        self._hooks.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
         share = self._batches.share
         report = self.counts.update((*extra, *(() if share is None else share.numbers())))
         if share is not None:
@@ -421,7 +425,7 @@ class TrainStep:
         self.global_samples += self._batches.train_batch_size()
         self.was_applied = not report.overflow
         self.skipped_steps += report.overflow
-        self.features.after_update(self.global_steps, was_applied=self.was_applied)
+        self._hooks.after_update(self.global_steps, was_skipped=not self.was_applied)
         if self.was_applied:
             self._advance_lr(lr_arguments)
         return report

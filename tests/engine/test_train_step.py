@@ -13,6 +13,7 @@ from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.train_step import TrainStep
+from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.runtime import MicroBatch
 from deepspeed.zero.update.optimizer import StepReport
@@ -77,23 +78,17 @@ class FakeProgress:
         self.losses.append(float(loss.detach()))
 
 
-class FakeFeatures:
+class FakeHooks(EngineHooks):
     """Adds a keyword to each forward and records the updates, as a feature does."""
-
-    profiled = None
-    needs_graph = runs_backward = False
 
     def __init__(self) -> None:
         self.updates: list[tuple[int, bool]] = []
 
-    def keywords_of_forward(self, **facts: Any) -> dict[str, Any]:
+    def before_forward(self, **facts: Any) -> dict[str, Any]:
         return {"factor": 3.0} if facts["is_training"] else {}
 
-    def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
-        pass
-
-    def after_update(self, global_steps: int, *, was_applied: bool) -> None:
-        self.updates.append((global_steps, was_applied))
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        self.updates.append((global_steps, was_skipped))
 
 
 class FakeUpdater:
@@ -116,15 +111,14 @@ class Made:
     """A training step on fakes."""
 
     def __init__(self, accumulation: int = 2, *, trains: bool = True, scaler: Any = None) -> None:
-        self.runtime, self.progress, self.features = FakeRuntime(), FakeProgress(), FakeFeatures()
+        self.runtime, self.progress, self.hooks = FakeRuntime(), FakeProgress(), FakeHooks()
         self.updater = FakeUpdater() if trains else None
         self.batches = Batches(BatchSizes(4 * accumulation, 4, accumulation), 1, is_counted=True)
         self.rates: list[dict[str, Any]] = []
         parts: Any = (self.runtime, self.updater, self.batches, LossScaling(scaler), self.progress)
         precision: Any = SimpleNamespace(cast_inputs=False, compute_dtype=None, forward_context=lambda _: nullcontext())
-        features: Any = self.features
         self.step = TrainStep(
-            *parts, precision=precision, features=features, advance_lr=lambda given: self.rates.append(dict(given))
+            *parts, precision=precision, hooks=self.hooks, advance_lr=lambda given: self.rates.append(dict(given))
         )
         self.weight = torch.tensor(1.0, requires_grad=True)
 
@@ -202,7 +196,7 @@ def test_updates_come_at_the_boundary():
     assert [report is not None for report in reports] == [False, True, False, True]
     assert made.runtime.calls.count("end of micro-step") == 2
     assert (made.step.global_steps, made.step.global_samples, made.batches.micro_steps) == (2, 16, 4)
-    assert made.features.updates == [(1, True), (2, True)] and made.rates == [{"epoch": 1}] * 2
+    assert made.hooks.updates == [(1, False), (2, False)] and made.rates == [{"epoch": 1}] * 2
 
 
 def test_a_skipped_update_moves_no_learning_rate():
@@ -212,7 +206,7 @@ def test_a_skipped_update_moves_no_learning_rate():
     made.step.backward_of_loss(made.loss())
     made.step.update()
     assert (made.step.global_steps, made.step.skipped_steps, made.step.was_applied) == (1, 1, False)
-    assert made.rates == [] and made.features.updates == [(1, False)]
+    assert made.rates == [] and made.hooks.updates == [(1, True)]
 
 
 def test_a_schedule_updates_once_for_all_its_micro_batches():
