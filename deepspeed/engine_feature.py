@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -251,6 +251,22 @@ class StepTracker:
         """Ends what was begun. Called when the engine is destroyed; may be called twice."""
 
 
+class UnevenBatch(Protocol):
+    """This rank's micro-batches of an update whose ranks have different numbers of them."""
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
+        ...
+
+    def numbers(self) -> Sequence[float]:
+        """Returns what travels with the update to all ranks; equally many on each."""
+        ...
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Takes the numbers of all ranks, by rank: 2-D, fp64."""
+        ...
+
+
 class EngineHooks:
     """What a feature does in the steps of one engine; the methods of this class do nothing.
 
@@ -291,6 +307,11 @@ class EngineHooks:
     def runs_backward(self) -> bool:
         """Whether gradients that are computed now are the feature's own, not those of the training."""
         return False
+
+    @property
+    def uneven_batch(self) -> UnevenBatch | None:
+        """This rank's micro-batches of the present update, where ranks have different numbers of them; else None."""
+        return None
 
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
         """Called before each update.

@@ -33,6 +33,7 @@ from deepspeed.elasticity.rebuild import build_again, take_apart
 from deepspeed.elasticity.restore import restore
 from deepspeed.engine.base import EngineBase
 from deepspeed.engine.resuming import run_state_of
+from deepspeed.engine_feature import UnevenBatch
 from deepspeed.errors import CallOrderError, CheckpointError, CommunicationError, DeepSpeedError
 from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
@@ -146,7 +147,7 @@ class Continuation:
 
     Attributes:
         run: What outlives the engine's job.
-        in_step: Whether a step of ``ElasticSteps`` is open.
+        step: The step of ``ElasticSteps`` that is open; None: none is.
         is_replaced: The engine has loaded a checkpoint, so copies are of states that it no longer has.
     """
 
@@ -159,7 +160,7 @@ class Continuation:
         self._patience = section.patience
         self.run = run
         run.members.links.expect_beats(section.heartbeat)
-        self.in_step = False
+        self.step: UnevenBatch | None = None
         self.is_replaced = False
         self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, what its forwards change
         self.filled_in = 0.0  # seconds
@@ -214,7 +215,7 @@ class Continuation:
         Raises:
             CallOrderError: Always there.
         """
-        if not self.in_step:
+        if self.step is None:
             raise CallOrderError(
                 "engine.step: with elasticity.continue updates are made inside `with step:`, for the steps of "
                 "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which divides samples anew when "
@@ -226,11 +227,15 @@ class Continuation:
         """Whether a process asks this one to let it join."""
         return bool(self.run.members.links.join_requests)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: UnevenBatch) -> None:
         """Opens a step. Where no copies are made ahead, it notes what the forwards of the step will change."""
-        self.in_step = True
+        self.step = step
         if self._layout.is_whole:
             self._forward = self._engine.global_steps, ForwardStates.of(run_state_of(self._engine))
+
+    def end_step(self) -> None:
+        """Closes the step: until the next one is opened, updates are refused."""
+        self.step = None
 
     def after_update(self, *, ranks_will_change: bool = False) -> None:
         """Makes copies where they are due. Every rank must call it after each update.

@@ -10,7 +10,7 @@ from typing_extensions import override
 from deepspeed.config.section import features_of
 from deepspeed.elasticity.continuation import Continuation, ElasticRun
 from deepspeed.engine.features import feature_of
-from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, UnevenBatch, marks_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
@@ -28,6 +28,11 @@ class ElasticHooks(EngineHooks):
 
     def __init__(self) -> None:
         self.continuation: Continuation | None = None
+
+    @property
+    @override
+    def uneven_batch(self) -> UnevenBatch | None:
+        return None if self.continuation is None else self.continuation.step
 
     @override
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:

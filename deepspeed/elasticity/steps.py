@@ -62,7 +62,7 @@ class ElasticStep:
         """Since it was entered."""
         return time.monotonic() - self._started
 
-    # -- what the engine asks (``engine.batches.UnevenBatch``) ---------------------------------------------------------
+    # -- what the engine asks (``engine_feature.UnevenBatch``) ---------------------------------------------------------
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
@@ -193,8 +193,7 @@ class ElasticSteps:
 
     def open_step(self, step: ElasticStep) -> None:
         """A step begins."""
-        self._continuation.begin_step()
-        self._engine._batches.share = step
+        self._continuation.begin_step(step)
 
     def close_step(self, step: ElasticStep, error: BaseException | None) -> bool:
         """Ends a step; returns whether its error has been handled, as it came from a lost rank.
@@ -203,8 +202,7 @@ class ElasticSteps:
             step: The step.
             error: What was raised inside it; None: nothing.
         """
-        self._engine._batches.share = None
-        self._continuation.in_step = False
+        self._continuation.end_step()
         try:
             if error is not None:
                 raise error

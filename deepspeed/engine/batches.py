@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
-
-import torch
 
 from deepspeed.config import BatchSizes
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.runtime import MicroBatch
 
 
-class UnevenBatch(Protocol):
-    """This rank's micro-batches of an update whose ranks have different numbers of them."""
-
-    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
-        ...
-
-    def numbers(self) -> Sequence[float]:
-        """Returns what travels with the update to all ranks; equally many on each."""
-        ...
-
-    def take(self, rows: torch.Tensor) -> None:
-        """Takes the numbers of all ranks, by rank: 2-D, fp64."""
-        ...
-
-
 class Batches:
     """Sizes of batches, and the count of micro-steps since the last update.
 
     Attributes:
-        share: Where ranks have different numbers of micro-batches; None: all have equally many.
         micro_steps: Micro-batches so far.
         has_run_backward: Whether a backward has run since the last update.
         are_reduced: Whether backwards reduce gradients as the ZeRO stage says; False inside ``no_sync`` and
@@ -46,7 +26,6 @@ class Batches:
     """
 
     def __init__(self, sizes: BatchSizes, data_size: int, *, is_counted: bool) -> None:
-        self.share: UnevenBatch | None = None
         self._uneven_total = sizes.train_batch_size if sizes.is_uneven else None
         self._micro_batch_size = sizes.micro_batch_size
         self._accumulation_steps = sizes.accumulation_steps

@@ -21,7 +21,7 @@ from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
 from deepspeed.config.section import features_of
 from deepspeed.config.sections.autotuning import TUNING_VARIABLE
 from deepspeed.config.sections.root import Root
-from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker, marks_of
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker, UnevenBatch, marks_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
@@ -198,6 +198,11 @@ class FeatureHooks(EngineHooks):
     @override
     def runs_backward(self) -> bool:
         return any(hooks.runs_backward for hooks in self._hooks.values())
+
+    @property
+    @override
+    def uneven_batch(self) -> UnevenBatch | None:
+        return next((batch for hooks in self._hooks.values() if (batch := hooks.uneven_batch) is not None), None)
 
     @override
     def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:

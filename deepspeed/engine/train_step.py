@@ -177,7 +177,7 @@ class TrainStep:
         Raises:
             CallOrderError: The configuration has ``elasticity.continue``.
         """
-        if self._batches.share is not None:
+        if self._hooks.uneven_batch is not None:
             raise CallOrderError(
                 "engine.scale: with elasticity.continue losses are weighed by engine.backward(loss), as ranks have "
                 "different numbers of micro-batches; call that instead of loss.backward()"
@@ -212,7 +212,7 @@ class TrainStep:
         self._refuse_backward()
         check_loss(loss, gradient)
         steps = self._batches.gradient_accumulation_steps()
-        if count is not None and self._batches.share is not None:
+        if count is not None and self._hooks.uneven_batch is not None:
             raise CallOrderError(
                 "engine.backward(loss, count=...): with elasticity.continue losses are means over a micro-batch: the "
                 "micro-batches of a step are weighed equally; leave count out"
@@ -271,8 +271,8 @@ class TrainStep:
             mean = mean_of_sum(loss, count)
             self._progress.loss(mean / self._batches.gradient_accumulation_steps())
             return mean, self._scaling.apply(loss / parts)
-        if self._batches.share is not None:
-            loss = self._batches.share.weigh(loss)
+        if (uneven := self._hooks.uneven_batch) is not None:
+            loss = uneven.weigh(loss)
         elif divides and (steps := self._batches.gradient_accumulation_steps()) > 1:
             loss = loss / steps
         self._progress.loss(loss)
@@ -417,10 +417,10 @@ class TrainStep:
 
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
         self._hooks.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
-        share = self._batches.share
-        report = self.counts.update((*extra, *(() if share is None else share.numbers())))
-        if share is not None:
-            share.take(report.extra)
+        uneven = self._hooks.uneven_batch
+        report = self.counts.update((*extra, *(() if uneven is None else uneven.numbers())))
+        if uneven is not None:
+            uneven.take(report.extra)
         self.global_steps += 1
         self.global_samples += self._batches.train_batch_size()
         self.was_applied = not report.overflow
