@@ -1,4 +1,4 @@
-"""What ranks and their launcher tell each other through a folder: who has ended how, and whom the others do without.
+"""What ranks and their launcher tell each other through a folder: who ended how, whom the others do without, reports.
 
 Without a launcher of this package there is no folder, and nothing is written.
 """
@@ -6,6 +6,7 @@ Without a launcher of this package there is no folder, and nothing is written.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,16 @@ from pathlib import Path
 NOTES = "DEEPSPEED_ELASTIC_NOTES"
 """Environment variable with the folder, set by the launcher."""
 
+LOST_PEER = re.compile(
+    rb"Connection (closed|reset) by peer|Broken pipe|Connection refused|CommunicationError|DistNetworkError|"
+    rb"DistStoreError|DistBackendError|remote process exited|NCCL communicator was aborted|KeyboardInterrupt|recvBytes|"
+    rb"recvValue|Socket Timeout|Timed out waiting|gloo.*[Tt]imeout",
+)
+"""Matches the errors that a rank gets because another one is gone."""
+
 _CONTINUES = "continues"
 _EXIT, _RECOVERED = "exit-", "recovered-"
+_REPORT = "run-report"
 _LOOK_SECONDS, _PAUSE = 0.3, 0.02
 
 
@@ -54,6 +63,15 @@ class ExitNotes:
             time.sleep(_PAUSE)
         return path.read_text() if path.exists() else ""
 
+    def run_report_missing(self, folder: Path) -> None:
+        """Says that the page of the run report in ``folder`` has not been written yet."""
+        self._write(_REPORT, str(folder.resolve()))
+
+    def run_report_written(self) -> None:
+        """Says that the page of the run report has been written."""
+        if self._folder is not None:
+            (self._folder / _REPORT).unlink(missing_ok=True)
+
     # -- the launcher --------------------------------------------------------------------------------------------------
 
     def note_exit(self, pid: int, cause: str) -> None:
@@ -68,6 +86,12 @@ class ExitNotes:
     def is_recovered(self, pid: int) -> bool:
         """Whether the run goes on without a process."""
         return self._folder is not None and (self._folder / f"{_RECOVERED}{pid}").exists()
+
+    @property
+    def missing_run_report(self) -> Path | None:
+        """The folder of a run report whose page the ranks have not written; None: there is none."""
+        path = None if self._folder is None else self._folder / _REPORT
+        return Path(path.read_text()) if path is not None and path.exists() else None
 
     def _write(self, name: str, text: str) -> None:
         if self._folder is None or not self._folder.is_dir():

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.exit_notes import LOST_PEER
 from deepspeed.launcher.screen import RankStream, Screen
 from deepspeed.printable import printable
 
@@ -34,12 +35,6 @@ _EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
 _MORE = re.compile(rb"^[ \t]+[^ \t]")  # an error that lists several problems goes on so
 _MOST_MORE = 40
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
-# Errors that a rank gets because another one is gone.
-_LOST_PEER = re.compile(
-    rb"Connection (closed|reset) by peer|Broken pipe|Connection refused|CommunicationError|DistNetworkError|"
-    rb"DistStoreError|DistBackendError|remote process exited|NCCL communicator was aborted|KeyboardInterrupt|recvBytes|"
-    rb"recvValue|Socket Timeout|Timed out waiting|gloo.*[Tt]imeout",
-)
 _KEPT_LINES = 400
 _CLIPPED_BYTES = 240
 _CLIPPED_CAUSE_BYTES = 4000
@@ -241,7 +236,7 @@ class RankState:
     def lost_a_peer(self) -> bool:
         """Whether its error looks like the consequence of another rank's end."""
         report = self.report
-        return report is not None and _LOST_PEER.search(report.exception.split(b"\n")[0]) is not None
+        return report is not None and LOST_PEER.search(report.exception.split(b"\n")[0]) is not None
 
     @property
     def exit_code(self) -> int:

@@ -13,6 +13,7 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ _VERDICT_SECONDS = 6.0
 _TELL_SECONDS = 10.0
 _PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this one
 _TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or knows that it was refused
+_REPORT_SECONDS = 120.0
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Schedulers announce with these that they will end the run: the ranks decide what they mean.
@@ -147,8 +149,8 @@ class LocalRun:
     # --- start ------------------------------------------------------------------------------------------------------
 
     def _open_notes(self) -> Path | None:
-        """Makes the folder through which ranks say that they go on without others; the ranks of one machine only."""
-        if self._link is not None or len(self._workers) == 1:
+        """Makes the folder through which ranks and this launcher talk; for the ranks of one machine only."""
+        if self._link is not None:
             return None
         folder = Path(tempfile.mkdtemp(prefix="deepspeed-notes-"))
         for worker in self._workers:
@@ -423,6 +425,8 @@ class LocalRun:
         if code and self._failure_file is not None:
             wrong = write_failure(self._failure_file, summary)
             summary += [wrong] if wrong is not None else []
+        if code and (report := self._notes.missing_run_report) is not None:
+            summary.append(_write_run_report(report))
         for line in summary:
             self._print_line(line)
         self._output.finish(_BLOCKED_OUTPUT_SECONDS)
@@ -483,6 +487,21 @@ class LocalRun:
 def _began_before(state: RankState, best: Failure) -> bool:
     report = state.errors.report_time
     return state.errors.is_reporting and report is not None and report < best.time
+
+
+def _write_run_report(folder: Path) -> str:
+    """Makes the page of a run whose ranks were killed before they could; returns a line about it."""
+    # A process, since it needs torch; with its own session, so that the Ctrl-C that ends the run spares it.
+    program = [sys.executable, "-m", "deepspeed.cli.report_run", str(folder)]
+    try:
+        done = subprocess.run(
+            program, capture_output=True, text=True, timeout=_REPORT_SECONDS, start_new_session=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"run report: not written within {_REPORT_SECONDS:.0f} s; run ds_report_run {folder}"
+    if done.returncode:
+        return f"run report: ds_report_run {folder} failed: {(done.stderr.splitlines() or ['no message'])[-1]}"
+    return f"run report: {done.stdout.strip()}"
 
 
 def _open_standard_streams() -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import signal
 import sys
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 
+from deepspeed.exit_notes import LOST_PEER
 from deepspeed.run_report.run_data import Line, RankRun, RunData
 
 FAILURE = "failure"
 """Name of the events."""
 
-_KILLED = "the rank was killed, or its machine was lost"
+_KILLED = "the rank was killed (SIGTERM, SIGKILL), or its machine was lost"
 _LONGEST = 2000  # characters of a message that are kept
 
 
@@ -40,37 +37,11 @@ def describe_exception(ignored: BaseException | None) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)[:_LONGEST]}
 
 
-def before_termination(action: Callable[[str], Any]) -> Callable[[], None]:
-    """Calls ``action`` with the signal's name when SIGTERM is about to end this process; returns what undoes it.
-
-    The process ends by the signal all the same. Nothing is done where the program or a feature handles the signal, in a
-    thread (Python allows it in the main one only), and in processes that are forked later, such as a loader's workers.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return lambda: None
-    owner = os.getpid()
-
-    def handle(number: int, _: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        try:
-            if os.getpid() == owner:
-                action(signal.Signals(number).name)
-        finally:
-            os.kill(os.getpid(), number)
-
-    def undo() -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, handle)
-    return undo
-
-
 def find_failures(run: RunData) -> list[Line]:
-    """Returns the failures of all starts, by time: each has ``time``, ``rank``, ``text`` and, if known, ``step``.
+    """Returns the failures of all starts: each has ``time``, ``rank``, ``text`` and, if known, ``step``.
 
-    A failure of an earlier start that only the next start shows has ``restarted``.
+    By time, but exceptions come first unless they only say that another rank is gone: launchers kill the other ranks
+    after one. A failure of an earlier start that only the next start shows has ``restarted``.
     """
     found = [
         _failure(number, event, f"{event['error']}: {event['message']}".rstrip(": "))
@@ -82,7 +53,12 @@ def find_failures(run: RunData) -> list[Line]:
         found += [{**_failure(number, line, _KILLED), "restarted": True} for line in rank.breaks]
         if not rank.has_ended and rank.starts and _is_gone(run, rank):
             found.append(_failure(number, rank.last_line, _KILLED))
-    return sorted(found, key=lambda failure: failure["time"])
+    return sorted(found, key=lambda failure: (not _is_cause(failure), failure["time"]))
+
+
+def _is_cause(failure: Line) -> bool:
+    text: str = failure["text"]
+    return not text.endswith(_KILLED) and LOST_PEER.search(text.encode()) is None
 
 
 def _failure(rank: int, line: Line, what: str) -> Line:

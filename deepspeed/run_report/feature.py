@@ -21,10 +21,11 @@ from deepspeed.comm.job.mesh import PIPE
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.release import VERSION
 from deepspeed.run_report.analysis import SlowRank, slow_ranks
-from deepspeed.run_report.page import report_if_small
+from deepspeed.run_report.page import report_at_end
 from deepspeed.run_report.rank_file import open_folder, rank_path
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import PLAN, Line, RankRun, RunData
@@ -59,8 +60,9 @@ class RunReportFeature(EngineFeature):
         if setup.root.run_report.path is None:
             return None
         rank, folder = comm.get_rank(), Path(setup.root.run_report.path)
-        # By the first rank, so that the page is there when the program has ended, also by an exception.
-        on_close = partial(report_if_small, folder) if rank == 0 else None
+        on_close = partial(report_at_end, folder, rank)
+        if rank == 0:
+            ExitNotes.here().run_report_missing(folder)  # the launcher writes the page if this rank is killed
         world_size = comm.get_world_size()
         watch = StragglerWatch(folder, world_size) if rank == 0 and world_size > 1 else None
         after_step = None if watch is None else watch.after_step

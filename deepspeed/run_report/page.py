@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing
 from deepspeed.run_report.failures import FAILURE, find_failures
@@ -40,7 +44,7 @@ def write_report(folder: Path) -> Path:
     analysis = analyse(run)
     numbers = {**asdict(analysis), "events": all_events(run), "ranks": sorted(run.ranks), "facts": run.first.facts}
     for name, text in (("report.json", json.dumps(numbers, indent=1)), ("report.html", make_page(run, analysis))):
-        part = folder / f"{name}.part"
+        part = folder / f"{name}.{os.getpid()}.part"  # two ranks may write at once
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
     return folder / "report.html"
@@ -112,14 +116,47 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
-def report_if_small(folder: Path) -> None:
-    """Writes the report of a run that ends, or says how to do so where reading the files would hold up the end."""
-    _await_ends(folder)
+def report_at_end(folder: Path, rank: int, has_failed: bool) -> None:
+    """Writes the report of a run that ends, or says how to do so where reading the files would hold up the end.
+
+    Rank 0 does it, and a rank that has failed, as the others may be killed now.
+
+    Args:
+        folder: ``run_report.path`` of the run.
+        rank: That ends.
+        has_failed: Whether an exception ends it.
+    """
+    if rank == 0:
+        _await_ends(folder)
+        _report_if_small(folder, rank)
+        ExitNotes.here().run_report_written()
+    elif has_failed:
+        with _sole_writer(folder) as is_sole:
+            if is_sole:
+                _report_if_small(folder, rank)
+
+
+@contextmanager
+def _sole_writer(folder: Path) -> Iterator[bool]:
+    """Yields False while another rank is inside: of a thousand ranks that fail together, few shall read all files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_sole = True
+        except OSError:  # taken, or a file system without locks
+            is_sole = False
+        yield is_sole
+    finally:
+        os.close(descriptor)
+
+
+def _report_if_small(folder: Path, rank: int) -> None:
     nbytes = sum(path.stat().st_size for path in folder.glob(PATTERN))
     if nbytes > _SMALL:
-        log_dist(f"run report: {nbytes / 2**20:,.0f} MiB to read; run ds_report_run {folder}")
+        log_dist(f"run report: {nbytes / 2**20:,.0f} MiB to read; run ds_report_run {folder}", ranks=[rank])
     else:
-        log_dist(f"run report: {write_report(folder)}")
+        log_dist(f"run report: {write_report(folder)}", ranks=[rank])
 
 
 def all_events(run: RunData) -> list[dict[str, Any]]:

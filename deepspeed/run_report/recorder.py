@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
-from deepspeed.run_report.failures import FAILURE, before_termination, describe_exception, uncaught_exception
+from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
 from deepspeed.run_report.rank_file import RankFile
 
 _MANY = 4096
@@ -65,13 +65,12 @@ class _OpenStep:
 class _StepWriter:
     """Writes one line per step to a rank's file, one step late, so that no step waits for the device."""
 
-    def __init__(self, file: RankFile, clock: PhaseClock, on_close: Callable[[], Any] | None) -> None:
+    def __init__(self, file: RankFile, clock: PhaseClock, on_close: Callable[[bool], Any] | None) -> None:
         self.file = file
         self._clock = clock
         self._on_close = on_close
         self._unread: _OpenStep | None = None
         self._earlier_exception = uncaught_exception()
-        self._stop_listening = before_termination(self._take_signal)
 
     def take(self, step: _OpenStep | None) -> None:
         """Writes the step before ``step``."""
@@ -81,13 +80,7 @@ class _StepWriter:
 
     def close(self) -> None:
         """Writes what is left and the exception that ends the program, if there is one, and closes the file."""
-        self._end(describe_exception(self._earlier_exception))
-
-    def _take_signal(self, name: str) -> None:
-        self._end({"error": name, "message": "the process was told to end"})
-
-    def _end(self, failure: Mapping[str, Any]) -> None:
-        self._stop_listening()
+        failure = describe_exception(self._earlier_exception)
         if failure:
             # First: after some failures the device cannot be read any more.
             step = {} if self._unread is None else {"step": self._unread.values["step"]}
@@ -99,7 +92,7 @@ class _StepWriter:
             self.file.write("end")
             self.file.close()
             if self._on_close is not None:
-                self._on_close()
+                self._on_close(bool(failure))
 
     def _write(self, step: _OpenStep) -> None:
         step.settle(self._clock)
@@ -119,7 +112,7 @@ class StepRecorder(StepTracker):
         rank: Number of this rank in the job.
         facts: What is known at the start; written to the file.
         clock: Sets the marks; None: the one that fits the accelerator.
-        on_close: Called when the last line is written.
+        on_close: Called when the last line is written, with whether an exception ends the program.
         after_step: Called with this recorder and the step's number when a step is done.
     """
 
@@ -131,7 +124,7 @@ class StepRecorder(StepTracker):
         rank: int,
         facts: Mapping[str, Any],
         clock: PhaseClock | None = None,
-        on_close: Callable[[], Any] | None = None,
+        on_close: Callable[[bool], Any] | None = None,
         after_step: Callable[[StepRecorder, int], Any] | None = None,
     ) -> None:
         self._after_step = after_step

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from deepspeed.run_report.page import write_report
+from deepspeed.run_report.failures import _KILLED
+from deepspeed.run_report.page import report_at_end, write_report
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
 from tests.harness import RanksFailed, run_ranks
+from tests.launcher.processes import Launcher
 from tests.run_report.runs import step_line, write_rank
 
 _PROGRAM = """
@@ -61,7 +64,7 @@ def test_a_killed_rank_is_a_failure(tmp_path):
     assert _run(tmp_path, "kill").returncode == -signal.SIGKILL
     write_report(tmp_path)
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
-    assert failure["text"] == "failed after step 5: the rank was killed, or its machine was lost"
+    assert failure["text"] == f"failed after step 5: {_KILLED}"
     last = [json.loads(line)["time"] for line in (tmp_path / "rank-00000.jsonl").read_text().splitlines()][-1]
     assert failure["time"] == last
 
@@ -76,7 +79,7 @@ def test_a_rank_of_another_machine_is_lost_if_the_others_failed_or_went_on(tmp_p
     write_rank(tmp_path, 1, [step_line(1), step_line(2)], has_ended=False, pid=1)
     assert _failures(tmp_path) == [], "it may be about to write its end"
     file = RankFile(tmp_path, 0)
-    file.write("event", name="failure", step=2, error="CommError", message="rank 1 is gone")
+    file.write("event", name="failure", step=2, error="CommunicationError", message="rank 1 is gone")
     file.write("end")
     file.close()
     assert _failures(tmp_path) == [(1, 2), (0, 2)], "the cause first"
@@ -111,42 +114,83 @@ def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, 
     assert lines[-1]["kind"] == "end"
 
 
-def _end_by_signal(folder):
+def _block_and_terminate(folder):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    recorder = StepRecorder(Path(folder), 0, {"pid": os.getpid()}, on_close=lambda: write_report(Path(folder)))
-    ready, said = os.pipe()
-    child = os.fork()  # such as a loader's worker, which its parent ends by the same signal
-    if child == 0:
-        os.write(said, b"!")  # Python forgets signals that come while it is forked
-        while True:
-            time.sleep(0.01)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGTERM
+    recorder = StepRecorder(Path(folder), 0, {"pid": os.getpid(), "host": os.uname().nodename})
     recorder.event("save", step=1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+    libc.pthread_mutex_lock(mutex)
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+        os._exit(0)
+    libc.pthread_mutex_lock(mutex)  # in native code, for ever, as in a collective
+    recorder.close()
 
 
-def test_a_terminated_rank_writes_its_page_and_ends_by_the_signal(tmp_path):
+def test_sigterm_ends_a_rank_that_waits_in_native_code_and_its_page_says_so(tmp_path):
     with pytest.raises(RanksFailed, match="SIGTERM|signal 15|-15"):
-        run_ranks(_end_by_signal, 1, str(tmp_path), fresh=True)
-    lines = [json.loads(text) for text in (tmp_path / "rank-00000.jsonl").read_text().splitlines()]
-    assert [line.get("name", line["kind"]) for line in lines] == ["start", "save", "failure", "end"]
+        run_ranks(_block_and_terminate, 1, str(tmp_path), fresh=True)
+    write_report(tmp_path)
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
-    assert failure["text"].endswith("SIGTERM: the process was told to end")
+    assert failure["text"] == f"failed after step 1: {_KILLED}"
 
 
-def test_a_handler_of_the_program_stays(tmp_path):
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        recorder = StepRecorder(tmp_path, 0, {})
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        other = StepRecorder(tmp_path, 1, {})
-        assert callable(signal.getsignal(signal.SIGTERM))
-        recorder.close()
-        other.close()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_signals_are_left_alone(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    recorder = StepRecorder(tmp_path, 0, {})
+    assert signal.getsignal(signal.SIGTERM) is before
+    recorder.close()
+
+
+def test_a_rank_that_fails_writes_the_page_as_rank_0_may_be_killed(tmp_path):
+    write_rank(tmp_path, 0, [step_line(1)], has_ended=False, pid=1)
+    recorder = StepRecorder(tmp_path, 1, {}, on_close=partial(report_at_end, tmp_path, 1))
+    with pytest.raises(ValueError, match="broken"):  # noqa: PT012
+        try:
+            raise ValueError("broken batch")
+        finally:
+            recorder.close()
+    failures = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert [failure["rank"] for failure in failures] == [1, 0], "the cause first, though rank 0 wrote nothing later"
+    assert "ValueError: broken batch" in (tmp_path / "report.html").read_text()
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_rank_that_ends_well_leaves_the_page_to_rank_0(tmp_path):
+    write_rank(tmp_path, 0, [step_line(1)])
+    StepRecorder(tmp_path, 1, {}, on_close=partial(report_at_end, tmp_path, 1)).close()
+    assert not (tmp_path / "report.html").exists()
+    StepRecorder(tmp_path, 0, {}, on_close=partial(report_at_end, tmp_path, 0)).close()
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_the_launcher_writes_the_page_where_rank_0_was_killed(tmp_path, how):
+    script = """
+        import ctypes, signal, torch, deepspeed
+        deepspeed.init_distributed("gloo")
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        config["run_report"] = {"path": "report"}
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+        for step in range(3):
+            engine.backward(engine(torch.randn(2, 4)).square().mean())
+            engine.step()
+        torch.distributed.barrier()
+        if rank == 0:
+            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+            libc.pthread_mutex_lock(mutex)
+            if sys.argv[-1] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            libc.pthread_mutex_lock(mutex)
+        elif sys.argv[-1] == "raise":
+            raise ValueError("<b>broken</b> batch")
+        time.sleep(600)
+    """
+    code, _, err = Launcher(tmp_path, script, "--num_gpus=2", arguments=(how,)).finish()
+    assert code == (1 if how == "raise" else 128 + signal.SIGKILL)
+    assert f"run report: {tmp_path / 'report' / 'report.html'}" in err
+    failures = json.loads((tmp_path / "report" / "report.json").read_text())["failures"]
+    assert sorted(failure["rank"] for failure in failures) == [0, 1]
+    assert how == "kill" or failures[0]["text"].endswith("ValueError: <b>broken</b> batch"), "the cause first"
