@@ -1,7 +1,7 @@
 """Compares predicted step times and memory with published results, record by record.
 
 ``benchmarks/data/scale-public.json`` has the results with their sources. Every other record of each source is for
-fitting the constants in ``deepspeed/plan/devices.py``; the other half says how good the constants are.
+fitting the constants in ``deepspeed/accelerator/devices.py``; the other half says how good the constants are.
 Run: ``python -m benchmarks.scale [--out FILE] [--fit]``.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency, Machine, device_of_product
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
-from deepspeed.plan.devices import DEVICES, Device, DeviceEfficiency, Machine, device_of_product
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_step
 
@@ -373,9 +373,9 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
 
 _HOW = (
     "Made by `python -m benchmarks.scale --out FILE` from `benchmarks/data/scale-public.json`. Every other record of "
-    "each source is for fitting the constants of `deepspeed/plan/devices.py`; the rest test them. The constants are "
-    "rounded and near a fit; `docs/design/prediction.md` says what `--fit` gives. The test is not blind: what "
-    "operations cost, how records are read, and the limits of two constants ("
+    "each source is for fitting the constants of `deepspeed/accelerator/devices.py`; the rest test them. The "
+    "constants are rounded and near a fit; `docs/design/prediction.md` says what `--fit` gives. The test is not blind: "
+    "what operations cost, how records are read, and the limits of two constants ("
     + ", ".join(f"{name} {value}" for name, value in HELD.items())
     + ") were chosen with the errors of both halves in sight. Where a source leaves out the "
     "micro-batch, the chunks or what is recomputed, the fastest prediction that fits is taken. Two machines have a "

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.plan.devices import Device, DeviceEfficiency
+from deepspeed.accelerator.devices import Device, DeviceEfficiency
 
 _SECONDS = 0.05  # of one probe
 _MIB = 2**20

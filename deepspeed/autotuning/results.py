@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from deepspeed.accelerator.devices import in_words
 from deepspeed.autotuning.choice import CandidatePlan, TrialQueue
 from deepspeed.autotuning.experiment import STAGE
-from deepspeed.plan.devices import in_words
 
 _WIDTH = 118
 _SHOWN = 12  # candidates that were not tried

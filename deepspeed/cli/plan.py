@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.accelerator.devices import DEVICES, Machine, in_words
 from deepspeed.cli.measure import measure_in_ranks
 from deepspeed.cli.predict import add_prediction_options, refuse_without_prediction, run_prediction
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -28,7 +29,6 @@ from deepspeed.plan.api import make_machine
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
-from deepspeed.plan.devices import DEVICES, Machine, in_words
 from deepspeed.plan.links import NETWORKS, read_network
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine_files import read_machine_file

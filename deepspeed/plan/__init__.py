@@ -19,9 +19,9 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "DEVICES": "deepspeed.plan.devices",
-        "Device": "deepspeed.plan.devices",
-        "Machine": "deepspeed.plan.devices",
+        "DEVICES": "deepspeed.accelerator.devices",
+        "Device": "deepspeed.accelerator.devices",
+        "Machine": "deepspeed.accelerator.devices",
         "DecoderShape": "deepspeed.plan.decoder",
         "ParallelLayout": "deepspeed.plan.prediction.layout",
         "Plan": "deepspeed.plan.result",

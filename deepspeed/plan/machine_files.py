@@ -7,8 +7,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator.devices import Device, DeviceEfficiency, find_device, read_bytes
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.plan.devices import Device, DeviceEfficiency, find_device, read_bytes
 
 
 def read_machine_file(path: str | Path) -> Device:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.devices import Device, Machine
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.plan.devices import Device, Machine
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Request

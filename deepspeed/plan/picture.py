@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from deepspeed.plan.devices import in_words
+from deepspeed.accelerator.devices import in_words
 from deepspeed.plan.sweep import Point, frontier
 
 _WIDTH, _HEIGHT = 760, 460

@@ -10,9 +10,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.accelerator.devices import in_words
 from deepspeed.comm.job.mesh import AXES, DATA
 from deepspeed.plan.configs import stage_of
-from deepspeed.plan.devices import in_words
 from deepspeed.plan.pipeline import idle_shares
 from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.zero.placement import Tier

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.devices import in_words
 from deepspeed.comm.job.mesh import SEQUENCE, TENSOR
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.initialize import initialize
@@ -25,7 +26,6 @@ from deepspeed.parallel.sequence.context import sharing_of
 from deepspeed.plan.actions import Act, actions_of_step, loss_of
 from deepspeed.plan.codes import gradient_codec, gradient_sums
 from deepspeed.plan.current_module import CurrentModule
-from deepspeed.plan.devices import in_words
 from deepspeed.plan.environment import SimulatedPart, simulated_environment
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.simulated_hardware import SimulatedDisk

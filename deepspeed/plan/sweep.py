@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.accelerator.devices import Machine, in_words
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.configs import changed
 from deepspeed.plan.degrees import DEGREES, at_degrees
-from deepspeed.plan.devices import Machine, in_words
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import MUCH_IDLE, Plan, Request

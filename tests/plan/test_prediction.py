@@ -11,10 +11,10 @@ import pytest
 
 import deepspeed
 from benchmarks.scale import HELD, RECORDS, constants, limits_of, predicted, reached_of, read_records, read_runs, split
+from deepspeed.accelerator.devices import DEVICES, Machine
 from deepspeed.cli.plan import main
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
-from deepspeed.plan.devices import DEVICES, Machine
 from deepspeed.plan.links import read_network
 from deepspeed.plan.machine_files import read_machine_file, write_machine_file
 from deepspeed.plan.pipeline import Pipeline

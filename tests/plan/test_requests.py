@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.accelerator.devices import DEVICES, in_words, read_bytes
 from deepspeed.cli.plan import main
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
-from deepspeed.plan.devices import DEVICES, in_words, read_bytes
 from deepspeed.plan.sweep import Point, frontier, read_axes, sweep_text
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.devices import Device, DeviceEfficiency
 from deepspeed.plan.decoder import DecoderShape, layers_of
-from deepspeed.plan.devices import Device, DeviceEfficiency
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.timeline.operation_cost import OperationKind
 from deepspeed.plan.values import arithmetic_of

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from deepspeed import comm
+from deepspeed.accelerator.devices import Device, DeviceEfficiency, device_of_product
 from deepspeed.comm.speed import CollectiveSpeed, measure_collectives
 from deepspeed.comm.start.device import local_device
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
-from deepspeed.plan.devices import Device, DeviceEfficiency, device_of_product
 from deepspeed.plan.measuring.block_probe import BlockSpeed, ProbeSizes, probe_block
 from deepspeed.plan.timeline.operation_cost import OperationKind
 

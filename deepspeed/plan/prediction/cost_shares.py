@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from deepspeed.plan.devices import Device
+from deepspeed.accelerator.devices import Device
 from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_step
 
 _MUCH = 1e6  # times as fast: what it takes is nothing then

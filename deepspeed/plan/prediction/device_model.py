@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed.plan.devices import Device
+from deepspeed.accelerator.devices import Device
 
 _BACKWARD_OF_ATTENTION = 0.85  # rate of the fused backward kernel over that of the forward kernel
 _FULL_HEAD = 128  # head size at which a fused attention kernel reaches its rate
