@@ -1,11 +1,18 @@
-"""``flops_profiler``: the one step of a training that is counted."""
+"""Counts operations of a training: of the step that ``flops_profiler`` names, and for the MFU of the step line."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.devices import device_of_product
 from deepspeed.config.sections.monitor import FlopsProfilerSection as Settings
-from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.profiling.flops_profiler.profile import OperationCounter
+from deepspeed.profiling.flops_profiler.profiler import BACKWARD_FACTOR, FlopsProfiler
 
 
 class ProfiledStep:
@@ -48,3 +55,54 @@ class ProfiledStep:
             self._settings.detailed,
             self._settings.output_file,
         )
+
+
+class FlopsCounter:
+    """The operations of this rank's matrix products per token, for model FLOPs utilization (MFU).
+
+    Counted in one training forward, without what recomputation repeats; a backward counts as two forwards (PaLM,
+    Appendix B). Nothing is counted on a device that the table of devices does not have, such as a processor, nor in a
+    compiled model, since torch does not compile while operations are counted.
+
+    Args:
+        is_wanted: Whether this rank shows the MFU.
+
+    Attributes:
+        peak: bf16 operations per second of this rank's device; None: MFU is not known.
+    """
+
+    def __init__(self, is_wanted: bool) -> None:
+        device = device_of_product(get_accelerator().device_name()) if is_wanted else None
+        self.peak = None if device is None else device.flops
+        self._per_unit: float | None = None
+        self._units = 0
+
+    def before_forward(self, units: int) -> None:
+        """Takes note that the next forward trains, on so many tokens, or on 1 micro-batch."""
+        self._units = units
+
+    @contextmanager
+    def counting(self, model: Any) -> Iterator[None]:
+        """Counts what runs inside if it is the first training forward."""
+        if self.peak is None or self._per_unit is not None or not self._units or _is_compiled(model):
+            yield
+            return
+        found = 0
+
+        def add(_operations: int, products: int) -> None:
+            nonlocal found
+            found += 2 * products  # a multiplication and an addition each
+
+        with OperationCounter(add):
+            yield
+        self._per_unit = found * (1 + BACKWARD_FACTOR) / self._units
+
+    def share(self, units_per_second: float) -> float | None:
+        """Returns the MFU at a rate of tokens, or micro-batches, of this rank; None where it is not known."""
+        return None if self.peak is None or self._per_unit is None else self._per_unit * units_per_second / self.peak
+
+
+def _is_compiled(model: Any) -> bool:
+    if not isinstance(model, nn.Module):
+        return True  # a function of the program's own, of which torch does not say it
+    return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())

@@ -10,7 +10,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.flops import FlopsCounter
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.monitor.monitor import Event, MonitorMaster
@@ -66,6 +67,7 @@ class ProgressLog:
         if self._breakdown:
             waiting.start()
             self._stop_clock = weakref.finalize(self, waiting.stop)  # also where nobody closes this
+        self._flops = FlopsCounter(self._every > 0 and self._throughput.enabled)
         self._sequence_ranks = root.sequence_parallel_size
         self._loss: torch.Tensor | None = None
         self._waited_before = 0.0
@@ -123,8 +125,14 @@ class ProgressLog:
         if not self.is_silent:
             tokens = count_tokens(inputs, named)
             self._report.tokens += tokens
+            self._report.micro_batches += 1
+            self._flops.before_forward(tokens or 1)
             for tracker in self._trackers:
                 tracker.add_tokens(tokens)
+
+    def counting(self, model: Any) -> AbstractContextManager[None]:
+        """Returns a context in which a forward of ``model`` runs: operations of the first one are counted."""
+        return self._flops.counting(model)
 
     @contextmanager
     def during(self, phase: str, **values: Any) -> Iterator[None]:
@@ -236,6 +244,8 @@ class ProgressLog:
             if self._report.tokens:  # of this rank; the other ranks' samples are as long
                 tokens = self._report.tokens / facts.own_batch * facts.batch * self._sequence_ranks
                 parts.append(f"{self._report.per_second(tokens, now):11,.0f} tokens/s")
+            share = self._flops.share(self._report.per_second(self._report.tokens or self._report.micro_batches, now))
+            parts.append("MFU     -" if share is None else f"MFU {share:5.1%}")
             parts.append(f"data {self._report.outside_share(now):3.0%}")
         parts.append(f"{get_accelerator().max_memory_allocated() / 2**30:6.2f} GiB")
         rates = f"lr [{', '.join(f'{value:.3g}' for value in facts.lr)}]"
@@ -253,10 +263,11 @@ class _Interval:
     Attributes:
         samples: Over all ranks.
         tokens: Of this rank.
+        micro_batches: Of this rank.
     """
 
     def __init__(self, since: float) -> None:
-        self.samples = self.tokens = 0
+        self.samples = self.tokens = self.micro_batches = 0
         self._started = since
         self._updates = 0
         self._depth = 0  # of phases that are open

@@ -153,7 +153,7 @@ class TrainStep:
             profiled.before_forward()
         self._in_forward = True
         try:
-            with self._precision.forward_context(get_accelerator()):
+            with self._progress.counting(fn), self._precision.forward_context(get_accelerator()):
                 outputs = fn(*inputs, **named)
         except RuntimeError as error:
             if (reason := reason_of(error)) is not None:

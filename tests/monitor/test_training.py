@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.accelerator.devices import DEVICES
 from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.counters import counted, waiting
-from deepspeed.engine import initialize
+from deepspeed.engine import flops, initialize
 from deepspeed.logging import logger
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
@@ -171,7 +173,7 @@ def test_lines_of_rank_0(backward):
     for line, of_update in zip(steps, losses[1::2], strict=True):
         assert "lr [0.01]" in line and "gradient norm" in line and "0 skipped" in line
         assert ("loss scale 256" in line) is fp16
-        assert re.search(r"\| data +\d+% \| +\d+\.\d\d GiB \|", line)
+        assert re.search(r"\| MFU     - \| data +\d+% \| +\d+\.\d\d GiB \|", line)
         shown = re.search(r"\| loss (\S+) ", line)
         if backward == "own":
             assert shown is None
@@ -187,6 +189,25 @@ def test_lines_of_rank_0(backward):
     assert "waiting)" in times[1]
     shares = [int(part.split("%")[0].split("(")[1]) for part in times[1].split("|")[1:5]]
     assert 97 <= sum(shares) <= 103
+
+
+def _say_mfu():
+    known, flops.device_of_product = flops.device_of_product, lambda name: replace(DEVICES["h100"], flops=1e5)
+    try:
+        with _Lines() as lines:
+            engine = engine_of(tower(), 3, accumulation=2, steps_per_print=2)
+            _train(engine, 4)
+        engine.destroy()
+    finally:
+        flops.device_of_product = known
+    return [line for line in lines if line.startswith("step ")]
+
+
+def test_a_device_with_a_known_peak_has_an_mfu():
+    lines, other = run_ranks(_say_mfu, 2)
+    assert len(lines) == 2 and not other
+    for line in lines:
+        assert float(re.search(r"\| MFU +(\d+\.\d)% \| data", line)[1]) > 0
 
 
 def _log_collectives(stage):
