@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -312,6 +313,38 @@ def train_experts(stage, offload):
         engine.step()
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def count_bytes(stage):
+    import deepspeed
+    from deepspeed.comm.transports.counters import counted
+    from deepspeed.logging import logger
+
+    lines = []
+    logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
+    engine, *_ = deepspeed.initialize(
+        model=torch.nn.Sequential(torch.nn.Linear(9, 17), torch.nn.Linear(17, 6), Experts()),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.05}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    engine.backward(engine(torch.randn(2, 9)).square().mean())
+    with counted() as traffic:
+        engine.step()
+    printed = next((line for line in lines if line.startswith("Muon: ")), "")
+    return traffic.asked["all_to_all"].nbytes, engine.basic_optimizer.sent_bytes, printed
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 3)])
+def test_bytes_of_the_exchange_are_printed(world_size, stage):
+    results = run_ranks(count_bytes, world_size, stage, fresh=True)
+    assert all(sent == named for sent, named, _ in results), results
+    total = sum(sent for sent, *_ in results)
+    assert (total == 0) is (stage == 0)
+    expected = f"of 8 matrices .* exchanges {total:,} bytes .* rank 0 sends {results[0][0]:,}$"
+    assert re.search(expected, results[0][2]) if stage else not results[0][2]
 
 
 @pytest.mark.parametrize(("world_size", "stage", "offload"), [(2, 0, False), (2, 1, False), (2, 3, True), (3, 2, True)])

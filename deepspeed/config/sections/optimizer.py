@@ -227,6 +227,13 @@ class MuonParams(OptimizerParams):
     eps: Float = eps(1e-10)
     muon_lr: Float | None = key(None, "Learning rate of the matrix part.", minimum=0, null_means="lr")
     adam_lr: Float | None = key(None, "Learning rate of the rest.", minimum=0, null_means="lr")
+    qk_clip_threshold: Float | None = key(
+        None,
+        "Attention logits of a head above this are brought down to it after each update, by scaling its rows of the "
+        "query and key projections (MuonClip). For models of Transformers.",
+        above=0,
+        null_means="logits are not measured",
+    )
 
 
 class SGDParams(TorchFlags):

@@ -1,28 +1,70 @@
-"""What the engine does for the optimizer ``Muon``: tells it which parameters are matrices."""
+"""What the engine does for the optimizer ``Muon``: tells it which parameters are matrices, and which rows to clip."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.engine_feature import EngineFeature, EngineSetup
+from deepspeed.engine_feature import (
+    ISLANDS,
+    SEQUENCE_RANKS,
+    STAGES,
+    Conflict,
+    EngineFeature,
+    EngineHooks,
+    EngineSetup,
+)
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.muon.flags import CONVOLUTIONS, mark_convolutions, set_optimizer_flags
 from deepspeed.ops.muon.muon import Muon
+from deepspeed.ops.muon.qk_clip import KEY, QKClipHooks, is_measured, measure_attention
+
+if TYPE_CHECKING:
+    from deepspeed.zero.group import Groups
+    from deepspeed.zero.runtime import ZeroRuntime
+
+
+def _clips(setup: EngineSetup) -> bool:
+    """Returns whether attention logits are to be clipped."""
+    if setup.optimizer is not None:
+        return getattr(setup.optimizer, "qk_clip_threshold", None) is not None
+    section = setup.root.optimizer
+    return section is not None and section.type == "Muon" and section.params.get("qk_clip_threshold") is not None
 
 
 class MuonFlags(EngineFeature):
-    """The flag ``use_muon`` of parameters."""
+    """The flag ``use_muon`` of parameters, and the attention logits of QK-clip."""
 
     title = "Muon"
     setting = "optimizer.type Muon"
+    conflicts = tuple(
+        Conflict(
+            KEY,
+            _clips,
+            other,
+            "the logits of a head are not all computed by the ranks that hold its weights alike",
+            "leave the key out",
+        )
+        for other in (STAGES, SEQUENCE_RANKS, ISLANDS)
+    )
+
+    @override
+    def prepare(self, setup: EngineSetup) -> None:
+        if _clips(setup):
+            measure_attention(setup.model)
 
     @override
     def refuse(self, setup: EngineSetup) -> None:
         if isinstance(setup.optimizer, Muon):
             _refuse_stacked_convolutions(setup.optimizer, setup.model)
+            if setup.optimizer.qk_clip_threshold is not None and not is_measured(setup.model):
+                raise DeepSpeedConfigError(
+                    "initialize(optimizer=...): expected Muon(qk_clip_threshold=...) itself, found a callable that "
+                    "makes it, when the model is prepared already; make the optimizer and give that"
+                )
 
     @override
     def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
@@ -31,6 +73,12 @@ class MuonFlags(EngineFeature):
         else:  # it may be a callable that makes one
             mark_convolutions(setup.model)
         return {}
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
+        if not _clips(setup):
+            return None
+        return QKClipHooks(setup.model, groups.peers, lambda: runtime.optimizer.optimizer)
 
 
 def _refuse_stacked_convolutions(optimizer: Muon, model: nn.Module) -> None:

@@ -30,6 +30,8 @@ from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
 ROUND_NUMEL_PER_RANK = 1 << 26
 
+_FP32 = 4  # bytes of an element that travels
+
 
 @dataclass(frozen=True)
 class _PieceInterval:
@@ -75,6 +77,9 @@ class FragmentExchange:
 
     Attributes:
         heaviest_rank: The rank in the group that needs most memory for a step; None without matrices.
+        num_matrices: Matrices on all ranks together.
+        sent_bytes: What this rank sends to others in a step: fp32, on the way to the owners and back.
+        all_sent_bytes: What all ranks send.
 
     Args:
         table: Which matrix pieces the runs hold.
@@ -114,6 +119,10 @@ class FragmentExchange:
         self._tours = [_ExchangeRound(members, table) for members in planned]
         heaviest = heaviest_position(planned)
         self.heaviest_rank = None if heaviest is None else table.ranks[heaviest]
+        self.num_matrices = len(matrices)
+        pairs = [pair for members in planned for pair in members.owners]
+        self.sent_bytes = _FP32 * sum(_sent_numel(tensor, owner, table.position) for tensor, owner in pairs)
+        self.all_sent_bytes = 2 * _FP32 * sum(tensor.numel - tensor.numel_at(owner) for tensor, owner in pairs)
         self._check_locations()
 
     def _check_locations(self) -> None:
@@ -189,6 +198,12 @@ class FragmentExchange:
             found = orthogonalize(torch.stack([_joined(parts) for parts in members]), is_stack=True)
             for parts, matrix in zip(members, found, strict=True):
                 _write_back(parts, matrix)
+
+
+def _sent_numel(tensor: SharedTensor, owner: int, position: int) -> int:
+    """Returns the elements that a rank sends for a matrix: its part to the owner, or as the owner the others' parts."""
+    own = tensor.numel_at(position)
+    return tensor.numel - own if owner == position else own
 
 
 def _matrices_of(tensor: SharedTensor, first: int, *, is_stack: bool) -> list[SharedTensor]:

@@ -8,14 +8,15 @@ grow fastest at the price of ending anywhere in about 0.7 to 1.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from deepspeed.logging import log_dist_once
 from deepspeed.ops.base import KeepsStateDtypes, check_hyperparameters, check_supported, evaluate, update_group
 from deepspeed.ops.muon.flags import is_stack_of_matrices
 from deepspeed.ops.muon.fragments import FragmentExchange
@@ -25,6 +26,14 @@ from deepspeed.uncompiled import torchs
 
 _MATRIX_LR = 0.02
 _ADAM_LR = 3e-4
+
+
+class ScaledRows(NamedTuple):
+    """Rows ``[start, stop)`` of a tensor, and what they are multiplied by."""
+
+    start: int
+    stop: int
+    factor: float
 
 
 class Muon(KeepsStateDtypes):
@@ -56,6 +65,8 @@ class Muon(KeepsStateDtypes):
         adam_lr: Step size of the rest, before ``lr``.
         ns_steps: Iterations of the orthogonalisation.
         nesterov: Look ahead along the momentum.
+        qk_clip_threshold: Attention logits above it are brought down to it after each step (MuonClip), see
+            :mod:`~deepspeed.ops.muon.qk_clip`; inside an engine only. None: they are not measured.
 
     Raises:
         ValueError: A number or ``ns_method`` is out of range, or a parameter of a matrix group is no matrix.
@@ -76,6 +87,7 @@ class Muon(KeepsStateDtypes):
         adam_lr: float | None = None,
         ns_steps: int = 5,
         nesterov: bool = True,
+        qk_clip_threshold: float | None = None,
     ) -> None:
         matrix_lr = next(value for value in (muon_lr, lr, _MATRIX_LR) if value is not None)
         rest_lr = next(value for value in (adam_lr, lr, _ADAM_LR) if value is not None)
@@ -87,6 +99,9 @@ class Muon(KeepsStateDtypes):
             raise ValueError(f"Muon: ns_method must be one of {', '.join(METHODS)}, but is {ns_method!r}")
         if ns_steps < 1:
             raise ValueError(f"Muon: ns_steps must be at least 1, but is {ns_steps}")
+        if qk_clip_threshold is not None and not 0 < qk_clip_threshold < math.inf:
+            raise ValueError(f"Muon: qk_clip_threshold must be above 0, but is {qk_clip_threshold}")
+        self.qk_clip_threshold = qk_clip_threshold
         self._part_defaults: dict[bool, dict[str, Any]] = {
             True: {
                 "lr": matrix_lr,
@@ -99,15 +114,18 @@ class Muon(KeepsStateDtypes):
             False: {"lr": rest_lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay},
         }
         self._exchange: FragmentExchange | None = None
+        self._table: SegmentTable | None = None
+        self._scaled_rows: Mapping[str, Sequence[ScaledRows]] | None = None
         super().__init__(params, {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickles and copies keep: also the defaults, but no segment table (it names runs by id)."""
-        return {**super().__getstate__(), "_part_defaults": self._part_defaults}
+        kept = {"_part_defaults": self._part_defaults, "qk_clip_threshold": self.qk_clip_threshold}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._exchange = None
+        self._exchange = self._table = self._scaled_rows = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; without ``use_muon`` and ``stacked`` it becomes up to three, matrices first, then stacks."""
@@ -150,7 +168,31 @@ class Muon(KeepsStateDtypes):
         groups = [index for index, group in enumerate(self.param_groups) if group["use_muon"]]
         stacks = [index for index in groups if self.param_groups[index].get("stacked", False)]
         runs = [param for index in groups for param in self.param_groups[index]["params"]]
-        self._exchange = FragmentExchange(table, runs, groups, stacks)
+        self._exchange = found = FragmentExchange(table, runs, groups, stacks)
+        self._table = table
+        if table.group is not None and found.num_matrices:
+            log_dist_once(
+                f"Muon: each of {found.num_matrices} matrices is orthogonalised by one of {len(table.ranks)} ranks; an "
+                f"update exchanges {found.all_sent_bytes:,} bytes of them between all ranks, of which rank 0 sends "
+                f"{found.sent_bytes:,}"
+            )
+
+    def scale_rows_after_step(self, rows: Mapping[str, Sequence[ScaledRows]]) -> None:
+        """Says which rows of which tensors the next :meth:`step` multiplies once it has updated them.
+
+        Args:
+            rows: By the name of the tensor in the segment table; names that it does not have are passed over.
+        """
+        self._scaled_rows = rows
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends to others in a step; 0 where matrices are whole on every rank."""
+        return (
+            0
+            if self._exchange is None or self._table is None or self._table.group is None
+            else (self._exchange.sent_bytes)
+        )
 
     @property
     def heaviest_rank(self) -> int | None:
@@ -176,7 +218,26 @@ class Muon(KeepsStateDtypes):
         for group in self.param_groups:
             if not group["use_muon"]:
                 update_group(self, AdamRule(decoupled=True), group, fp32_states=True)
+        if self.qk_clip_threshold is not None:
+            self._scale_rows()
         return loss
+
+    def _scale_rows(self) -> None:
+        if self._scaled_rows is None or self._table is None:
+            raise RuntimeError(
+                "Muon(qk_clip_threshold=...): nothing measures attention logits; give the optimizer itself, not a "
+                "callable that makes it, to deepspeed.initialize, and step by the engine"
+            )
+        for run in (run for group in self.param_groups for run in group["params"] if self._scaled_rows):
+            for segment in self._table.of(run):
+                columns = math.prod(segment.shape[1:])
+                for rows in self._scaled_rows.get(segment.name, ()):
+                    first = max(rows.start * columns, segment.tensor_start)
+                    last = min(rows.stop * columns, segment.tensor_stop)
+                    if first < last:
+                        offset = segment.start - segment.tensor_start
+                        run[first + offset : last + offset].mul_(rows.factor)
+        self._scaled_rows = {}
 
     def _step_whole(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:

@@ -1,0 +1,351 @@
+"""QK-clip: scales the weights of queries and keys down whose attention logits have become too large.
+
+Muon lets attention logits grow; beyond some size training becomes unstable. After an update, each head whose largest
+logit of the step was above a threshold gets weights that would have made it the threshold (`Kimi K2
+<https://arxiv.org/abs/2507.20534>`_, section 2.1 and algorithm 1). Fused attention keeps no logits, so they are
+computed once more, in blocks, without a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.engine_feature import EngineHooks
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.models.attention import (
+    attention_name,
+    check_use_of_attention,
+    configured_modules,
+    interface_of,
+    own_configurations,
+    register_attention,
+    set_attention_name,
+    takes_attention_by_name,
+)
+from deepspeed.models.attention_modules import attention_of
+from deepspeed.models.masks import mask_of_implementation
+from deepspeed.ops.muon.muon import Muon, ScaledRows
+from deepspeed.torch_private import is_inside_backward
+from deepspeed.uncompiled import uncompiled
+
+KEY = "optimizer.params.qk_clip_threshold"
+_ENDING = "_qk_clip"
+_RECORD = "_qk_clip"  # in the __dict__ of attention modules
+_BLOCK_NUMEL = 1 << 24  # logits that are computed together
+_NORMS = (
+    "q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm", "qk_layernorm", "query_layernorm", "key_layernorm",
+    "q_layer_norm", "k_layer_norm",
+)  # fmt: skip
+
+
+@dataclass
+class LogitRecord:
+    """The largest attention logits of one layer since the last update.
+
+    Attributes:
+        heads: Query heads.
+        largest: Of each head: fp32, 1-D; None before a forward.
+        rows: Of each head, what of which projection depends on it: name, first row, last row plus one, and the power of
+            the factor. None before a forward.
+        is_on: Whether forwards are measured.
+    """
+
+    heads: int
+    largest: Tensor | None = None
+    rows: list[list[tuple[str, int, int, float]]] | None = field(default=None, repr=False)
+    is_on: bool = True
+
+
+def measure_attention(model: nn.Module) -> None:
+    """Lets the attention layers of a Transformers model keep the largest logit of each head, in place.
+
+    Raises:
+        DeepSpeedConfigError: It is no such model, its attention cannot be exchanged, or a layer is of a kind whose
+            logits do not follow its weights.
+    """
+    outermost: Any = next((module for module in model.modules() if takes_attention_by_name(module)), None)
+    if outermost is None:
+        raise DeepSpeedConfigError(
+            f"{KEY}: expected a model of Transformers, found {type(model).__name__}; leave the key out"
+        )
+    names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
+    for name in names:
+        if "flex" in str(name) or "paged" in str(name):
+            raise DeepSpeedConfigError(
+                f'{KEY}: the masks of attn_implementation="{name}" cannot be read; use "sdpa" or "eager"'
+            )
+        check_use_of_attention(outermost, f"{name}{_ENDING}", *_functions(str(name)), KEY)
+    own_configurations(model)
+    for name, module in model.named_modules():
+        if _projections(module) is not None:
+            _refuse_norms(name, module)
+            heads = attention_of(module, getattr(module, "config", None))
+            if heads is not None:
+                module.__dict__[_RECORD] = LogitRecord(heads.query)
+    for module in configured_modules(model):
+        current = attention_name(module.config)
+        if current is not None and not current.endswith(_ENDING):
+            register_attention(f"{current}{_ENDING}", *_functions(current))
+            set_attention_name(module.config, f"{current}{_ENDING}")
+
+
+def is_measured(model: nn.Module) -> bool:
+    """Returns whether :func:`measure_attention` has prepared attention layers of the model."""
+    return any(_RECORD in module.__dict__ for module in model.modules())
+
+
+def _projections(module: nn.Module) -> tuple[str, str] | None:
+    """Returns the names of the layers that give queries and keys; None where there are no such layers."""
+    for query, key in (("q_proj", "k_proj"), ("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj")):
+        if all(isinstance(getattr(module, name, None), nn.Module) for name in (query, key)):
+            return query, key
+    return None
+
+
+def _refuse_norms(name: str, module: nn.Module) -> None:
+    found = [norm for norm in _NORMS if isinstance(getattr(module, norm, None), nn.Module)]
+    if found:
+        raise DeepSpeedConfigError(
+            f"{KEY}: {name} ({type(module).__name__}) normalises queries or keys ({', '.join(found)}), so its logits "
+            "do not grow with its weights and scaling them changes nothing; leave the key out"
+        )
+
+
+def _functions(name: str) -> tuple[Any, Any]:
+    """Returns the attention and the mask function in the place of those of an implementation."""
+    return functools.partial(_attend, name), functools.partial(mask_of_implementation, name)
+
+
+def _attend(name: str, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+    """Computes attention of ``[batch, heads, tokens, width]`` by the implementation ``name``, measured in training."""
+    if layer.training and not is_inside_backward():
+        _measure(layer, query, key, value, mask, more)
+    return interface_of(name, layer)(layer, query, key, value, mask, **more)
+
+
+@uncompiled
+@torch.no_grad()
+def _measure(layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, more: Mapping[str, Any]) -> None:
+    record: LogitRecord | None = layer.__dict__.get(_RECORD)
+    if record is None:
+        raise DeepSpeedConfigError(
+            f"{KEY}: {type(layer).__name__} has no layers q_proj and k_proj, nor those of multi-head latent attention "
+            "(q_b_proj, kv_b_proj), so it is not known which weights its logits follow; leave the key out"
+        )
+    if not record.is_on:
+        return
+    if more.get("cu_seq_lens_q") is not None:
+        raise DeepSpeedConfigError(
+            f"{KEY}: {type(layer).__name__} gets cu_seq_lens_q, so tokens of several documents stand in one row; pass "
+            'position_ids alone, with attn_implementation="sdpa"'
+        )
+    if record.rows is None:
+        record.rows = _rows_of_heads(layer, query, key, value, record.heads)
+    found = largest_logits(
+        query,
+        key,
+        mask,
+        scale=more.get("scaling"),
+        is_causal=_is_causal(layer, more),
+        window=more.get("sliding_window"),
+    )
+    record.largest = found if record.largest is None else torch.maximum(record.largest, found)
+
+
+def _is_causal(layer: Any, more: Mapping[str, Any]) -> bool:
+    given = more.get("is_causal")
+    return bool(getattr(layer, "is_causal", True) if given is None else given)
+
+
+def largest_logits(
+    query: Tensor, key: Tensor, mask: Any, *, scale: float | None, is_causal: bool, window: int | None = None
+) -> Tensor:
+    """Returns the largest logit of each head, over all pairs of tokens of which one sees the other.
+
+    Args:
+        query: ``[batch, heads, queries, width]``.
+        key: ``[batch, key heads, keys, width]``.
+        mask: ``[batch, keys]``, true for tokens that are seen; ``[batch, 1 or heads, queries, keys]``, true or 0 for
+            pairs that are seen; None: ``is_causal`` says it alone.
+        scale: Factor of the logits; None: one over the root of the width.
+        is_causal: Without a mask of pairs, tokens see none that come later.
+        window: Without a mask of pairs, and with ``is_causal``: tokens that each sees, itself included; None: all.
+
+    Returns:
+        1-D, fp32; minus infinity where no token sees another.
+    """
+    batch, heads, queries, width = query.shape
+    groups, keys = key.shape[1:3]
+    scale = width**-0.5 if scale is None else scale
+    transposed = key.mT.unsqueeze(2)
+    largest = query.new_full((heads,), -torch.inf, dtype=torch.float32)
+    step = max(1, _BLOCK_NUMEL // max(batch * heads * keys, 1))
+    for first in range(0, queries, step):
+        block = query[:, :, first : first + step]
+        rows = block.shape[2]
+        logits = block.reshape(batch, groups, heads // groups, rows, width) @ transposed
+        logits = (logits.float() * scale).reshape(batch, heads, rows, keys)
+        places = torch.arange(first, first + rows, device=query.device).unsqueeze(1)
+        hidden = _hidden(mask, places, keys, is_causal=is_causal and queries > 1, window=window)
+        if hidden is not None:
+            logits.masked_fill_(hidden, -torch.inf)
+        largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)))
+    return largest
+
+
+def _hidden(mask: Any, places: Tensor, keys: int, *, is_causal: bool, window: int | None) -> Tensor | None:
+    """Returns which pairs do not see each other, in a shape that ``[batch, heads, queries, keys]`` can take.
+
+    Args:
+        mask: See :func:`largest_logits`.
+        places: Of the queries, ``[queries, 1]``.
+        keys: Number of keys.
+        is_causal: See :func:`largest_logits`.
+        window: See :func:`largest_logits`.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        block = mask[:, :, places.flatten()] if mask.shape[2] > 1 else mask
+        seen = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
+        return ~seen[..., :keys]
+    hidden: Tensor | None = None
+    if is_causal:
+        others = torch.arange(keys, device=places.device)
+        hidden = others > places
+        if window is not None:
+            hidden |= others <= places - window
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        padding = ~mask.bool()[:, None, None, -keys:]
+        hidden = padding if hidden is None else hidden | padding
+    return hidden
+
+
+def _rows_of_heads(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, heads: int
+) -> list[list[tuple[str, int, int, float]]]:
+    """Returns what each head's logits depend on, see :class:`LogitRecord`.
+
+    What several heads share is left as it is, so that no head changes because of another; then the queries take the
+    whole factor instead of its root.
+    """
+    names = _projections(layer)
+    assert names is not None
+    of_query, of_key = names
+    width, key_heads = query.shape[-1], key.shape[1]
+    rows = {name: _rows(getattr(layer, name)) for name in names}
+    if of_key == "kv_b_proj":
+        plain = getattr(layer, "qk_nope_head_dim", 0)
+        both = plain + value.shape[-1]
+        expected = {of_query: heads * width, of_key: heads * both}
+        found = [
+            [
+                (of_query, head * width, head * width + plain, 0.5),
+                (of_query, head * width + plain, (head + 1) * width, 1.0),
+                (of_key, head * both, head * both + plain, 0.5),
+            ]
+            for head in range(heads)
+        ]
+    else:
+        is_shared = rows[of_key] != heads * width
+        expected = {of_query: heads * width, of_key: key_heads * width if is_shared else heads * width}
+        found = [[(of_query, head * width, (head + 1) * width, 1.0 if is_shared else 0.5)] for head in range(heads)]
+        for head in () if is_shared else range(heads):
+            found[head].append((of_key, head * width, (head + 1) * width, 0.5))
+    if query.shape[1] != heads or rows != expected:
+        raise DeepSpeedConfigError(
+            f"{KEY}: {type(layer).__name__} computes {query.shape[1]} heads of width {width}, of which {of_query} and "
+            f"{of_key} should have {list(expected.values())} rows, but they have {list(rows.values())}; the rows of a "
+            "head are not known. Leave the key out"
+        )
+    return found
+
+
+def _rows(projection: Any) -> int:
+    weight = getattr(projection, "weight", None)
+    return int(getattr(weight, "ds_shape", weight.shape)[0]) if isinstance(weight, Tensor) else 0
+
+
+class QKClipHooks(EngineHooks):
+    """Tells Muon before each update which rows to scale after it.
+
+    Args:
+        model: Whose attention is measured.
+        peers: The ranks that see other samples.
+        optimizer: Returns the optimizer.
+    """
+
+    def __init__(self, model: nn.Module, peers: Transport, optimizer: Any) -> None:
+        self._records = {
+            name: module.__dict__[_RECORD] for name, module in model.named_modules() if _RECORD in module.__dict__
+        }
+        self._peers = peers
+        self._optimizer = optimizer
+        self._seen: tuple[float, int] | None = None  # largest logit, heads that were clipped
+
+    @override
+    def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
+        optimizer: Muon = self._optimizer()
+        assert optimizer.qk_clip_threshold is not None
+        unknown = torch.tensor([-torch.inf])
+        mine = [
+            unknown.expand(record.heads) if record.largest is None else record.largest.cpu()
+            for record in self._records.values()
+        ]
+        rows = self._peers.gather_small(
+            torch.cat(mine).double(), channel="step", label="the largest attention logits (QK-clip)"
+        )
+        largest = rows.amax(0)
+        if has_run_backward and not bool((largest > -torch.inf).any()):
+            raise CallOrderError(
+                f"{KEY}: no attention layer was measured since the last update; call the engine, whose model is in "
+                "training mode, before backward"
+            )
+        found = factors(self._records, largest, optimizer.qk_clip_threshold)
+        optimizer.scale_rows_after_step(found)
+        self._seen = float(largest.max()), int((largest > optimizer.qk_clip_threshold).sum())
+        for record in self._records.values():
+            record.largest = None
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        self._optimizer().scale_rows_after_step({})  # those of a skipped update are not used
+
+    @override
+    def events(self) -> Sequence[tuple[str, float]]:
+        if self._seen is None:
+            return ()
+        largest, clipped = self._seen
+        return (("Train/Samples/max_attention_logit", largest), ("Train/Samples/clipped_heads", float(clipped)))
+
+    @override
+    def close(self) -> None:
+        for record in self._records.values():
+            record.is_on = False
+
+
+def factors(records: Mapping[str, LogitRecord], largest: Tensor, threshold: float) -> dict[str, list[ScaledRows]]:
+    """Returns by what rows are to be multiplied, by the name of the weight or bias.
+
+    Args:
+        records: Of the attention layers, by name.
+        largest: Of each head of each of them, in that order: 1-D.
+        threshold: Logits above it are brought down to it.
+    """
+    found: dict[str, list[ScaledRows]] = {}
+    first = 0
+    for name, record in records.items():
+        for head, logit in enumerate(largest[first : first + record.heads].tolist()):
+            if logit > threshold and record.rows is not None:
+                for projection, start, stop, power in record.rows[head]:
+                    rows = ScaledRows(start, stop, (threshold / logit) ** power)
+                    for kind in ("weight", "bias"):
+                        found.setdefault(f"{name}.{projection}.{kind}".removeprefix("."), []).append(rows)
+        first += record.heads
+    return found
