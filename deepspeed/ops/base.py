@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.chunks import run_in_chunks
-from deepspeed.ops.flat import RuleUpdate, current_step, init_state
-from deepspeed.ops.rounding import ElementRounding
+from deepspeed.ops.flat import FlatByRule, current_step, init_state
 from deepspeed.ops.rules import UpdateRule
 from deepspeed.uncompiled import torchs
 
@@ -26,7 +25,7 @@ class KeepsStateDtypes(torch.optim.Optimizer):
         keep_saved_dtypes(self, state_dict)
 
 
-class ElementwiseOptimizer(KeepsStateDtypes):
+class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
     """A torch optimizer whose update is a :class:`~deepspeed.ops.rules.UpdateRule`.
 
     A subclass is a signature with defaults, a rule, and the names of its attributes that are pickled.
@@ -76,45 +75,6 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError(f"{type(self).__name__} has no AMSGrad variant; remove amsgrad=True or use torch.optim's")
         torchs(super().add_param_group)(param_group)
-
-    def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
-        """Adds to ``state`` what it lacks: fp32 tensors of the shape of ``master`` (1-D), and the step counter."""
-        RuleUpdate(self.rule).init_flat_state(param_group, master, state)
-
-    def flat_update(
-        self,
-        param_group: dict[str, Any],
-        master: Tensor,
-        grad: Tensor,
-        state: dict[str, Any],
-        *,
-        grad_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        advance_step: bool = True,
-        rounding: ElementRounding | None = None,
-    ) -> None:
-        """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
-
-        Args:
-            param_group: Hyperparameters.
-            master: 1-D, contiguous, fp32 (16 bit works and is widened piece by piece). Updated in place.
-            grad: 1-D, same length, any floating dtype. Not changed.
-            state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call.
-            grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
-            out: 1-D, receives the new master in its own dtype; None: no copy.
-            advance_step: Count this call as a step. False for every slice of a run but the first.
-            rounding: Rounds a master and states of 16 bit; None: to nearest.
-        """
-        RuleUpdate(self.rule).flat_update(
-            param_group,
-            master,
-            grad,
-            state,
-            grad_scale=grad_scale,
-            out=out,
-            advance_step=advance_step,
-            rounding=rounding,
-        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

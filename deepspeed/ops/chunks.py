@@ -92,7 +92,6 @@ def run_in_chunks(
     *,
     grad_scale: float | Tensor | None = None,
     out: Tensor | None = None,
-    chunk_numel: int | None = None,
     rounding: ElementRounding | None = None,
 ) -> None:
     """Updates ``master`` and ``states`` in place and writes ``out``.
@@ -105,17 +104,16 @@ def run_in_chunks(
         grad_scale: One multiplier for the gradient, rounded to fp32; a 0-dim tensor on the same device avoids a
             synchronisation. None: no multiplication.
         out: Receives the new ``master``, cast to its dtype.
-        chunk_numel: Piece length in elements, a multiple of 64; None chooses by device.
         rounding: Rounds what is not fp32; None: to nearest.
 
     Raises:
         ValueError: The tensors do not fit together.
     """
-    _check(master, grad, states, out, chunk_numel)
+    _check(master, grad, states, out)
     numel = master.numel()
     if numel == 0:
         return
-    chunk = chunk_numel or default_chunk_numel(master.device)
+    chunk = default_chunk_numel(master.device)
     scale = None if isinstance(grad_scale, float | int) and grad_scale == 1 else grad_scale
     dtype = torch.float64 if master.dtype is torch.float64 else torch.float32
     widened_states = tuple(f"state{position}" for position in range(len(states)))
@@ -156,7 +154,7 @@ def _scaled(piece: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> 
     return wide if scale is None else wide.mul_(scale)
 
 
-def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor | None, chunk_numel: int | None) -> None:
+def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor | None) -> None:
     others = {"grad": grad, **{f"state {i}": state for i, state in enumerate(states)}}
     if out is not None:
         others["out"] = out
@@ -172,5 +170,3 @@ def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor |
             raise ValueError(
                 f"{name} must be floating point on {master.device}, but is {tensor.dtype} on {tensor.device}"
             )
-    if chunk_numel is not None and (chunk_numel <= 0 or chunk_numel % ALIGNMENT):
-        raise ValueError(f"chunk_numel must be a positive multiple of {ALIGNMENT}, but is {chunk_numel}")

@@ -54,15 +54,17 @@ class FlatUpdate(Protocol):
         ...
 
 
-class RuleUpdate:
-    """:class:`FlatUpdate` by a :class:`~deepspeed.ops.rules.UpdateRule`."""
+class FlatByRule:
+    """:class:`FlatUpdate` by an update rule; a base of what has one."""
 
-    def __init__(self, rule: UpdateRule) -> None:
-        self._rule = rule
+    @property
+    def rule(self) -> UpdateRule:
+        """The arithmetic of one step."""
+        raise NotImplementedError
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
         """Adds to ``state`` what it lacks: fp32 tensors of the shape of ``master`` (1-D), and the step counter."""
-        init_state(self._rule, param_group, master, state, torch.promote_types(master.dtype, torch.float32))
+        init_state(self.rule, param_group, master, state, torch.promote_types(master.dtype, torch.float32))
 
     @torch.no_grad()
     def flat_update(
@@ -76,33 +78,35 @@ class RuleUpdate:
         out: Tensor | None = None,
         advance_step: bool = True,
         rounding: ElementRounding | None = None,
-        chunk_numel: int | None = None,
     ) -> None:
-        """Runs one step on a run in chunks that fit into the cache.
-
-        Args:
-            param_group: Hyperparameters.
-            master: 1-D, contiguous, fp32 (16 bit works and is widened piece by piece). Updated in place.
-            grad: 1-D, same length, any floating dtype. Not changed.
-            state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call.
-            grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
-            out: 1-D, receives the new master in its own dtype; None: no copy.
-            advance_step: Count this call as a step. False for every slice of a run but the first.
-            rounding: Rounds a master and states of 16 bit; None: to nearest.
-            chunk_numel: Elements of a chunk, a multiple of 64, for measurements; None: chosen by device.
-        """
+        """Runs one step on a run (1-D) in chunks that fit into the cache: see :meth:`FlatUpdate.flat_update`."""
         self.init_flat_state(param_group, master, state)
-        step = current_step(self._rule, state, advance=advance_step)
+        step = current_step(self.rule, state, advance=advance_step)
         run_in_chunks(
-            self._rule.kernel(param_group, step, master.device),
+            self.rule.kernel(param_group, step, master.device),
             master,
             grad,
-            [state[name] for name in self._rule.initial_state(param_group)],
+            [state[name] for name in self.rule.initial_state(param_group)],
             grad_scale=grad_scale,
             out=out,
-            chunk_numel=chunk_numel,
             rounding=rounding,
         )
+
+
+class RuleUpdate(FlatByRule):
+    """The flat update of an optimizer that has none itself.
+
+    Args:
+        rule: The arithmetic of its step.
+    """
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self._rule = rule
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The arithmetic of one step."""
+        return self._rule
 
 
 class NarrowStates:

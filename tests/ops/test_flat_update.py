@@ -34,7 +34,7 @@ def data(dtype=torch.float32, numel=NUMEL, seed=0):
     return master, [torch.randn(numel, generator=generator).to(dtype) for _ in range(STEPS)]
 
 
-def updated(name, master, grads, *, cuts=(), grad_scale=None, out=None, chunk_numel=None):
+def updated(name, master, grads, *, cuts=(), grad_scale=None, out=None):
     """Takes a step per gradient; a run that is cut has an optimizer of its own for each part, as another rank would."""
     bounds = [0, *cuts, master.numel()]
     result = master.clone()
@@ -51,7 +51,6 @@ def updated(name, master, grads, *, cuts=(), grad_scale=None, out=None, chunk_nu
                 optimizer.state[run],
                 grad_scale=grad_scale,
                 out=None if out is None else out[start:stop],
-                **({"chunk_numel": chunk_numel} if chunk_numel else {}),
             )
         states.append({key: value for key, value in optimizer.state[run].items() if key != "step"})
     return [result, *(torch.cat([state[key] for state in states]) for key in states[0])]
@@ -97,10 +96,11 @@ def test_bits_do_not_depend_on_chunks_or_cuts(name, dtype):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("torch")])
 @pytest.mark.parametrize("chunk_numel", [64, 192, 1024])
-def test_chunk_length_does_not_change_bits(name, chunk_numel):
+def test_chunk_length_does_not_change_bits(name, chunk_numel, monkeypatch):
     master, grads = data(torch.bfloat16)
     whole = updated(name, master, grads, grad_scale=0.37)
-    pieces = updated(name, master, grads, grad_scale=0.37, chunk_numel=chunk_numel)
+    monkeypatch.setattr(chunks, "default_chunk_numel", lambda device: chunk_numel)
+    pieces = updated(name, master, grads, grad_scale=0.37)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepspeed.ops import chunks
 from deepspeed.ops.flat import NarrowStates, RuleUpdate
 from deepspeed.ops.rounding import ElementRounding, ParameterInterval
 from deepspeed.ops.rules import AdamRule
@@ -59,7 +60,7 @@ def test_neighbouring_elements_and_blocks_are_independent():
 
 
 @pytest.mark.parametrize("cuts", [[64], [640, 70_016], [131_072], [64, 128, 192, 199_936]])
-def test_the_bits_do_not_depend_on_the_cuts(cuts):
+def test_the_bits_do_not_depend_on_the_cuts(cuts, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     first, second = 150_000, NUMEL - 150_000
     start = torch.randn(NUMEL, generator=generator).bfloat16()
@@ -74,19 +75,20 @@ def test_the_bits_do_not_depend_on_the_cuts(cuts):
                 found.append(ParameterInterval(name, low - begin, low - lower, high - low))
         return found
 
-    def run(bounds, chunk):
+    def run(bounds):
         master, states = start.clone(), {}
         for lower, upper in zip(bounds, bounds[1:], strict=False):
             states[lower] = {}
             for number, grad in enumerate(grads):
                 rounding = ElementRounding(number, stretches(lower, upper))
                 part = slice(lower, upper)
-                update.flat_update(GROUP, master[part], grad[part], states[lower], rounding=rounding, chunk_numel=chunk)
+                update.flat_update(GROUP, master[part], grad[part], states[lower], rounding=rounding)
         return master, *(torch.cat([states[lower][key] for lower in bounds[:-1]]) for key in ("exp_avg", "exp_avg_sq"))
 
-    whole = run([0, NUMEL], None)
+    whole = run([0, NUMEL])
     assert all(tensor.dtype == torch.bfloat16 for tensor in whole)
-    for found, expected in zip(run([0, *cuts, NUMEL], 4096), whole, strict=True):
+    monkeypatch.setattr(chunks, "default_chunk_numel", lambda device: 4096)
+    for found, expected in zip(run([0, *cuts, NUMEL]), whole, strict=True):
         assert torch.equal(found, expected)
 
 
