@@ -106,8 +106,7 @@ def _groups_over(
         shared = (replace(data, name=name, counts=counts, is_part=True) for name, counts in copies.items())
         tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_parts)
         parts = (whole, cut, *shared, *own, *tied)
-        job = Job.current().axis_of().transport(device=device, timeout=timeout)
-        job.axis = "job"
+        job = Job.current().axis_of(name="job").transport(device=device, timeout=timeout)
         tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
         groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):

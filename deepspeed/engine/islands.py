@@ -120,9 +120,7 @@ def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device:
         data_rank=place,
         islands=ranks.zero_size // section.size,
     )
-    outer = Job.current().connector.over(across, device)
-    outer.axis = "islands"
-    outer.owner = outer.next_owner()
+    outer = Job.current().connector.over(across, device, "islands", is_numbered=True)
     found = IslandTraining(section, inside, number, outer)
     found.spread(model, device)
     bits = bits_on_wire(section.wire)

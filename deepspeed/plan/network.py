@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
-from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.job.mesh import DATA, Mesh
 from deepspeed.comm.transports.connect import HostTransport
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
@@ -157,17 +157,17 @@ class SimulatedJob(FakeJob):
         self.transports: list[Transport] = []
 
     @override
-    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Transport:
         members = range(self.size) if ranks is None else ranks
         if len(members) == 1:
             return LocalTransport()
         place = members.index(self.rank), len(members)
         made: _SimulatedGlooTransport | _SimulatedNativeTransport
         if self.ranks.backend_of() == "gloo":
-            made = _SimulatedGlooTransport(_PeerGroup(tuple(members)), *place)
+            made = _SimulatedGlooTransport(_PeerGroup(tuple(members)), *place, axis)
         else:
             # Small exchanges tell values, which only the host has in a simulation.
-            made = _SimulatedNativeTransport(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"))
+            made = _SimulatedNativeTransport(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"), axis)
         made.ranks, made.trace = tuple(members), self._trace
         self.transports.append(made)
         return made

@@ -12,8 +12,8 @@ from torch import nn
 from deepspeed.activation_checkpointing import checkpointing, settings
 from deepspeed.activation_checkpointing.partition import Partition
 from deepspeed.comm.job.fake import FakeGroup
+from deepspeed.comm.transports.connect import channel_over
 from deepspeed.parallel.tensor.batches import BatchCheck
-from deepspeed.parallel.tensor.channel import over
 from tests.device.test_host_chunks import _layer, _weights
 from tests.harness.device import Device, simulated_device
 
@@ -45,7 +45,7 @@ def _keeps_parts_in_host_memory(_device: Device) -> Callable[[], Any]:
 
 def _compares_batches(device: Device) -> Callable[[], Any]:
     model = nn.Linear(4, 4).to("cuda")
-    BatchCheck(over(device.world.transport(torch.device("cuda", 0)))).attach(model)
+    BatchCheck(channel_over(device.world.transport(torch.device("cuda", 0)))).attach(model)
     x = torch.randn(3, 4).to("cuda")
     return lambda: model(x)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.comm.transports.connect import channel_over
 from deepspeed.errors import DivergenceError
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel.tensor.batches import BatchCheck, Fingerprints
-from deepspeed.parallel.tensor.channel import over
 from tests.harness.device import simulated_device
 
 
@@ -32,7 +32,7 @@ def test_the_check_of_the_batch_waits_for_nothing() -> None:
     with simulated_device(ranks=2) as device:
         model = nn.Linear(4, 4).to("cuda")
         transport = device.world.transport(torch.device("cuda", 0))
-        check = BatchCheck(over(transport))
+        check = BatchCheck(channel_over(transport))
         check.attach(model)
         x = torch.randn(3, 4).to("cuda")
         model(x)  # sends the weights of the fingerprints up
@@ -49,7 +49,7 @@ def test_the_check_of_the_batch_waits_for_nothing() -> None:
 def test_a_difference_is_named_one_forward_later(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_device(ranks=2) as device:
         model = nn.Linear(4, 4).to("cuda")
-        channel = over(device.world.transport(torch.device("cuda", 0)))
+        channel = channel_over(device.world.transport(torch.device("cuda", 0)))
         BatchCheck(channel).attach(model)
         real = channel.gather
 

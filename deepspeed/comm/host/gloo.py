@@ -15,6 +15,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
+from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.start_p2p import start_p2p
@@ -245,8 +246,8 @@ class GlooTransport(Transport):
 
     name = "gloo"
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        super().__init__(group, rank, size)
+    def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
+        super().__init__(group, rank, size, axis)
         self.reductions = 0
         self.patience: timedelta | None = None
         self._sent = [0] * size

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, HostPeer, RoundMessage, SameHost, meet_on_host
+from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import traffic
@@ -25,8 +26,8 @@ from deepspeed.comm.transports.transport import Work
 class SameHostTransport(GlooTransport):
     """Gloo, but ranks of one host exchange through memory. They find each other in their first exchange."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        super().__init__(group, rank, size)
+    def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
+        super().__init__(group, rank, size, axis)
         self._host: SameHost | None = None
         self._has_met = False
         self._offered: torch.Tensor | None = None

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
@@ -84,10 +83,7 @@ class Axis:
             return self._connector.below_engines(self._record, self.name, device)
         if use == "outside engines":
             return self._connector.outside_engines(self._record, device, timeout)
-        made = self._connector.create(self.group, device, timeout)
-        if self.name != DATA:
-            made.axis = self.name
-        return made
+        return self._connector.create(self.group, device, timeout, self.name)
 
     def channel(self, device: torch.device | None = None) -> Channel:
         """Returns what sums and gathers over the transport of the layers, the same one for all callers."""

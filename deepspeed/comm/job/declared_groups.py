@@ -216,9 +216,7 @@ class DeclaredGroups:
         # Gloo matches transfers by tag, so that all uses can share a group.
         why = f"the group {defined.name!r}" + ("" if backend == "gloo" else f" ({use})")
         group = self._process_groups.mine(defined.ranks, backend=backend, timeout=timeout, why=why, owner=owner)
-        made = self._connector.part_of(peers, group)
-        made.axis = defined.name
-        return made
+        return self._connector.part_of(peers, group, defined.name)
 
     def connect_copies(
         self, defined: Defined, *, device: torch.device | None, timeout: timedelta | None
@@ -232,8 +230,7 @@ class DeclaredGroups:
             device: Where the buffers live.
             timeout: Time limit of a communicator that is made.
         """
-        made = self._connector.create(self.group_of(defined, device=device, timeout=timeout), device, timeout)
-        made.axis = PIPE
+        made = self._connector.create(self.group_of(defined, device=device, timeout=timeout), device, timeout, PIPE)
         return made if len(defined.of(self._ranks.rank_in())) > 1 else None
 
     def group_of(

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.job.mesh import AXES, DATA, Mesh
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector
@@ -50,8 +50,8 @@ class FakeJob(Job):
         self.substitutes: dict[Any, Callable[..., Any]] = {}
         super().__init__()
 
-    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
-        """Returns a transport for buffers on ``device`` between ``ranks`` (None: all)."""
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Transport:
+        """Returns a transport for buffers on ``device`` between ``ranks`` (None: all), which lie along ``axis``."""
         raise NotImplementedError
 
     @override
@@ -64,7 +64,7 @@ class FakeJob(Job):
 
     @override
     def axis_of(self, group: Any = None, name: str | None = None) -> Axis:
-        if name is not None and not isinstance(group, FakeGroup):  # ranks that are simulated have groups of the mesh
+        if name in AXES and not isinstance(group, FakeGroup):  # ranks that are simulated have groups of the mesh
             group = FakeGroup(tuple(self.layout.group(self.rank, name)))
         return super().axis_of(group, name)
 
@@ -171,9 +171,15 @@ class _FakeConnector(Connector):
 
     @override
     def create(
-        self, group: Any, device: torch.device | None, timeout: timedelta | None, *, owner: Owner = "engine"
+        self,
+        group: Any,
+        device: torch.device | None,
+        timeout: timedelta | None,
+        axis: str = DATA,
+        *,
+        owner: Owner = "engine",
     ) -> Transport:
-        return self._job.transport(device, None if group is None else self._ranks.ranks_of(group))
+        return self._job.transport(device, None if group is None else self._ranks.ranks_of(group), axis)
 
     @override
     def outside_engines(self, record: GroupRecord, device: torch.device | None, timeout: timedelta | None) -> Transport:
@@ -184,5 +190,5 @@ class _FakeConnector(Connector):
         return LocalTransport()
 
     @override
-    def _over(self, group: Any, backend: str, device: torch.device | None) -> Transport:
-        return self.create(group, device, None)
+    def _over(self, group: Any, backend: str, device: torch.device | None, axis: str) -> Transport:
+        return self.create(group, device, None, axis)

@@ -18,6 +18,7 @@ from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, 
 from deepspeed.comm.host.shared_exchange import SameHostTransport
 from deepspeed.comm.host.shared_sums import same_host_sums
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
+from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
@@ -49,7 +50,13 @@ class Connector:
         self._process_groups = process_groups
 
     def create(
-        self, group: Any, device: torch.device | None, timeout: timedelta | None, *, owner: Owner = "engine"
+        self,
+        group: Any,
+        device: torch.device | None,
+        timeout: timedelta | None,
+        axis: str = DATA,
+        *,
+        owner: Owner = "engine",
     ) -> Transport:
         """Returns a new transport over ``group``. Every rank of the job must call it, in the same order.
 
@@ -60,6 +67,7 @@ class Connector:
                 the host, or the accelerator's current device where the backend is none of the host's.
             timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers
                 of two transports do not wait for each other.
+            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
             owner: Of that communicator.
         """
         if not self._ranks.is_initialized():
@@ -71,27 +79,35 @@ class Connector:
             if len(beside) < self._ranks.size_of():
                 why = "an engine's transfers" if owner == "engine" else "transfers outside engines"
                 group = self._process_groups.mine(beside, backend=backend, timeout=timeout, why=why, owner=owner)
-        return self._over(group, backend, device)
+        return self._over(group, backend, device, axis)
 
-    def over(self, group: Any, device: torch.device | None) -> Transport:
+    def over(
+        self, group: Any, device: torch.device | None, axis: str = DATA, *, is_numbered: bool = False
+    ) -> Transport:
         """Returns a new transport over a group that exists; no ranks meet.
 
         Args:
             group: A torch process group. Where order matters (not gloo), what else travels in it must come in one order
                 on all of its ranks too.
             device: Where the tensors live.
+            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
+            is_numbered: Its transfers have a number of their own, as those of an engine have.
         """
-        return self._over(group, self._ranks.backend_for(group, device), device)
+        made = self._over(group, self._ranks.backend_for(group, device), device, axis)
+        if is_numbered:
+            made.owner = made.next_owner()
+        return made
 
-    def part_of(self, peers: Transport, group: Any) -> Transport:
+    def part_of(self, peers: Transport, group: Any, axis: str = DATA) -> Transport:
         """Returns a new transport over some of the ranks of ``peers``.
 
         Args:
             peers: All ranks that make the same calls.
             group: The torch process group, of the same backend and for this transport alone where order matters.
+            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
         """
         native = isinstance(peers, NativeTransport)
-        made = self._over(group, "native" if native else "gloo", peers.device if native else None)  # type: ignore[attr-defined]
+        made = self._over(group, "native" if native else "gloo", peers.device if native else None, axis)  # type: ignore[attr-defined]
         made.belongs_to(peers)
         return made
 
@@ -111,8 +127,7 @@ class Connector:
         """
         key = "layers", axis
         if key not in record.transports:
-            made = self.over(record.group, device)
-            made.axis = axis
+            made = self.over(record.group, device, axis)
             # Its tags are those of no engine. Engines are counted apart: all ranks of a job make them, but a loss or a
             # layer that exchanges something may be on some stages only, and the engines of all stages must have one
             # number.
@@ -137,7 +152,7 @@ class Connector:
         if self._ranks.backend_for(group, None) != "gloo" and self._ranks.size_of(group) > 1:
             beside = self._process_groups.beside(group, None)
             group = self._process_groups.mine(beside, backend="gloo", timeout=patience, why=why)
-        transport = self._over(group, "gloo", None)
+        transport = self._over(group, "gloo", None, DATA)
         if isinstance(transport, GlooTransport):
             assert transport.watch is not None
             transport.patience = patience
@@ -200,7 +215,7 @@ class Connector:
             made.append(transport)
         return NativeByNodes(plain, nodes, *made)
 
-    def _over(self, group: Any, backend: str, device: torch.device | None) -> Transport:
+    def _over(self, group: Any, backend: str, device: torch.device | None, axis: str) -> Transport:
         watched = self._watched.of(group)
         if watched is None:
             return LocalTransport()
@@ -208,10 +223,10 @@ class Connector:
         transport: Transport
         if backend == "gloo":
             _refuse_device_memory(device)
-            transport = SameHostTransport(group, rank, size)
+            transport = SameHostTransport(group, rank, size, axis)
         else:
             device = device or torch.device(get_accelerator().current_device_name())
-            transport = NativeTransport(group, rank, size, device)
+            transport = NativeTransport(group, rank, size, device, axis)
         transport.joins(watched)
         return transport
 

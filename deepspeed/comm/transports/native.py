@@ -13,6 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import DoneWork, Piece, Reduction, Transport, Work, scaled_sum
@@ -97,8 +98,8 @@ class NativeTransport(Transport):
     name = "native"
     needs_one_order = True
 
-    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
-        super().__init__(group, rank, size)
+    def __init__(self, group: Any, rank: int, size: int, device: torch.device, axis: str = DATA) -> None:
+        super().__init__(group, rank, size, axis)
         self.device = self.small_device = device
         self.runs_on_stream = device.type != "cpu"
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from deepspeed.comm.codecs.codec import Residual
 from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.comm.transports.packing import Pieces, numel_of
@@ -197,16 +198,16 @@ class Transport:
     """
 
     name = "local"
-    axis = "data"
     small_device: torch.device | None = None
     is_exact = True
     needs_one_order = False
     runs_on_stream = False
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, axis: str = DATA) -> None:
         self.group = group
         self.rank = rank
         self.size = size
+        self.axis = axis
         self.ranks: tuple[int, ...] = ()
         self.owner = 0
         self.watch: Watch | None = None
@@ -224,8 +225,8 @@ class Transport:
         return self if self._peers is None else self._peers
 
     def belongs_to(self, peers: Transport) -> None:
-        """Says of which group this one is a part."""
-        self._peers = peers
+        """Says of which group this one is a part, whose number its transfers have too."""
+        self._peers, self.owner = peers, peers.owner
 
     def joins(self, watched: WatchedGroup) -> None:
         """Says as which process group of the job it is watched."""

@@ -11,7 +11,6 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR, Mesh
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import channel_over
-from deepspeed.comm.transports.transport import Transport
 
 
 def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
@@ -40,11 +39,4 @@ def connect_lists(
     """
     job = Job.current()
     axis = job.axis_over(lists, TENSOR, why=why, device=device, timeout=timeout)
-    return over(job.connector.over(axis.group, device))
-
-
-def over(transport: Transport) -> Channel:
-    """Returns a channel over a transport that nothing else uses."""
-    transport.axis = TENSOR
-    transport.owner = transport.next_owner()
-    return channel_over(transport)
+    return channel_over(job.connector.over(axis.group, device, TENSOR, is_numbered=True))

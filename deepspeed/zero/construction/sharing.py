@@ -61,6 +61,5 @@ class ProvisionalGroups:
                 timeout=self._timeout,
                 owner="job",
             )
-            transport.owner = self.peers.owner
             self._groups[wanted] = replace(BucketGroup.over(transport, name=wanted), ranks=defined.ranks)
         return self._groups[wanted]

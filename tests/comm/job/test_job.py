@@ -60,8 +60,9 @@ class _Fake(FakeJob):
     def __init__(self, rank: int, layout: Mesh) -> None:
         super().__init__(rank, layout, "gloo", None)
 
-    def transport(self, device, ranks=None):
+    def transport(self, device, ranks=None, axis=DATA):
         made = LocalTransport()
+        made.axis = axis
         made.ranks = tuple(range(self.size) if ranks is None else ranks)
         return made
 

@@ -174,11 +174,12 @@ class MirrorJob(FakeJob):
         self.communicators.append(made)
         return made
 
-    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Transport:
         members = range(self.size) if ranks is None else ranks
         if len(members) == 1:
             return LocalTransport()
         place = members.index(self.rank), len(members)
-        made = _Mirrored(self.communicator(place), *place, device if device is not None else torch.device("cuda", 0))
+        device = device if device is not None else torch.device("cuda", 0)
+        made = _Mirrored(self.communicator(place), *place, device, axis)
         made.ranks = tuple(members)
         return made
