@@ -148,7 +148,8 @@ def refuse_cut_tensors(
 ) -> None:
     """Raises where an optimizer needs whole tensors and would take parts, or parts of several groups, for them.
 
-    LAMB needs norms only, which it adds over the tensor-parallel ranks too. Every rank of the job must call it.
+    LAMB needs norms only, which it adds over the tensor-parallel ranks too. Muon takes the tensors of each group by
+    themselves. Every rank of the job must call it.
 
     Raises:
         NotYetSupportedError: The optimizer works on whole tensors, and parameters are in groups of their own.
@@ -156,12 +157,13 @@ def refuse_cut_tensors(
     if not callable(getattr(optimizer, "attach_segments", None)):
         return
     adds_norms = vars(type(optimizer)).get("_adds_norms_of_parts", False) and groups.other_parts is not None
+    takes_tables = vars(type(optimizer)).get("_takes_tables_of_groups", False)
     parts = []
     for name, parameter in model.named_parameters():
         group = groups[groups.name_of(name, describe(name, parameter))]
         if group.is_part and not group.spans_parts and adds_norms:
             parts.append(f"{name}: a part of it, whose norms LAMB adds up")
-        elif group.is_part or (group.name != DATA and placement.shard_master):
+        elif group.is_part or (group.name != DATA and placement.shard_master and not takes_tables):
             raise NotYetSupportedError(
                 f"the optimizer {type(optimizer).__name__} works on whole tensors, but has {name!r} in the group "
                 f"{group.name!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that "

@@ -78,6 +78,7 @@ class FragmentExchange:
     Attributes:
         heaviest_rank: The rank in the group that needs most memory for a step; None without matrices.
         num_matrices: Matrices on all ranks together.
+        is_exchanged: Whether there are other ranks.
         sent_bytes: What this rank sends to others in a step: fp32, on the way to the owners and back.
         all_sent_bytes: What all ranks send.
 
@@ -119,7 +120,7 @@ class FragmentExchange:
         self._tours = [_ExchangeRound(members, table) for members in planned]
         heaviest = heaviest_position(planned)
         self.heaviest_rank = None if heaviest is None else table.ranks[heaviest]
-        self.num_matrices = len(matrices)
+        self.num_matrices, self.is_exchanged = len(matrices), table.group is not None
         pairs = [pair for members in planned for pair in members.owners]
         self.sent_bytes = _FP32 * sum(_sent_numel(tensor, owner, table.position) for tensor, owner in pairs)
         self.all_sent_bytes = 2 * _FP32 * sum(tensor.numel - tensor.numel_at(owner) for tensor, owner in pairs)

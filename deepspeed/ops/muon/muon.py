@@ -73,6 +73,7 @@ class Muon(KeepsStateDtypes):
     """
 
     _ds_features = ("deepspeed.ops.muon.feature",)
+    _takes_tables_of_groups = True
 
     def __init__(
         self,
@@ -113,8 +114,8 @@ class Muon(KeepsStateDtypes):
             },
             False: {"lr": rest_lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay},
         }
-        self._exchange: FragmentExchange | None = None
-        self._table: SegmentTable | None = None
+        self._exchanges: list[FragmentExchange] | None = None
+        self._tables: tuple[SegmentTable, ...] = ()
         self._scaled_rows: Mapping[str, Sequence[ScaledRows]] | None = None
         super().__init__(params, {})
 
@@ -125,7 +126,7 @@ class Muon(KeepsStateDtypes):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._exchange = self._table = self._scaled_rows = None
+        self._exchanges, self._tables, self._scaled_rows = None, (), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; without ``use_muon`` and ``stacked`` it becomes up to three, matrices first, then stacks."""
@@ -144,18 +145,19 @@ class Muon(KeepsStateDtypes):
             if part or not params:
                 self.add_param_group({**param_group, "params": part, key: value})
 
-    def attach_segments(self, table: SegmentTable) -> None:
+    def attach_segments(self, *tables: SegmentTable) -> None:
         """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
-        Every rank of ``table.group`` must call it with its own table; they need not do it at the same time.
+        Every rank of a table's group must call it with its own table; they need not do it at the same time.
 
         Args:
-            table: The pieces, and how the tensors are cut over the group.
+            *tables: The pieces, and how the tensors are cut over a group: a table for each group, in an order that is
+                the same on all ranks.
 
         Raises:
             ValueError: On every rank alike: a tensor of a matrix group is no matrix. On this rank: the runs do not hold
                 what the table says they do.
-            KeyError: A parameter is not in the table.
+            KeyError: A parameter is not in a table.
         """
         settings = self._part_defaults[True]
         for group in self.param_groups:
@@ -165,17 +167,23 @@ class Muon(KeepsStateDtypes):
                         f"Muon: {name} must be the same in all groups when matrices are cut over ranks, but one has "
                         f"{group[name]!r} and the optimizer {settings[name]!r}"
                     )
+        for param in (param for group in self.param_groups for param in group["params"]):
+            _table_of(param, tables)
         groups = [index for index, group in enumerate(self.param_groups) if group["use_muon"]]
         stacks = [index for index in groups if self.param_groups[index].get("stacked", False)]
-        runs = [param for index in groups for param in self.param_groups[index]["params"]]
-        self._exchange = found = FragmentExchange(table, runs, groups, stacks)
-        self._table = table
-        if table.group is not None and found.num_matrices:
-            log_dist_once(
-                f"Muon: each of {found.num_matrices} matrices is orthogonalised by one of {len(table.ranks)} ranks; an "
-                f"update exchanges {found.all_sent_bytes:,} bytes of them between all ranks, of which rank 0 sends "
-                f"{found.sent_bytes:,}"
-            )
+        matrices = [param for index in groups for param in self.param_groups[index]["params"]]
+        self._tables = tables
+        self._exchanges = []
+        for table in tables:
+            runs = [run for run in matrices if id(run) in table.by_param]
+            found = FragmentExchange(table, runs, groups, stacks)
+            self._exchanges.append(found)
+            if found.num_matrices and found.is_exchanged:
+                log_dist_once(
+                    f"Muon: each of {found.num_matrices} matrices is orthogonalised by one of {len(table.ranks)} "
+                    f"ranks; an update exchanges {found.all_sent_bytes:,} bytes of them between these, of which this "
+                    f"rank sends {found.sent_bytes:,}"
+                )
 
     def scale_rows_after_step(self, rows: Mapping[str, Sequence[ScaledRows]]) -> None:
         """Says which rows of which tensors the next :meth:`step` multiplies once it has updated them.
@@ -188,16 +196,12 @@ class Muon(KeepsStateDtypes):
     @property
     def sent_bytes(self) -> int:
         """What this rank sends to others in a step; 0 where matrices are whole on every rank."""
-        return (
-            0
-            if self._exchange is None or self._table is None or self._table.group is None
-            else (self._exchange.sent_bytes)
-        )
+        return sum(exchange.sent_bytes for exchange in self._exchanges or ())
 
     @property
     def heaviest_rank(self) -> int | None:
-        """The rank in the group of the segment table that needs most memory for a step; None if all are alike."""
-        return None if self._exchange is None else self._exchange.heaviest_rank
+        """The rank in the group of the first segment table that needs most memory for a step; None if all are alike."""
+        return self._exchanges[0].heaviest_rank if self._exchanges else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -211,10 +215,10 @@ class Muon(KeepsStateDtypes):
         """
         loss = evaluate(closure)
         matrix_groups = [group for group in self.param_groups if group["use_muon"]]
-        if self._exchange is None:
+        if self._exchanges is None:
             self._step_whole(matrix_groups)
         else:
-            self._step_fragments(self._exchange, matrix_groups)
+            self._step_fragments(self._exchanges, matrix_groups)
         for group in self.param_groups:
             if not group["use_muon"]:
                 update_group(self, AdamRule(decoupled=True), group, fp32_states=True)
@@ -223,13 +227,13 @@ class Muon(KeepsStateDtypes):
         return loss
 
     def _scale_rows(self) -> None:
-        if self._scaled_rows is None or self._table is None:
+        if self._scaled_rows is None or not self._tables:
             raise RuntimeError(
                 "Muon(qk_clip_threshold=...): nothing measures attention logits; give the optimizer itself, not a "
                 "callable that makes it, to deepspeed.initialize, and step by the engine"
             )
         for run in (run for group in self.param_groups for run in group["params"] if self._scaled_rows):
-            for segment in self._table.of(run):
+            for segment in _table_of(run, self._tables).of(run):
                 columns = math.prod(segment.shape[1:])
                 for rows in self._scaled_rows.get(segment.name, ()):
                     first = max(rows.start * columns, segment.tensor_start)
@@ -256,7 +260,7 @@ class Muon(KeepsStateDtypes):
                 )
                 _apply(group, param, direction, param.shape[-2:] if is_stack else param.shape)
 
-    def _step_fragments(self, exchange: FragmentExchange, groups: list[dict[str, Any]]) -> None:
+    def _step_fragments(self, exchanges: list[FragmentExchange], groups: list[dict[str, Any]]) -> None:
         runs = {id(param): group for group in groups for param in group["params"]}
         updates = {
             id(param): self._advance(group, param)
@@ -276,11 +280,9 @@ class Muon(KeepsStateDtypes):
             if id(run) in updates:
                 _apply(runs[id(run)], run[elements], direction, shape)
 
-        exchange.step(
-            update_of,
-            partial(orthogonalize, method=settings["ns_method"], num_steps=settings["ns_steps"]),
-            apply,
-        )
+        how = partial(orthogonalize, method=settings["ns_method"], num_steps=settings["ns_steps"])
+        for exchange in exchanges:
+            exchange.step(update_of, how, apply)
 
     def _advance(self, group: dict[str, Any], param: Tensor) -> Callable[[slice], Tensor]:
         """Updates the momentum; returns what gives the fp32 update of a slice of elements (rows of a tensor)."""
@@ -297,6 +299,21 @@ class Muon(KeepsStateDtypes):
         if not group["nesterov"]:
             return lambda elements: momentum[elements]
         return lambda elements: torch.lerp(grad[elements], momentum[elements], group["momentum"])
+
+
+def _table_of(run: Tensor, tables: tuple[SegmentTable, ...]) -> SegmentTable:
+    """Returns the table that knows a run.
+
+    Raises:
+        KeyError: None does.
+    """
+    found = next((table for table in tables if id(run) in table.by_param), None)
+    if found is None:
+        raise KeyError(
+            f"Muon: no segment table has an entry for a run of {run.numel()} elements; attach_segments must be called "
+            "again after the runs have changed"
+        )
+    return found
 
 
 def _is_flagged(param: Tensor) -> bool:

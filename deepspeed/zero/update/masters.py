@@ -321,13 +321,25 @@ def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[s
     return made
 
 
-def segment_table(masters: list[MasterBucket], other_parts: object | None = None) -> SegmentTable:
+def segment_tables(masters: list[MasterBucket], other_parts: object | None = None) -> list[SegmentTable]:
     """Returns which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
-        masters: All of this rank, which are cut over the same ranks.
+        masters: All of this rank.
         other_parts: The process group of the ranks that hold other parts of some parameters; None where none do.
+
+    Returns:
+        A table for the masters that are cut over the same ranks, in the same order on all ranks: usually one, and
+        further ones for parameters in groups of their own, such as experts.
     """
+    together: dict[int | None, list[MasterBucket]] = {}
+    for master in masters:
+        together.setdefault(id(master.transport) if master.is_sharded else None, []).append(master)
+    return [_segment_table(members, other_parts) for members in together.values() or [[]]]
+
+
+def _segment_table(masters: list[MasterBucket], other_parts: object | None) -> SegmentTable:
+    """Returns the table of masters that are cut over the same ranks."""
     by_param: dict[int, tuple[Segment, ...]] = {}
     shared: list[SharedTensor] = []
     first = 0
@@ -337,10 +349,9 @@ def segment_table(masters: list[MasterBucket], other_parts: object | None = None
         shared += _shared_tensors(master.layout, first)
         first += len(master.layout.tiles)
     parts = None if other_parts is None else _cut_tensors(masters, other_parts)
-    sharded = next((master for master in masters if master.is_sharded), None)
-    if sharded is None:
+    if not masters or not masters[0].is_sharded:
         return SegmentTable(by_param, first, None, tuple(shared), cut=parts)
-    transport, owners = sharded.transport, sharded.bucket.group
+    transport, owners = masters[0].transport, masters[0].bucket.group
     along = owners.owners if owners.is_spread else owners.reduce
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
     return SegmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis)

@@ -31,7 +31,7 @@ from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_g
 from deepspeed.zero.update.driver import UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.drivers import driver_of
 from deepspeed.zero.update.loop import PieceUpdater, UpdateStrategy
-from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_table, split_state
+from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_tables, split_state
 from deepspeed.zero.update.norm import norm_from_squares
 from deepspeed.zero.update.speculation import SpeculativeUpdater
 from deepspeed.zero.update.step_agreement import StepAgreement
@@ -482,7 +482,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _attach_segments(self) -> None:
         if self._needs_segments:
-            self.optimizer.attach_segments(segment_table(self._masters, self._groups.other_parts))  # type: ignore[attr-defined]
+            tables = segment_tables(self._masters, self._groups.other_parts)
+            self.optimizer.attach_segments(*tables)  # type: ignore[attr-defined]
 
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
         """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
