@@ -177,9 +177,9 @@ def referee(model: str, rounds: int, always: list[str], out: str) -> None:
     names = list(trainings)
     for number in range(rounds):
         if number == FIRST_ROUNDS:
-            box = [sorted(names, key=lambda name: quartile(trainings[name].seconds))[:FINALISTS]]
-            comm.broadcast_object_list(box, src=0)
-            names = sorted({*box[0], *always})
+            objects = [sorted(names, key=lambda name: quartile(trainings[name].seconds))[:FINALISTS]]
+            comm.broadcast_object_list(objects, src=0)
+            names = sorted({*objects[0], *always})
         for name in order.sample(names, len(names)):
             trainings[name].timed_update()
     if comm.get_rank() == 0:

@@ -87,19 +87,19 @@ def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """As :func:`scatter_exchange`, in pieces: a piece is added while it is in the cache and later ones arrive."""
+    """As :func:`scatter_exchange`, in chunks: a chunk is added while it is in the cache and later ones arrive."""
     slices = full.chunk(world_size)
     arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
-    pieces = max(1, min(8, slices[0].numel() // _CHUNK_NUMEL))
-    bounds = [slices[0].numel() * index // pieces for index in range(pieces + 1)]
+    chunks = max(1, min(8, slices[0].numel() // _CHUNK_NUMEL))
+    bounds = [slices[0].numel() * index // chunks for index in range(chunks + 1)]
     sends, receives = [], []
-    for index in range(pieces):
-        piece = slice(bounds[index], bounds[index + 1])
+    for index in range(chunks):
+        chunk = slice(bounds[index], bounds[index + 1])
         row = []
         for distance in range(1, world_size):
             source, target = (rank - distance) % world_size, (rank + distance) % world_size
-            row.append(dist.irecv(arrived[source][piece], source, tag=16 + index))
-            sends.append(dist.isend(slices[target][piece], target, tag=16 + index))
+            row.append(dist.irecv(arrived[source][chunk], source, tag=16 + index))
+            sends.append(dist.isend(slices[target][chunk], target, tag=16 + index))
         receives.append(row)
     arrived[rank] = slices[rank]
     result = torch.empty_like(slices[0])

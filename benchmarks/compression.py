@@ -66,20 +66,20 @@ def codec_times(millions: float = 4.0, rounds: int = 6) -> dict[str, tuple[float
     return found
 
 
-def run(told: dict[str, Any], ranks: int, megabits: float | None, *, shaped: bool) -> list[dict[str, Any]]:
+def run(setup: dict[str, Any], ranks: int, megabits: float | None, *, shaped: bool) -> list[dict[str, Any]]:
     """Trains, and returns what each rank says of each way."""
     with ExitStack() as stack:
         spaces = stack.enter_context(links.namespaces(ranks, megabits)) if shaped else [""] * ranks
         if not shaped and megabits is not None:
-            told = {**told, "throttle": megabits}
+            setup = {**setup, "throttle": megabits}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         started = []
         for rank, space in enumerate(spaces):
-            words = [sys.executable, str(RANK), json.dumps(told)]
-            told_rank = links.environment(rank, ranks, port, shaped=shaped)
-            paths = {**os.environ, **told_rank, "PYTHONPATH": str(HERE.parent)}
+            words = [sys.executable, str(RANK), json.dumps(setup)]
+            rank_setup = links.environment(rank, ranks, port, shaped=shaped)
+            paths = {**os.environ, **rank_setup, "PYTHONPATH": str(HERE.parent)}
             words = links.command(space, words) if shaped else words
             started.append(
                 subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=paths)
@@ -103,10 +103,10 @@ def part_auto(options: argparse.Namespace, shaped: bool) -> None:
     print(f"{options.ranks} ranks, {options.millions:g}M parameters, stage {options.stage}; goal: at most 1.05")
     print("link        plain median s  auto median s  auto / plain  plain fastest  auto fastest  ratio  verdict")
     for title, megabits in (("100 Mbit", 100.0), ("10 Gbit", 10_000.0)):
-        told = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
+        setup = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
         # The first 15 updates of auto are its trial; two more, as every engine has them to warm up.
-        told["ways"] = {"plain": 1, "auto": 17}
-        found = run(told, options.ranks, megabits, shaped=shaped)
+        setup["ways"] = {"plain": 1, "auto": 17}
+        found = run(setup, options.ranks, megabits, shaped=shaped)
         plain, auto = (slowest(found, way, "median") for way in ("plain", "auto"))
         best = [slowest(found, way, "fastest") for way in ("plain", "auto")]
         verdict = "holds" if auto <= 1.05 * plain else "FAILS"
@@ -124,7 +124,7 @@ def part_codec(_options: argparse.Namespace, _shaped: bool) -> None:
 
 
 def part_bytes(options: argparse.Namespace, shaped: bool) -> None:
-    told = {"stage": options.stage, "millions": options.millions, "steps": 3, "ways": dict.fromkeys(options.ways, 2)}
+    setup = {"stage": options.stage, "millions": options.millions, "steps": 3, "ways": dict.fromkeys(options.ways, 2)}
     numel = max(round(options.millions * 1e6 / 1024**2), 1) * 1024**2
     half = 2 * (options.ranks - 1) / options.ranks * numel  # elements that an all-reduce sends
     print(
@@ -132,7 +132,7 @@ def part_bytes(options: argparse.Namespace, shaped: bool) -> None:
         "a step and rank"
     )
     print("way       books MB  kernel MB  differ  below bf16  below fp32")
-    found = run(told, options.ranks, None, shaped=shaped)
+    found = run(setup, options.ranks, None, shaped=shaped)
     books = {way: sum(row[way]["booked"] for row in found) / len(found) for way in options.ways}
     for way, booked in books.items():
         kernel = sum(row[way]["sent"] for row in found) / len(found)
@@ -150,12 +150,12 @@ def part_bytes(options: argparse.Namespace, shaped: bool) -> None:
 
 def part_steps(options: argparse.Namespace, shaped: bool) -> None:
     ways = [*(["ddp"] if shaped else []), *options.ways]
-    told = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
-    told["ways"] = dict.fromkeys(ways, options.warm)
+    setup = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
+    setup["ways"] = dict.fromkeys(ways, options.warm)
     print(
         f"{options.ranks} ranks, {options.millions:g}M parameters, {options.megabits:g} Mbit/s, stage {options.stage}"
     )
-    found = run(told, options.ranks, options.megabits, shaped=shaped)
+    found = run(setup, options.ranks, options.megabits, shaped=shaped)
     print("way              median s  fastest s  processor s  MB/step  times the first")
     first = slowest(found, ways[0], "median")
     for way in ways:
@@ -175,19 +175,19 @@ def part_cells(options: argparse.Namespace, shaped: bool) -> None:
     print(f"{options.ranks} ranks on {os.cpu_count()} cores, {options.millions:g}M parameters, stage {options.stage}")
     print("link       codec  said: plain s  coded s  pays   measured: plain s  coded s  pays")
     for title, megabits in LINKS.items():
-        told = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
-        told["ways"] = dict.fromkeys(("plain", *CODECS), 1)
+        setup = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
+        setup["ways"] = dict.fromkeys(("plain", *CODECS), 1)
         link = NetworkLink((megabits if megabits is not None else options.loopback) * 1e6 / 8)
-        found = run(told, options.ranks, megabits, shaped=shaped)
+        found = run(setup, options.ranks, megabits, shaped=shaped)
         for name, codec in CODECS.items():
             encode_time, decode_time = times[name]
             way = CodecCost(name, bits_of(codec), sharing * encode_time, sharing * decode_time)
-            said = [exchange_seconds(numel, options.ranks, link, one, whole=whole) for one in (plain, way)]
+            predicted = [exchange_seconds(numel, options.ranks, link, one, whole=whole) for one in (plain, way)]
             measured = [slowest(found, one, "median") for one in ("plain", name)]
-            pays, paid = said[1] < said[0], measured[1] < measured[0]
+            pays, paid = predicted[1] < predicted[0], measured[1] < measured[0]
             right, cells = right + (pays is paid), cells + 1
             print(
-                f"{title:10} {name:6}{said[0]:14.3f}{said[1]:9.3f}  {pays!s:6}{measured[0]:17.3f}"
+                f"{title:10} {name:6}{predicted[0]:14.3f}{predicted[1]:9.3f}  {pays!s:6}{measured[0]:17.3f}"
                 f"{measured[1]:9.3f}  {paid!s:5}{'' if pays is paid else '  WRONG'}",
                 flush=True,
             )

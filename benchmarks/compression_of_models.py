@@ -108,12 +108,12 @@ def bert_task(text: str, scale: float) -> Task:
     """Sentences without their punctuation: was it a question?"""
     length = 24
     found = re.findall(r"([^.?!:;]+)([.?!])", text.replace("\n", " ").lower())
-    pieces = [(re.findall(r"[a-z']+", sentence)[:length], int(mark == "?")) for sentence, mark in found]
-    pieces = [piece for piece in pieces if len(piece[0]) >= 3]
-    counts = Counter(word for words, _ in pieces for word in words)
+    sentences = [(re.findall(r"[a-z']+", sentence)[:length], int(mark == "?")) for sentence, mark in found]
+    sentences = [sentence for sentence in sentences if len(sentence[0]) >= 3]
+    counts = Counter(word for words, _ in sentences for word in words)
     known = {word: number + 2 for number, (word, _) in enumerate(counts.most_common(1500))}
-    ids = torch.tensor([[known.get(word, 1) for word in words] + [0] * (length - len(words)) for words, _ in pieces])
-    labels = torch.tensor([label for _, label in pieces])
+    ids = torch.tensor([[known.get(word, 1) for word in words] + [0] * (length - len(words)) for words, _ in sentences])
+    labels = torch.tensor([label for _, label in sentences])
     split = int(0.85 * len(ids))
 
     def make(layers: int) -> torch.nn.Module:
@@ -140,8 +140,8 @@ def bert_task(text: str, scale: float) -> Task:
 
     def quality(model: torch.nn.Module) -> float:
         batch = draw(split, len(ids), 1000, torch.Generator().manual_seed(5))
-        said = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(1)
-        return float((said == batch["labels"]).float().mean())
+        predicted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(1)
+        return float((predicted == batch["labels"]).float().mean())
 
     parts = {
         "all": ["word_embeddings", "encoder"],

@@ -4,7 +4,7 @@
     convergence.py run --way all --seed 0 --steps 30  every way, to see that they run
     convergence.py show                               the table, the verdicts, and the picture of all curves so far
 
-A curve is kept in ``--folder`` as soon as it is there, so the benchmark can be run in pieces and taken up again. Each
+A curve is kept in ``--folder`` as soon as it is there, so the benchmark can be run in parts, one after another. Each
 way is compared with its own reference (Adam, or LAMB for 1-bit LAMB) of the same seed, by the loss on text that no way
 has trained on, in nats per byte. Goals: 0.01 for int8 and for 8-bit weights (qwZ), 0.02 for 1-bit Adam and int4, 0.03
 for 0/1 Adam and 1-bit LAMB. 16-bit masters (``bf16 masters``), and moments too (``bf16 states``), are compared with
@@ -156,21 +156,21 @@ def run(options: argparse.Namespace) -> None:
 
     ways = WAYS if options.way == "all" else (options.way,)
     for way in ways:
-        told = {name: getattr(options, name) for name in ("seed", "steps", "batch", "width", "depth")} | {"way": way}
+        setup = {name: getattr(options, name) for name in ("seed", "steps", "batch", "width", "depth")} | {"way": way}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         started = []
         for rank in range(options.ranks):
             environment = links.environment(rank, options.ranks, port, shaped=False)
-            words = [sys.executable, __file__, "rank", "--told", json.dumps(told)]
+            words = [sys.executable, __file__, "rank", "--setup", json.dumps(setup)]
             paths = {**os.environ, **environment, "PYTHONPATH": str(HERE.parent)}
             pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             started.append(subprocess.Popen(words, env=paths, **pipe))
-        said = [process.communicate()[0] for process in started]
-        found = [line for line in said[0].splitlines() if line.startswith("RESULT ")]
+        outputs = [process.communicate()[0] for process in started]
+        found = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
         if not found:
-            print(f"{way}, seed {options.seed}: no result\n{said[0][-1500:]}")
+            print(f"{way}, seed {options.seed}: no result\n{outputs[0][-1500:]}")
             continue
         result = json.loads(found[0].removeprefix("RESULT "))
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -254,10 +254,10 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=HERE / "results" / "convergence")
-    parser.add_argument("--told", help=argparse.SUPPRESS)
+    parser.add_argument("--setup", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.command == "rank":
-        train(**json.loads(options.told))
+        train(**json.loads(options.setup))
     else:
         {"run": run, "show": show}[options.command](options)
 

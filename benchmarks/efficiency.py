@@ -148,10 +148,10 @@ def kind_for(name: str, budget: float) -> tuple[Kind, int]:
 # -- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def batches(text: Any, seed: int, train_pieces: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(text: Any, seed: int, train_samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     dice = torch.Generator().manual_seed(seed)
     while True:
-        chosen = [text[int(number)] for number in torch.randint(train_pieces, (BATCH,), generator=dice)]
+        chosen = [text[int(number)] for number in torch.randint(train_samples, (BATCH,), generator=dice)]
         yield torch.stack([seen for seen, _ in chosen]), torch.stack([wanted for _, wanted in chosen])
 
 
@@ -174,9 +174,9 @@ def engine_for(kind: Kind, steps: int) -> Any:
 
 
 @torch.no_grad()
-def held_out_loss(engine: Any, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def held_out_loss(engine: Any, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     engine.eval()
-    seen, wanted = torch.stack([piece[0] for piece in pieces]), torch.stack([piece[1] for piece in pieces])
+    seen, wanted = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
     loss = sum(engine(seen[i : i + 8], wanted[i : i + 8]).item() for i in range(0, len(seen), 8)) / (len(seen) / 8)
     engine.train()
     return loss
@@ -188,12 +188,12 @@ def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict
     torch.manual_seed(seed)
     kind, steps = kind_for("plain" if "plain" in name else name, budget)
     engine = engine_for(kind, steps)
-    pieces = len(text)
-    train_pieces = pieces * 95 // 100
-    stride = max((pieces - train_pieces) // HELD_OUT, 1)
-    held_out = [text[number] for number in range(train_pieces, pieces, stride)][:HELD_OUT]
+    samples = len(text)
+    train_samples = samples * 95 // 100
+    stride = max((samples - train_samples) // HELD_OUT, 1)
+    held_out = [text[number] for number in range(train_samples, samples, stride)][:HELD_OUT]
     curve, tokens, seconds, spent = [], 0, 0.0, 0.0
-    data, shapes = batches(text, seed, train_pieces), kind.shapes()
+    data, shapes = batches(text, seed, train_samples), kind.shapes()
     for step in range(steps + 1):
         if step == steps or step * POINTS // steps > (step - 1) * POINTS // steps:
             curve.append([tokens, seconds, spent / budget, held_out_loss(engine, held_out)])
@@ -251,8 +251,8 @@ def verdict(results: list[dict[str, Any]]) -> str:
     words = []
     for name in RUNS[2:]:
         gain = final["plain"] - final[name]
-        said = "pays" if gain > chance else "costs" if -gain > chance else "makes no difference beyond chance"
-        words.append(f"{name} {said} ({-gain:+.4f})")
+        summary = "pays" if gain > chance else "costs" if -gain > chance else "makes no difference beyond chance"
+        words.append(f"{name} {summary} ({-gain:+.4f})")
     return (
         f"Two plain runs differ by {chance:.4f}. At equal compute: {'; '.join(words)}. Read it with care: each kind "
         "ran with one seed and the plain run's learning rate, and a kind whose steps are cheaper takes more of them."
@@ -297,8 +297,8 @@ def train(arguments: argparse.Namespace) -> None:
     text = quickstart.Text(arguments.text)
     budget = arguments.steps * operations(CONTEXT, [CONTEXT] * DEPTH)
     results = [run(name, budget, text, print) for name in RUNS]
-    lines, said = table(results), verdict(results)
-    print("\n".join(["", *lines, "", said]))
+    lines, summary = table(results), verdict(results)
+    print("\n".join(["", *lines, "", summary]))
     if arguments.write_report:
         date = datetime.date.today().isoformat()
         folder = _HERE / "results"
@@ -313,7 +313,7 @@ def train(arguments: argparse.Namespace) -> None:
             "",
             *lines,
             "",
-            said,
+            summary,
             "",
         ]
         (folder / f"efficiency-{date}.md").write_text("\n".join(report))

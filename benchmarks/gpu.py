@@ -26,7 +26,7 @@ from rich.console import Console
 PARTS = {
     "A": ("facts", 3),
     "B": ("ranks", 10),
-    "C": ("played", 8),
+    "C": ("simulated_ranks", 8),
     "D": ("speed", 6),
     "E": ("kernels", 4),
     "F": ("sanitizer", 4),

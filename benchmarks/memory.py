@@ -66,7 +66,7 @@ def measure(layers: int, ranks: int, *, repeats: int, tell: Any) -> Point:
     for _ in range(repeats):
         for name in ENTRIES:
             with Arena(workload, [CONTESTANTS[name]], peer_python=None, tell=tell) as arena:
-                arena.play(rounds=1, steps=3, warmup=4)
+                arena.run_rounds(rounds=1, steps=3, warmup=4)
             result = arena.results[name]
             if result.failure:
                 failures[name] = result.failure.splitlines()[0]

@@ -75,7 +75,7 @@ class Contestant:
     def __init__(
         self,
         name: str,
-        told: dict[str, Any],
+        setup: dict[str, Any],
         peer_python: str | None,
         extensions: ExtensionFolder | None,
         time_limit: float,
@@ -90,13 +90,13 @@ class Contestant:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._ranks = []
-        for rank in range(told["stages"]):
+        for rank in range(setup["stages"]):
             environment = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": told["stages"], "LOCAL_WORLD_SIZE": told["stages"],
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setup["stages"], "LOCAL_WORLD_SIZE": setup["stages"],
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
             }  # fmt: skip
             python = peer_python if kind == "upstream" else sys.executable
-            message = {**told, "kind": kind, "schedule": schedule, "environment": environment}
+            message = {**setup, "kind": kind, "schedule": schedule, "environment": environment}
             paths = {"PYTHONPATH": str(ROOT)} if kind == "ours" else {}
             if kind == "upstream" and extensions is not None:
                 paths["TORCH_EXTENSIONS_DIR"] = str(extensions.path)
@@ -148,7 +148,7 @@ class Contestant:
             rank.wait()
 
 
-def measure(names: list[str], told: dict[str, Any], options: argparse.Namespace) -> list[Contestant]:
+def measure(names: list[str], setup: dict[str, Any], options: argparse.Namespace) -> list[Contestant]:
     """Lets all take turns; the first steps, which connect and allocate, are not counted."""
     shuffle = random.Random(0)
     extensions = ExtensionFolder(options.peer_python) if options.peer_python else None
@@ -159,7 +159,7 @@ def measure(names: list[str], told: dict[str, Any], options: argparse.Namespace)
         if extensions is not None:
             extensions.remove_left_over()
         try:
-            alive += [Contestant(name, told, options.peer_python, extensions, options.time_limit) for name in group]
+            alive += [Contestant(name, setup, options.peer_python, extensions, options.time_limit) for name in group]
             for contestant in alive:
                 _try(contestant, contestant.get_ready)
             for number in range(options.rounds + 2):
@@ -187,9 +187,9 @@ def _try(contestant: Contestant, turn: Callable[[], T]) -> T | None:
         return None
 
 
-def report(workload: str, measured: list[Contestant], told: dict[str, Any]) -> Table:
+def report(workload: str, measured: list[Contestant], setup: dict[str, Any]) -> Table:
     """One row per contestant."""
-    table = Table(title=f"{workload}: {told['stages']} stages, {told['micro_batches']} micro-batches (ms)")
+    table = Table(title=f"{workload}: {setup['stages']} stages, {setup['micro_batches']} micro-batches (ms)")
     table.add_column("contestant")
     for column in ("median", "fastest", "simulated", "over it (%)", "busiest cpu", "ratio to torch", "to upstream"):
         table.add_column(column, justify="right")
@@ -205,8 +205,8 @@ def report(workload: str, measured: list[Contestant], told: dict[str, Any]) -> T
             cells += ["", ""]
         else:
             # As this project has them, with two layers per stage and so two chunks where there are several.
-            times = Times(told["forward"], told["backward"], told["weight"])
-            simulated = simulate(make_schedule(schedule, told["stages"], told["micro_batches"]), times).makespan
+            times = Times(setup["forward"], setup["backward"], setup["weight"])
+            simulated = simulate(make_schedule(schedule, setup["stages"], setup["micro_batches"]), times).makespan
             cells += [f"{simulated:.0f}", f"{100 * (median / simulated - 1):.1f}"]
         cells.append(f"{1000 * statistics.median(took['busy'] for took in contestant.took):.0f}")
         for other in ("torch", "upstream"):
@@ -238,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     for workload in options.workload:
         given = {name: getattr(options, name) for name in ("stages", "micro_batches", "megabytes")}
-        told = {
+        setup = {
             **WORKLOADS[workload],
             **{name: value for name, value in given.items() if value is not None and name in WORKLOADS[workload]},
             **{name: getattr(options, name) for name in ("forward", "backward", "weight")},
@@ -247,13 +247,13 @@ def main() -> None:
         names = ENTERED[workload] + (UPSTREAM[workload] if options.peer_python else [])
         if options.only:
             names = options.only.split(",")
-        measured = measure(names, told, options)
+        measured = measure(names, setup, options)
         if options.json:
             for contestant in measured:
                 row = {"workload": workload, "name": contestant.name, "took": contestant.took}
                 sys.stdout.write(json.dumps({**row, "why_out": contestant.why_out}) + "\n")
         else:
-            Console(width=max(110, Console().width)).print(report(workload, measured, told))
+            Console(width=max(110, Console().width)).print(report(workload, measured, setup))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def cases(ranks: int) -> list[StepCase]:
 
 
 def predict_case(case: StepCase, machine: Path, ranks: int) -> float:
-    """Returns the predicted seconds of a step, from a play and the figures in a file."""
+    """Returns the predicted seconds of a step, from a simulation and the figures in a file."""
     plan = deepspeed.plan(
         replace(case.shape, expert_ranks=1),
         case.config(),

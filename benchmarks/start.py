@@ -1,4 +1,4 @@
-"""Plays the start of thousands of ranks: the package's own calls of the store, on a clock of its own.
+"""Simulates the start of thousands of ranks: the package's own calls of the store, on a clock of its own.
 
 Every rank is a thread that runs what a rank runs between its first call and its first step: admission, the comparison
 of configurations and models, and the meetings before process groups are made. One rank runs at a time. A call of the
@@ -150,7 +150,7 @@ class VirtualClock:
             raise self._errors[0]
 
 
-class PlayedStore:
+class SimulatedStore:
     """A store in this process that one rank after the other uses; it counts.
 
     Attributes:
@@ -230,8 +230,8 @@ def _length(value: Any) -> int:
 
 
 @dataclass
-class PlayedStart:
-    """What a played start costs.
+class SimulatedStart:
+    """What a simulated start costs.
 
     Attributes:
         ranks: How many.
@@ -275,7 +275,7 @@ class _Rank:
         size = len(self._members)
         prefix, _ = receive_ranks(self._store, _joining(self._rank, size), "node-00000:29500", _TIMEOUT)
         watch = Watch(_Prefixed(self._store, prefix), "job", self._rank, size)
-        watch._begin_watching = lambda: None  # type: ignore[method-assign]  # its looks are played apart
+        watch._begin_watching = lambda: None  # type: ignore[method-assign]  # its looks are simulated apart
         try:
             self._compare(watch, size)
             for number in range(_GROUPS):
@@ -293,7 +293,7 @@ class _Rank:
 class _Prefixed:
     """A store under a prefix, without copies of its calls."""
 
-    def __init__(self, store: PlayedStore, prefix: str) -> None:
+    def __init__(self, store: SimulatedStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def __getattr__(self, name: str) -> Any:
@@ -305,8 +305,8 @@ class _Prefixed:
         )
 
 
-def play_start(ranks: int, rates: StoreRates | None = None, spread: float = 2.0) -> PlayedStart:
-    """Plays the start of a job.
+def simulate_start(ranks: int, rates: StoreRates | None = None, spread: float = 2.0) -> SimulatedStart:
+    """Simulates the start of a job.
 
     Args:
         ranks: How many.
@@ -314,16 +314,16 @@ def play_start(ranks: int, rates: StoreRates | None = None, spread: float = 2.0)
         spread: Seconds from the first process to the last.
     """
     clock = VirtualClock()
-    store = PlayedStore(clock, rates)
+    store = SimulatedStore(clock, rates)
     members = tuple(range(ranks))
     starts = [(spread * rank / ranks, _Rank(store, rank, members)) for rank in members]
     with _time_of(clock):
         clock.run(starts)
-    return PlayedStart(ranks, clock.now, store.operations, store.bytes, store.busy_seconds)
+    return SimulatedStart(ranks, clock.now, store.operations, store.bytes, store.busy_seconds)
 
 
 @dataclass(frozen=True)
-class PlayedWait:
+class SimulatedWait:
     """What it costs that all ranks but one wait for long.
 
     Attributes:
@@ -341,15 +341,15 @@ class PlayedWait:
     found_after: int | None
 
 
-def play_wait(ranks: int, diverged: int | None = None, periods: int = 2) -> PlayedWait:
-    """Plays a wait of all ranks, which none ends.
+def simulate_wait(ranks: int, diverged: int | None = None, periods: int = 2) -> SimulatedWait:
+    """Simulates a wait of all ranks that none ends.
 
     Args:
         ranks: How many wait.
         diverged: A rank that waits for something else than the others do; None: the last one is just late.
         periods: How many looks each rank has.
     """
-    store = PlayedStore()
+    store = SimulatedStore()
     members = tuple(range(ranks))
     watches = [Watch(store, "job", rank, ranks) for rank in members]
     for rank, watch in enumerate(watches):
@@ -369,7 +369,7 @@ def play_wait(ranks: int, diverged: int | None = None, periods: int = 2) -> Play
             break
     for watch in watches:
         watch.stop()
-    return PlayedWait(ranks, watches[0].period, operations, sizes, found)
+    return SimulatedWait(ranks, watches[0].period, operations, sizes, found)
 
 
 # --- how fast a store is ----------------------------------------------------------------------------------------------
@@ -408,14 +408,19 @@ def measure_rates(seconds: float = 3.0, clients: int = 16) -> StoreRates:
 
 
 def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None) -> str:
-    """Plays starts and waits, and returns a page about them."""
-    lines = ["# The start of thousands of ranks, played", "", (__doc__ or "").split("\n\n")[1].replace("\n", " "), ""]
+    """Simulates starts and waits, and returns a page about them."""
+    lines = [
+        "# The start of thousands of ranks, simulated",
+        "",
+        (__doc__ or "").split("\n\n")[1].replace("\n", " "),
+        "",
+    ]
     lines.append(f"Predicted with: {_shown(rates)}.")
     if measured is not None:
         lines.append(f"Measured here ({os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}): {_shown(measured)}.")
     lines += ["", "| ranks | seconds | store at work | operations | per rank | MB |", "|---|---|---|---|---|---|"]
     for count in ranks:
-        start = play_start(count, rates)
+        start = simulate_start(count, rates)
         lines.append(
             f"| {count:,} | {start.seconds:.1f} | {start.busy_seconds:.1f} | {start.operations:,} | "
             f"{start.operations / count:.1f} | {start.bytes / 1e6:.0f} |"
@@ -424,7 +429,7 @@ def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None)
     lines.append("| ranks | seconds between looks | operations per second | MB per second | divergence named after |")
     lines.append("|---|---|---|---|---|")
     for count in ranks:
-        late, parted = play_wait(count), play_wait(count, diverged=count // 3, periods=8)
+        late, parted = simulate_wait(count), simulate_wait(count, diverged=count // 3, periods=8)
         lines.append(
             f"| {count:,} | {late.period:.1f} | {late.operations[-1] / late.period:,.0f} | "
             f"{late.bytes[-1] / late.period / 1e6:.1f} | {parted.found_after} looks |"
@@ -433,8 +438,8 @@ def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None)
 
 
 _LEFT_OUT = (
-    "The processes start within 2 s. What torch and NCCL do besides is not played: NCCL's own rendezvous, and one read "
-    "of its identifier per rank and communicator."
+    "The processes start within 2 s. What torch and NCCL do besides is not simulated: NCCL's own rendezvous, and one "
+    "read of its identifier per rank and communicator."
 )
 
 

@@ -76,7 +76,7 @@ def _entries(workload: str, arguments: argparse.Namespace) -> list[str]:
 def _profile(workload: str, arguments: argparse.Namespace, console: Console) -> None:
     contestant = CONTESTANTS[arguments.profile]
     with Arena(WORKLOADS[workload], [contestant], peer_python=arguments.peer_python, tell=console.log) as arena:
-        arena.play(rounds=1, steps=2, warmup=arguments.warmup)
+        arena.run_rounds(rounds=1, steps=2, warmup=arguments.warmup)
         if failure := arena.results[contestant.name].failure:
             sys.exit(failure)
         texts = arena.profile(contestant.name, 5)
@@ -105,7 +105,7 @@ def main() -> int:
                 tell=lambda text, line=line, workload=workload: line.update(f"{workload}: {text}"),  # type: ignore[misc]
             ) as arena,
         ):
-            arena.play(rounds=arguments.rounds, steps=arguments.steps, warmup=arguments.warmup)
+            arena.run_rounds(rounds=arguments.rounds, steps=arguments.steps, warmup=arguments.warmup)
         contests.append(report.Contest(workload, arena.results))
     versions = {"python": platform.python_version()}
     for contest in contests:

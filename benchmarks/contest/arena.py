@@ -175,7 +175,7 @@ class _Team:
 
 
 class Arena:
-    """Starts the contestants of one workload and plays rounds; a context manager that leaves no process behind.
+    """Starts the contestants of one workload and runs rounds; a context manager that leaves no process behind.
 
     Args:
         workload: What to train.
@@ -244,8 +244,8 @@ class Arena:
         if name in self._teams:
             self._teams.pop(name).stop()
 
-    def play(self, *, rounds: int, steps: int, warmup: int, seed: int = 0) -> None:
-        """Warms all up, then plays ``rounds`` rounds of ``steps`` timed steps per contestant.
+    def run_rounds(self, *, rounds: int, steps: int, warmup: int, seed: int = 0) -> None:
+        """Warms all up, then runs ``rounds`` rounds of ``steps`` timed steps per contestant.
 
         The first step of each block is run but not timed: it finds the caches full of the previous contestant's data.
         """

@@ -31,11 +31,11 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 1024, generator=torch.Generator().manual_seed(1000 * step + rank)).bfloat16()
 
 
-def ddp(told: dict[str, Any]) -> Callable[[int], None]:
+def ddp(setup: dict[str, Any]) -> Callable[[int], None]:
     """torch's DDP in bf16 with fp32 masters left out: its hook is what is compared."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    model = nn.parallel.DistributedDataParallel(model_of(told["millions"]))
+    model = nn.parallel.DistributedDataParallel(model_of(setup["millions"]))
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants types, not their names, or none
         return default_hooks.bf16_compress_hook(state, bucket)  # by that name DDP takes it on devices only
@@ -51,16 +51,16 @@ def ddp(told: dict[str, Any]) -> Callable[[int], None]:
     return step
 
 
-def ours(told: dict[str, Any], way: str) -> Callable[[int], None]:
+def ours(setup: dict[str, Any], way: str) -> Callable[[int], None]:
     """This project; the way is "plain", or one of communication_compression.gradients."""
     import deepspeed
 
     engine = deepspeed.initialize(
-        model=model_of(told["millions"]),
+        model=model_of(setup["millions"]),
         config={
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": told["stage"]},
+            "zero_optimization": {"stage": setup["stage"]},
             "communication_data_type": "bf16",
             "gradient_clipping": 0.0,
             "communication_compression": {} if way == "plain" else {"gradients": way},
@@ -116,16 +116,16 @@ class Contestant:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    setup = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    if told.get("throttle"):
-        throttle_transport(told["throttle"])
+    if setup.get("throttle"):
+        throttle_transport(setup["throttle"])
     dist.init_process_group("gloo")
     contestants = {}
-    for way, warm in told["ways"].items():
+    for way, warm in setup["ways"].items():
         # One after the other: what is warmed up (auto chooses then) is not disturbed by the others.
-        contestants[way] = Contestant(ddp(told) if way == "ddp" else ours(told, way), warm)
-    for _ in range(told["steps"]):
+        contestants[way] = Contestant(ddp(setup) if way == "ddp" else ours(setup, way), warm)
+    for _ in range(setup["steps"]):
         for contestant in contestants.values():
             contestant.run()
     dist.barrier()

@@ -72,14 +72,14 @@ def command(namespace: str, arguments: list[str]) -> list[str]:
 
 def environment(rank: int, ranks: int, port: int, *, shaped: bool) -> dict[str, str]:
     """What a rank is told about the others."""
-    said: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": f"{_NETWORK}.1" if shaped else "127.0.0.1", "MASTER_PORT": port,
         "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
     if shaped:
-        said["GLOO_SOCKET_IFNAME"] = "eth0"
-    return {name: str(value) for name, value in said.items()}
+        summary["GLOO_SOCKET_IFNAME"] = "eth0"
+    return {name: str(value) for name, value in summary.items()}
 
 
 def sent_bytes() -> int:

@@ -33,7 +33,7 @@ class Run:
     """
 
     tokens: int
-    said: str
+    error: str
     grown: int
     seconds: float
 
@@ -55,12 +55,12 @@ class Longest:
     @property
     def fits(self) -> Run | None:
         """The longest that fits."""
-        return max((run for run in self.runs if not run.said), key=lambda run: run.tokens, default=None)
+        return max((run for run in self.runs if not run.error), key=lambda run: run.tokens, default=None)
 
     @property
     def fails(self) -> Run | None:
         """The shortest that fails."""
-        return min((run for run in self.runs if run.said), key=lambda run: run.tokens, default=None)
+        return min((run for run in self.runs if run.error), key=lambda run: run.tokens, default=None)
 
 
 def find_longest(
@@ -77,19 +77,19 @@ def find_longest(
     """
     first, second = (_run(command(tokens, 0), tokens) for tokens in short)
     for run in (first, second):
-        if run.said:
-            sys.exit(f"{' '.join(command(run.tokens, 0))} failed: {run.said}")
+        if run.error:
+            sys.exit(f"{' '.join(command(run.tokens, 0))} failed: {run.error}")
     per_token = (second.grown - first.grown) / (second.tokens - first.tokens)
     found = Longest(per_token, int(second.tokens + (mebibytes * 2**20 - second.grown) / per_token))
     tokens = _round(found.by_line * (1 - STEP), most)
     while True:
         run = _run(command(tokens, mebibytes), tokens)
         found.runs.append(run)
-        if (found.fits and found.fails) or (not run.said and tokens == most):
+        if (found.fits and found.fails) or (not run.error and tokens == most):
             return found
-        if run.said and tokens == GRAIN:
-            sys.exit(f"not even {tokens} tokens fit: {run.said}")
-        if run.said:
+        if run.error and tokens == GRAIN:
+            sys.exit(f"not even {tokens} tokens fit: {run.error}")
+        if run.error:
             tokens = min(_round(tokens * (1 - 2 * STEP), most), tokens - GRAIN)
         else:
             tokens = max(_round(tokens * (1 + 2 * STEP), most), min(tokens + GRAIN, most or tokens + GRAIN))
@@ -106,8 +106,8 @@ def _run(command: list[str], tokens: int) -> Run:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     since = time.monotonic()
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as process,
+        tempfile.TemporaryFile("w+") as error,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error, text=True, env=environment) as process,
     ):
         assert process.stdout is not None
         while process.stdout.readline().strip() != "ready" and process.poll() is None:
@@ -116,8 +116,8 @@ def _run(command: list[str], tokens: int) -> Run:
         while process.poll() is None:
             most = max(most, _data(process.pid))
             time.sleep(0.001)
-        said.seek(0)
-        last = said.read().strip().splitlines()[-1:]
+        error.seek(0)
+        last = error.read().strip().splitlines()[-1:]
         failed = f"{process.returncode}: {''.join(last)}" if process.returncode else ""
     return Run(tokens, failed, most - before, time.monotonic() - since)
 

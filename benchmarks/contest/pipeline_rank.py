@@ -147,47 +147,47 @@ def _next_token(outputs: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
-def workload(told: dict[str, Any]) -> tuple[list[nn.Module], Any, Tensor, Tensor]:
+def workload(setup: dict[str, Any]) -> tuple[list[nn.Module], Any, Tensor, Tensor]:
     """Layers, loss, and the inputs and labels of one micro-batch."""
     torch.manual_seed(0)
-    if told["workload"] == "gpt":
-        hidden, length, vocabulary = told["hidden"], told["length"], 512
+    if setup["workload"] == "gpt":
+        hidden, length, vocabulary = setup["hidden"], setup["length"], 512
         layers = [
             Embedding(vocabulary, hidden, length),
             *(Block(hidden, 4) for _ in range(8)),
             Head(vocabulary, hidden),
         ]
-        tokens = torch.randint(vocabulary, (told["rows"], length + 1))
+        tokens = torch.randint(vocabulary, (setup["rows"], length + 1))
         return layers, _next_token, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    count = told["stages"] * 2
-    times = [told[name] / 1000 * told["stages"] / count for name in ("forward", "backward", "weight")]
+    count = setup["stages"] * 2
+    times = [setup[name] / 1000 * setup["stages"] / count for name in ("forward", "backward", "weight")]
     layers = [SleepingLayer(*times) for _ in range(count)]
-    numel = told["megabytes"] * 2**20 // 4 or 4
+    numel = setup["megabytes"] * 2**20 // 4 or 4
     return layers, _mean, torch.zeros(1, numel), torch.zeros(1)
 
 
 class Deepspeed:
     """This project, or the published package: the same calls."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
         deepspeed.init_distributed("gloo")
-        layers, loss, inputs, labels = workload(told)
+        layers, loss, inputs, labels = workload(setup)
         arguments: dict[str, Any] = {}
-        if told["kind"] == "ours":
-            arguments["schedule"] = told["schedule"]
+        if setup["kind"] == "ours":
+            arguments["schedule"] = setup["schedule"]
         cut: Any = "uniform"
-        if told["workload"] == "gpt":
+        if setup["workload"] == "gpt":
             cut = "type:Block"
         model_class: Any = PipelineModule
-        if told["kind"] == "upstream" and told["schedule"] == "dualpipev":
+        if setup["kind"] == "upstream" and setup["schedule"] == "dualpipev":
             from deepspeed.pipe import DualPipeVModule as model_class
-        model = model_class(layers, num_stages=told["stages"], loss_fn=loss, partition_method=cut, **arguments)
+        model = model_class(layers, num_stages=setup["stages"], loss_fn=loss, partition_method=cut, **arguments)
         config = {
             "train_micro_batch_size_per_gpu": inputs.shape[0],
-            "gradient_accumulation_steps": told["micro_batches"],
+            "gradient_accumulation_steps": setup["micro_batches"],
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
             "steps_per_print": 10**9,
         }
@@ -217,20 +217,20 @@ class Torch:
         "dualpipev": "ScheduleDualPipeV",
     }
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         from torch.distributed import pipelining
 
         dist.init_process_group("gloo")
-        layers, loss, inputs, labels = workload(told)
-        self._rank, stages = dist.get_rank(), told["stages"]
-        name = told["schedule"]
+        layers, loss, inputs, labels = workload(setup)
+        self._rank, stages = dist.get_rank(), setup["stages"]
+        name = setup["schedule"]
         if name in ("gpipe", "1f1b", "zb-h1"):
             place = list(range(stages))
         else:
             turn = reversed(range(stages)) if name in ("zbv", "dualpipev") else range(stages)
             place = [*range(stages), *turn]
         # Embedding and head go with their neighbours.
-        ends = 1 if told["workload"] == "gpt" else 0
+        ends = 1 if setup["workload"] == "gpt" else 0
         inner = (len(layers) - 2 * ends) // len(place)
         bounds = [0, *(ends + inner * chunk for chunk in range(1, len(place))), len(layers)]
         own = [chunk for chunk, stage in enumerate(place) if stage == self._rank]
@@ -241,10 +241,10 @@ class Torch:
         ]
         made = getattr(pipelining, self.NAMES[name])
         takes_one = name in ("gpipe", "1f1b")
-        self._schedule = made(parts[0] if takes_one else parts, told["micro_batches"], loss_fn=loss)
+        self._schedule = made(parts[0] if takes_one else parts, setup["micro_batches"], loss_fn=loss)
         self._is_first, self._is_last = 0 in own, len(place) - 1 in own
-        self._inputs = torch.cat([inputs] * told["micro_batches"])
-        self._labels = torch.cat([labels] * told["micro_batches"])
+        self._inputs = torch.cat([inputs] * setup["micro_batches"])
+        self._labels = torch.cat([labels] * setup["micro_batches"])
         self._optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
 
     def step(self) -> float:
@@ -259,12 +259,12 @@ class Torch:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("told", type=json.loads)
-    told = parser.parse_args().told
-    os.environ.update({key: str(value) for key, value in told["environment"].items()})
+    parser.add_argument("setup", type=json.loads)
+    setup = parser.parse_args().setup
+    os.environ.update({key: str(value) for key, value in setup["environment"].items()})
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr  # what others print does not mix with the answers
-    contestant = Torch(told) if told["kind"] == "torch" else Deepspeed(told)
+    contestant = Torch(setup) if setup["kind"] == "torch" else Deepspeed(setup)
     answers.write("ready\n")
     answers.flush()
     for _ in sys.stdin:

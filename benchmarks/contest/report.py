@@ -26,7 +26,7 @@ Rows = tuple[list[str], list[list[str]]]  # header, body
 
 @dataclass(frozen=True)
 class Contest:
-    """One workload, played."""
+    """The results of one workload, by contestant."""
 
     workload: str
     results: Mapping[str, Result]

@@ -263,9 +263,9 @@ class TuningHooks(EngineHooks):
         inside = wall * sum(self.tracker.seconds().values()) / sum(walls)
         own_ranks = self._experiment.ranks_per_node or comm.get_world_size()
         # Every rank plans a part, so all of them go by what the first has measured.
-        box = [(wall, inside, self._machine(own_ranks))]
-        comm.broadcast_object_list(box, src=0)
-        wall, inside, machine = box[0]
+        objects = [(wall, inside, self._machine(own_ranks))]
+        comm.broadcast_object_list(objects, src=0)
+        wall, inside, machine = objects[0]
         if comm.get_rank() >= own_ranks:
             return  # on another node, whose files the tuner may not see
         assert self._model is not None and self._inputs is not None, "an update has been made"

@@ -58,7 +58,7 @@ class FullTensor:
         return self.shape.numel()
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """The flattened values piece by piece, each valid until the next."""
+        """The flattened values chunk by chunk, each valid until the next."""
         if not self._kind:
             yield self._source.read_buffer(self.name).to(self.dtype).reshape(-1)
             return

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.roster import Listed, Roster, roster
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
-from deepspeed.comm.transports.transport import Piece
+from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.zero.access.whole_buckets import bucket_source, walk_full
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
@@ -201,7 +201,11 @@ def rounds(listed: Roster, *, exclude_frozen: bool) -> Iterator[list[Step]]:
                 if exclude_frozen and is_frozen:
                     continue
                 seen = held.setdefault(tile.logical, set())
-                new = {(box.whole, box.shape): box.numel for box in tile.boxes if (box.whole, box.shape) not in seen}
+                new = {
+                    (region.whole, region.shape): region.numel
+                    for region in tile.regions
+                    if (region.whole, region.shape) not in seen
+                }
                 seen.update(new)
                 total = tile.whole().numel
                 before = there.get(tile.logical, 0)
@@ -234,7 +238,7 @@ def walk_job(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> It
                 source = bucket_source(runtime, by_index[index], "param")
                 assert source is not None
                 mine = source.read(range(len(source.layout.tiles)), borrow=True)
-        pieces, arrived = [], []
+        transfers, arrived = [], []
         for step in steps:
             values: torch.Tensor | None = None
             if step.listed.rank == job.rank:
@@ -243,9 +247,9 @@ def walk_job(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> It
                 dtype = getattr(torch, step.listed.layout.dtype)
                 values = torch.empty(step.tile.numel, dtype=dtype, device=device)
             if step.listed.rank != 0 and step.tile.numel:
-                pieces.append(Piece(step.listed.rank, 0, values))
+                transfers.append(TensorTransfer(step.listed.rank, 0, values))
             arrived.append(values)
-        job.move(pieces, label="the parameters of all ranks")
+        job.move(transfers, label="the parameters of all ranks")
         if job.rank:
             continue
         for step, values in zip(steps, arrived, strict=True):
@@ -257,7 +261,7 @@ def walk_job(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> It
             whole = wholes.get(tile.logical)
             if whole is None:
                 whole = wholes[tile.logical] = torch.empty(tile.global_shape, dtype=values.dtype, device="cpu")
-            for box in tile.boxes:
-                whole[box.in_whole] = values.view(tile.shape)[box.in_tile].to(whole.device)
+            for region in tile.regions:
+                whole[region.in_whole] = values.view(tile.shape)[region.in_tile].to(whole.device)
             if step.completes:
                 yield tile.logical, wholes.pop(tile.logical)

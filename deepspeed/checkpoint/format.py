@@ -3,18 +3,18 @@
 A tag folder holds
 
 - safetensors files, one per rank and *kind*, whose tensors are 1-D runs of the flat buffers of the model's buckets
-  (:mod:`deepspeed.zero.tiling.layout`). A **piece** is such a run: elements ``[start, stop)`` of the flat buffer of
-  one bucket. Nothing in a piece depends on how many ranks wrote it, so any number of ranks can read it.
+  (:mod:`deepspeed.zero.tiling.layout`). The manifest lists them as ``pieces``: each is ``[start, stop)`` of the flat
+  buffer of one bucket. No run depends on how many ranks wrote it, so any number of ranks can read it.
 - small torch files with counters, schedules and the caller's own state, readable by torch's restricted loader.
 - ``manifest.json``, written last: the layout (every parameter's name, shape and place, or those of the tiles that it
-  was cut into, each once), every file with its size and a CRC-32 for each 4 MiB, every piece, and a digest of all
+  was cut into, each once), every file with its size and a CRC-32 for each 4 MiB, every run, and a digest of all
   that. A folder without it is not a checkpoint.
 
 Kinds: ``master`` (the values the optimizer updates), ``compute`` (the values the model computes with, where there is no
 master, or where they are not just the master rounded), ``optimizer.<state>`` for each per-element optimizer state,
 ``buffers``, ``private`` (whole tensors that belong to one rank, ``checkpoint.private``), ``torch``.
 
-Versions of the manifest: 1 has whole parameters only; 2 says of each tile which boxes of which parameter it holds
+Versions of the manifest: 1 has whole parameters only; 2 says of each tile which regions of which parameter it holds
 (:mod:`deepspeed.zero.tiling.tiles`). Both are read, 2 is written.
 """
 
@@ -34,7 +34,7 @@ import torch
 
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiling.layout import BucketLayout
-from deepspeed.zero.tiling.tiles import Box, Tile, TilePart, first_overlap
+from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion, first_overlap
 
 FORMAT = "deepspeed-checkpoint"
 VERSION = 2
@@ -57,7 +57,7 @@ _HEADER_ALIGNMENT = 64  # so that mapped tensors are aligned
 _LARGEST_NUMEL = 1 << 48
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 
-# safetensors' names of dtypes, which the pieces use too.
+# safetensors' names of dtypes, which the runs use too.
 _DTYPE_CODES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -168,7 +168,7 @@ class SavedFile:
         kind: What it holds; see the module.
         size: Bytes.
         checksums: CRC-32 of each :data:`CHUNK_BYTES` of the file.
-        pieces: Stretches of buckets in it.
+        runs: Stretches of buckets in it.
         tensors: Whole tensors in it.
     """
 
@@ -176,7 +176,7 @@ class SavedFile:
     kind: str
     size: int
     checksums: tuple[int, ...]
-    pieces: tuple[SavedRun, ...] = ()
+    runs: tuple[SavedRun, ...] = ()
     tensors: tuple[NamedTensor, ...] = ()
 
 
@@ -304,8 +304,8 @@ def _encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
 def _encode_part(part: TilePart | None) -> list[Any] | None:
     if part is None:
         return None
-    boxes = [[list(box.whole), list(box.tile), list(box.shape)] for box in part.boxes]
-    return [part.name, list(part.global_shape), boxes]
+    regions = [[list(region.whole), list(region.tile), list(region.shape)] for region in part.regions]
+    return [part.name, list(part.global_shape), regions]
 
 
 def _encode_file(entry: SavedFile) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def _encode_file(entry: SavedFile) -> dict[str, Any]:
         "kind": entry.kind,
         "size": entry.size,
         "crc32": list(entry.checksums),
-        "pieces": [[p.bucket, p.start, p.stop, dtype_code(p.dtype), p.offset] for p in entry.pieces],
+        "pieces": [[p.bucket, p.start, p.stop, dtype_code(p.dtype), p.offset] for p in entry.runs],
         "tensors": [[t.name, list(t.shape), dtype_code(t.dtype), t.offset] for t in entry.tensors],
     }
 
@@ -406,7 +406,7 @@ def _decode(data: bytes, check: _Checker) -> Manifest:
 
 
 def _check_tiles(name: str, tiles: Sequence[SavedTile], buckets: Sequence[BucketLayout], check: _Checker) -> None:
-    """Tiles of one parameter agree on what it is, each is there once, and they overlap only where boxes are equal."""
+    """Tiles of one parameter agree on what it is, each is there once, and they overlap only where regions are equal."""
     first = tiles[0].tile
     if len(tiles) == 1:
         return
@@ -414,13 +414,13 @@ def _check_tiles(name: str, tiles: Sequence[SavedTile], buckets: Sequence[Bucket
         raise check.fail(f"tiles of parameter {name!r} disagree about its shape")
     if len({buckets[entry.bucket].dtype for entry in tiles}) > 1:
         raise check.fail(f"tiles of parameter {name!r} have different dtypes")
-    held = [entry.tile.boxes for entry in tiles if entry.tile.boxes or entry.tile.part is None]
+    held = [entry.tile.regions for entry in tiles if entry.tile.regions or entry.tile.part is None]
     if len(set(held)) != len(held):
         raise check.fail(f"parameter {name!r} occurs twice in the layout")
-    boxes = list({(box.whole, box.shape) for entry in tiles for box in entry.tile.boxes})
-    pair = first_overlap(boxes)
+    regions = list({(region.whole, region.shape) for entry in tiles for region in entry.tile.regions})
+    pair = first_overlap(regions)
     if pair is not None:
-        raise check.fail(f"tiles of parameter {name!r} overlap at {boxes[pair[0]][0]} and {boxes[pair[1]][0]}")
+        raise check.fail(f"tiles of parameter {name!r} overlap at {regions[pair[0]][0]} and {regions[pair[1]][0]}")
 
 
 def _names(body: dict[str, Any], key: str, check: _Checker) -> Iterable[str]:
@@ -459,15 +459,15 @@ def _decode_bucket(index: int, entry: Any, check: _Checker, version: int) -> Buc
 
 
 def _decode_part(row: Any, check: _Checker) -> TilePart:
-    name, shape, boxes = check.row(row, 3, "the part of a tile")
+    name, shape, regions = check.row(row, 3, "the part of a tile")
     name = check.text(name, "the name of a parameter")
-    if not isinstance(boxes, list):
-        raise check.fail(f"the boxes of {name!r} are no list")
+    if not isinstance(regions, list):
+        raise check.fail(f"the regions of {name!r} are no list")
     made = []
-    for box in boxes:
-        whole, tile, extents = check.row(box, 3, f"a box of {name!r}")
-        what = f"a box of {name!r}"
-        made.append(Box(check.indices(whole, what), check.indices(tile, what), check.shape(extents, what)))
+    for region in regions:
+        whole, tile, extents = check.row(region, 3, f"a region of {name!r}")
+        what = f"a region of {name!r}"
+        made.append(TileRegion(check.indices(whole, what), check.indices(tile, what), check.shape(extents, what)))
     return TilePart(name, check.shape(shape, f"parameter {name!r}"), tuple(made))
 
 
@@ -479,14 +479,14 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
     checksums = check.get(entry, "crc32", list)
     if len(checksums) != -(-size // CHUNK_BYTES):
         raise check.fail(f"{name!r} has {len(checksums)} checksums for {size} bytes")
-    pieces = []
+    runs = []
     for row in check.get(entry, "pieces", list):
-        bucket, start, stop, code, offset = check.row(row, 5, f"a piece of {name!r}")
+        bucket, start, stop, code, offset = check.row(row, 5, f"a run of {name!r}")
         bucket = check.number(bucket, f"a bucket in {name!r}", 0, len(buckets) - 1)
         numel = buckets[bucket].numel
-        stop = check.number(stop, f"the end of a piece of {name!r}", 1, numel)
-        start = check.number(start, f"the start of a piece of {name!r}", 0, stop - 1)
-        pieces.append(SavedRun(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8)))
+        stop = check.number(stop, f"the end of a run of {name!r}", 1, numel)
+        start = check.number(start, f"the start of a run of {name!r}", 0, stop - 1)
+        runs.append(SavedRun(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8)))
     tensors = []
     for row in check.get(entry, "tensors", list):
         tensor, shape, code, offset = check.row(row, 4, f"a tensor of {name!r}")
@@ -498,7 +498,7 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
                 check.number(offset, f"an offset in {name!r}", 8),
             )
         )
-    ends = [piece.offset + piece.nbytes for piece in pieces] + [held.offset + held.nbytes for held in tensors]
+    ends = [run.offset + run.nbytes for run in runs] + [held.offset + held.nbytes for held in tensors]
     if max(ends, default=0) > size:
         raise check.fail(f"{name!r} is too short for what it should hold")
     return SavedFile(
@@ -506,7 +506,7 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
         kind=check.text(check.get(entry, "kind", str), "a kind"),
         size=size,
         checksums=tuple(check.number(value, "a checksum", 0, 0xFFFFFFFF) for value in checksums),
-        pieces=tuple(pieces),
+        runs=tuple(runs),
         tensors=tuple(tensors),
     )
 

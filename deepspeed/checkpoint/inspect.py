@@ -197,9 +197,9 @@ def _parameter_table(source: CheckpointSource) -> Table:
 
 
 def _tiles(parameter: SavedParameter) -> str:
-    """Returns how a parameter is cut: the shapes of its tiles, and of how many boxes each is made."""
+    """Returns how a parameter is cut: the shapes of its tiles, and of how many regions each is made."""
     shown = [
-        f"{tile.shape}" + (f" of {len(tile.boxes)} boxes" if len(tile.boxes) != 1 else "")
+        f"{tile.shape}" + (f" of {len(tile.regions)} regions" if len(tile.regions) != 1 else "")
         for tile in parameter.tiles[:_SHOWN_TILES]
     ]
     more = ", ..." if len(parameter.tiles) > _SHOWN_TILES else ""

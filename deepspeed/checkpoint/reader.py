@@ -155,21 +155,21 @@ class FileRun(NamedTuple):
     Attributes:
         start: The first, in the flattened tile.
         stop: One past the last.
-        piece: Where they are.
+        saved: The run of the file in which they are.
         reader: Its file.
         offset: First byte there.
     """
 
     start: int
     stop: int
-    piece: SavedRun
+    saved: SavedRun
     reader: FileReader
     offset: int
 
     @property
     def end(self) -> int:
         """One past the last byte."""
-        return self.offset + (self.stop - self.start) * self.piece.dtype.itemsize
+        return self.offset + (self.stop - self.start) * self.saved.dtype.itemsize
 
 
 class CheckpointReader:
@@ -199,9 +199,9 @@ class CheckpointReader:
         self._verify = verify
         readers = [FileReader(folder, record) for record in self.manifest.files] if files is None else files
         self._files = {reader.record.name: reader for reader in readers}
-        self._pieces = self._index_pieces()
+        self._runs = self._index_runs()
         self._kinds: dict[int, list[str]] = defaultdict(list)
-        for kind, bucket in self._pieces:
+        for kind, bucket in self._runs:
             self._kinds[bucket].append(kind)
         self._sources: dict[str, list[SavedTile]] = {}
         self._buffers = {
@@ -228,14 +228,14 @@ class CheckpointReader:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _index_pieces(self) -> dict[tuple[str, int], list[tuple[SavedRun, FileReader]]]:
+    def _index_runs(self) -> dict[tuple[str, int], list[tuple[SavedRun, FileReader]]]:
         found: dict[tuple[str, int], list[tuple[SavedRun, FileReader]]] = defaultdict(list)
         for record in self.manifest.files:
-            for piece in record.pieces:
-                found[(record.kind, piece.bucket)].append((piece, self._files[record.name]))
-        for (kind, bucket), pieces in found.items():
-            pieces.sort(key=lambda entry: entry[0].start)
-            for (first, _), (second, reader) in zip(pieces, pieces[1:], strict=False):
+            for run in record.runs:
+                found[(record.kind, run.bucket)].append((run, self._files[record.name]))
+        for (kind, bucket), runs in found.items():
+            runs.sort(key=lambda entry: entry[0].start)
+            for (first, _), (second, reader) in zip(runs, runs[1:], strict=False):
                 if second.start < first.stop:
                     raise CheckpointError(f"{reader.path}: {kind} of bucket {bucket} is there twice; it is damaged")
         return found
@@ -246,7 +246,7 @@ class CheckpointReader:
         kinds = {}
         for kind in self._kinds[filled[0].bucket] if filled else ():
             if all(self._covers(kind, entry.bucket, entry.start, entry.stop) for entry in filled):
-                kinds[kind] = self._pieces[(kind, filled[0].bucket)][0][0].dtype
+                kinds[kind] = self._runs[(kind, filled[0].bucket)][0][0].dtype
         dtype = getattr(torch, self.manifest.buckets[saved[0].bucket].dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{self.folder}: parameter {name!r} has no known dtype; the checkpoint was altered")
@@ -262,21 +262,21 @@ class CheckpointReader:
         return SavedParameter(name, whole.shape, kinds, name in self.manifest.frozen, dtype, tiles)
 
     def _is_complete(self, name: str, whole: Tile) -> bool:
-        """Returns whether the tiles of a parameter together are all of it: their distinct boxes do not overlap."""
+        """Returns whether the tiles of a parameter together are all of it: their distinct regions do not overlap."""
         if self.manifest.tiles[name][0].tile.part is None:
             return True
-        return sum(box.numel for entry in self._sources_of(name) for box in entry.tile.boxes) == whole.numel
+        return sum(region.numel for entry in self._sources_of(name) for region in entry.tile.regions) == whole.numel
 
     def _sources_of(self, name: str) -> list[SavedTile]:
-        """The tiles of a parameter, each with those boxes that no earlier one has (heads that several ranks hold)."""
+        """The tiles of a parameter, each with those regions that no earlier one has (heads that several ranks hold)."""
         if name not in self._sources:
             seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
             found = []
             for entry in self.manifest.tiles[name]:
-                new = tuple(box for box in entry.tile.boxes if (box.whole, box.shape) not in seen)
-                seen.update((box.whole, box.shape) for box in new)
-                if entry.tile.part is not None and len(new) < len(entry.tile.boxes):
-                    part = replace(entry.tile.part, boxes=new)
+                new = tuple(region for region in entry.tile.regions if (region.whole, region.shape) not in seen)
+                seen.update((region.whole, region.shape) for region in new)
+                if entry.tile.part is not None and len(new) < len(entry.tile.regions):
+                    part = replace(entry.tile.part, regions=new)
                     entry = entry._replace(tile=replace(entry.tile, part=part))
                 found.append(entry)
             self._sources[name] = found
@@ -284,19 +284,19 @@ class CheckpointReader:
 
     def _covers(self, kind: str, bucket: int, start: int, stop: int) -> bool:
         position = start
-        for piece, _ in self._overlapping(kind, bucket, start, stop):
-            if piece.start > position:
+        for run, _ in self._overlapping(kind, bucket, start, stop):
+            if run.start > position:
                 return False
-            position = piece.stop
+            position = run.stop
         return position >= stop
 
     def _overlapping(self, kind: str, bucket: int, start: int, stop: int) -> Iterator[tuple[SavedRun, FileReader]]:
-        pieces = self._pieces.get((kind, bucket), [])
-        first = bisect.bisect_right(pieces, start, key=lambda entry: entry[0].stop)
-        for piece, reader in pieces[first:]:
-            if piece.start >= stop:
+        runs = self._runs.get((kind, bucket), [])
+        first = bisect.bisect_right(runs, start, key=lambda entry: entry[0].stop)
+        for run, reader in runs[first:]:
+            if run.start >= stop:
                 return
-            yield piece, reader
+            yield run, reader
 
     def _spans(self, wanted: Wanted) -> Iterator[tuple[SavedTile, Span]]:
         """In which saved tile what part of ``wanted`` lies, and where."""
@@ -332,13 +332,13 @@ class CheckpointReader:
         for entry, span in self._spans(wanted):
             low = entry.start + span.other_start
             position, high = low, low + span.numel
-            for piece, reader in self._overlapping(wanted.kind, entry.bucket, low, high):
-                first, last = max(piece.start, low), min(piece.stop, high)
+            for run, reader in self._overlapping(wanted.kind, entry.bucket, low, high):
+                first, last = max(run.start, low), min(run.stop, high)
                 if all_of_it and first > position:
                     break
                 start = span.start + first - low
-                offset = piece.offset + (first - piece.start) * piece.dtype.itemsize
-                yield FileRun(start, start + last - first, piece, reader, offset)
+                offset = run.offset + (first - run.start) * run.dtype.itemsize
+                yield FileRun(start, start + last - first, run, reader, offset)
                 position = last
             if all_of_it and position < high:
                 raise CheckpointError(f"{self.folder}: {wanted.kind} of {wanted.name!r} is not complete")
@@ -395,11 +395,11 @@ class CheckpointReader:
             first = window[0]
             if len(window) == 1:
                 place = out[first.start - wanted.start : first.stop - wanted.start]
-                _copy(first.reader, first.offset, first.piece.dtype, place)
+                _copy(first.reader, first.offset, first.saved.dtype, place)
                 continue
             data = torch.empty(window[-1].end - first.offset, dtype=torch.uint8)
             first.reader.read_into(first.offset, bytes_of(data))
-            values = data.view(first.piece.dtype)
+            values = data.view(first.saved.dtype)
             for run in window:
                 start = (run.offset - first.offset) // values.element_size()
                 place = out[run.start - wanted.start : run.stop - wanted.start]
@@ -447,12 +447,12 @@ class CheckpointReader:
 
 
 def windows(runs: Iterable[FileRun]) -> Iterator[list[FileRun]]:
-    """Runs that are read at once: of one piece, close together."""
+    """Groups runs that are read at once: they lie close together in one run of the file."""
     window: list[FileRun] = []
     for run in runs:
         if window:
             last = window[-1]
-            is_near = run.piece is last.piece and 0 <= run.offset - last.end <= _GAP_BYTES
+            is_near = run.saved is last.saved and 0 <= run.offset - last.end <= _GAP_BYTES
             if not is_near or run.end - window[0].offset > _WINDOW_BYTES:
                 yield window
                 window = []

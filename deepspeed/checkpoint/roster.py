@@ -15,7 +15,7 @@ from deepspeed.checkpoint.run_state import RunState
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.tiling.layout import BucketLayout
-from deepspeed.zero.tiling.tiles import Box, Tile
+from deepspeed.zero.tiling.tiles import Tile, TileRegion
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ _Gathered = tuple[list[Listed], dict[str, str], list[str], dict[str, Any]]
 
 def _refuse_copies(listed: tuple[Listed, ...]) -> None:
     """A tile that two ranks would write is a copy that is not known as one, or a part that is not known as one."""
-    found: dict[tuple[str, tuple[Box, ...]], int] = {}
+    found: dict[tuple[str, tuple[TileRegion, ...]], int] = {}
     for entry in listed:
         for tile in entry.layout.tiles:
-            if tile.boxes and found.setdefault((tile.logical, tile.boxes), entry.rank) != entry.rank:
+            if tile.regions and found.setdefault((tile.logical, tile.regions), entry.rank) != entry.rank:
                 what = "whole" if tile.part is None else "the same part"
                 raise CheckpointError(
                     f"save_checkpoint: parameter {tile.logical!r} is {what} on rank "
-                    f"{found[tile.logical, tile.boxes]} and again on rank {entry.rank}, where one of the "
+                    f"{found[tile.logical, tile.regions]} and again on rank {entry.rank}, where one of the "
                     "two must be a replica. If the ranks hold different parts of it, mark them: "
                     "deepspeed.zero.tiling.parts.say_part(parameter, TilePart.cut(...)) before initialize"
                 )

@@ -1,4 +1,4 @@
-"""Files of full tensors that other programs read: torch or safetensors, in one piece or in shards with an index.
+"""Files of full tensors that other programs read: torch or safetensors, in one file or in shards with an index.
 
 Tensors come one after the other, in the planned order, so that a safetensors file costs no more memory than one part of
 a tensor, and a torch file no more than itself.

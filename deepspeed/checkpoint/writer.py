@@ -205,10 +205,10 @@ class FileWriter:
         """Writes runs of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
         entries = [_FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in runs]
         offsets, size, checksums = self._write(name, entries)
-        pieces = tuple(
+        saved = tuple(
             SavedRun(s.bucket, s.start, s.stop, s.dtype, offset) for s, offset in zip(runs, offsets, strict=True)
         )
-        return SavedFile(name, kind, size, checksums, pieces=pieces)
+        return SavedFile(name, kind, size, checksums, runs=saved)
 
     def write_tensors(self, name: str, kind: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> SavedFile:
         """Writes whole tensors, of any shape, under their names."""

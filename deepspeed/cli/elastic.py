@@ -60,8 +60,8 @@ def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
     found: dict[int, int] = {}
     for micro in sorted(section.micro_batch_sizes):
         if total % micro == 0:
-            pieces = total // micro
-            found.update(dict.fromkeys(divisors_of(pieces), micro))
+            micro_batches = total // micro
+            found.update(dict.fromkeys(divisors_of(micro_batches), micro))
     step = section.num_gpus_per_node if section.version >= 0.2 else 1
     model_parallel = section.model_parallel_size
     kept = {ranks * model_parallel: micro for ranks, micro in found.items()}

@@ -51,7 +51,7 @@ class EnvironmentInfo:
     """Everything the report shows.
 
     Attributes:
-        versions: Name and version of each piece of software.
+        versions: Name and version of each program and package.
         machine: Name and value of each property of this machine.
         usable: What can be used here.
         missing: Features that this release does not have, and what to do instead.

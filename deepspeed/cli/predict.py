@@ -28,7 +28,7 @@ _FLAGS = {
     "compiled": ("is_compiled", "elementwise operations are fused"),
     "fused-loss": ("has_fused_loss", "one kernel computes the loss from 16-bit logits"),
     "cut-norms": ("cuts_norms", "tensor.sequence_parallel_norms, also beside stages"),
-    "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks run beside products, in pieces"),
+    "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks run beside products, in chunks"),
 }
 _NUMBERS = {
     "shard-ranks": ("shard_ranks", int, "ranks that share states, where these are not all that share a batch"),

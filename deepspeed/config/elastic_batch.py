@@ -152,8 +152,8 @@ def _largest_factor(limit: int) -> int:
 def _sharing(batch: int, micros: Sequence[int], least: int, most: int) -> tuple[int, ...]:
     """Returns the numbers of ranks, ascending, that divide ``batch`` into whole micro-batches."""
     counts: set[int] = set()
-    for pieces in {batch // micro for micro in micros if batch % micro == 0}:
-        counts |= divisors_of(pieces)
+    for micro_batches in {batch // micro for micro in micros if batch % micro == 0}:
+        counts |= divisors_of(micro_batches)
     return tuple(sorted(count for count in counts if least <= count <= most))
 
 

@@ -26,12 +26,12 @@ from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.states import random_state
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
-from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copy_memory import CopyMemory, open_memory
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
 
-_ALIGNMENT = 64  # bytes, so that every piece begins on a cache line
+_ALIGNMENT = 64  # bytes, so that every run begins on a cache line
 _KEPT = 2  # generations
 
 
@@ -144,7 +144,7 @@ class StateCopy:
         generation: The number of updates after which it was made.
         owner: Number of the member whose states they are.
         layout: Of its job.
-        pieces: Where each run lies in ``data``, by kind.
+        runs: Where each run lies in ``data``, by kind.
         small: Pickled :class:`SmallStates`.
         data: The values as bytes, in host memory.
         memory: Which is this, where this process made it.
@@ -153,7 +153,7 @@ class StateCopy:
     generation: int
     owner: int
     layout: CopyLayout
-    pieces: dict[str, tuple[SavedRun, ...]]
+    runs: dict[str, tuple[SavedRun, ...]]
     small: bytes
     data: torch.Tensor
     memory: CopyMemory | None = None
@@ -342,19 +342,19 @@ def copy_states(
         held: Has memory to spare.
         forward: See :func:`small_states`.
     """
-    pieces: dict[str, list[SavedRun]] = {}
+    runs: dict[str, list[SavedRun]] = {}
     found: list[tuple[SavedRun, torch.Tensor]] = []
     size = 0
     for kind, bucket, start, values in _stretches(run_state):
         if values.numel():
-            piece = SavedRun(bucket, start, start + values.numel(), values.dtype, size)
-            pieces.setdefault(kind, []).append(piece)
-            found.append((piece, values))
-            size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+            run = SavedRun(bucket, start, start + values.numel(), values.dtype, size)
+            runs.setdefault(kind, []).append(run)
+            found.append((run, values))
+            size += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = held.spare(owner, size, layout.epoch)
-    for piece, values in found:
-        memory.data[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).copy_(values)
-    tupled = {kind: tuple(listed) for kind, listed in pieces.items()}
+    for run, values in found:
+        memory.data[run.offset : run.offset + run.nbytes].view(run.dtype).copy_(values)
+    tupled = {kind: tuple(listed) for kind, listed in runs.items()}
     small = small_states(run_state, forward)
     return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small, memory.data, memory)
 
@@ -391,7 +391,7 @@ class BuddyLink:
             return None
         following, before = (rank + 1) % size, (rank - 1) % size
         address = copy.memory.address if copy.memory is not None else None
-        words = pickle.dumps((copy.generation, copy.pieces, copy.small, address))
+        words = pickle.dumps((copy.generation, copy.runs, copy.small, address))
         header = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         lengths = torch.tensor([header.numel(), copy.data.numel()])
         opened = torch.tensor([*self._opened, -1, -1][:_KEPT])
@@ -399,29 +399,29 @@ class BuddyLink:
         doing = "copies of model states for the buddy"
         transport.move(
             [
-                Piece(rank, following, lengths),
-                Piece(rank, before, opened),
-                Piece(before, rank, theirs),
-                Piece(following, rank, opened_there),
+                TensorTransfer(rank, following, lengths),
+                TensorTransfer(rank, before, opened),
+                TensorTransfer(before, rank, theirs),
+                TensorTransfer(following, rank, opened_there),
             ],
             label=doing,
         )
         told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
-        transport.move([Piece(rank, following, header), Piece(before, rank, told_there)], label=doing)
-        generation, pieces, small, place = pickle.loads(told_there.numpy().tobytes())
+        transport.move([TensorTransfer(rank, following, header), TensorTransfer(before, rank, told_there)], label=doing)
+        generation, runs, small, place = pickle.loads(told_there.numpy().tobytes())
         data = self._opened.get(place.serial) if place is not None else None
         memory, moved = None, []
         if data is None:
             memory = self._held.spare(owners[before], int(theirs[1]), copy.layout.epoch)
             data = memory.data
-            moved.append(Piece(before, rank, data))
+            moved.append(TensorTransfer(before, rank, data))
         else:
             self._held.drop_oldest(owners[before], copy.layout.epoch)
         if address is None or address.serial not in opened_there.tolist():
-            moved.append(Piece(rank, following, copy.data))
+            moved.append(TensorTransfer(rank, following, copy.data))
             self.sent += copy.data.numel()
         transport.move(moved, label=doing)
         if memory is not None and place is not None and (found := open_memory(place, data)) is not None:
             self._opened = dict([*self._opened.items(), (place.serial, found)][-_KEPT:])
             data, memory = found, None
-        return StateCopy(generation, owners[before], copy.layout, pieces, small, data, memory)
+        return StateCopy(generation, owners[before], copy.layout, runs, small, data, memory)

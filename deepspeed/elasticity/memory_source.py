@@ -19,7 +19,7 @@ from deepspeed.checkpoint.format import Manifest, SavedFile, SavedRun
 from deepspeed.checkpoint.reader import CheckpointReader, FileReader, windows
 from deepspeed.checkpoint.source import Wanted
 from deepspeed.comm.transports.objects import gather_objects
-from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copies import CopyLayout, StateCopy
 
 _WHERE = Path("copies in host memory")
@@ -32,14 +32,14 @@ class CopyOnRank:
     Attributes:
         kept_by: The rank.
         owner: Number of the member whose states they are.
-        pieces: Where each stretch lies in its bytes, by kind.
+        runs: Where each stretch lies in its bytes, by kind.
         small: Pickled small states.
         is_own: The rank is the owner.
     """
 
     kept_by: int
     owner: int
-    pieces: dict[str, tuple[SavedRun, ...]]
+    runs: dict[str, tuple[SavedRun, ...]]
     small: bytes
     is_own: bool
 
@@ -106,11 +106,11 @@ class MemorySource(CheckpointReader):
         taken: set[tuple[str, int, int]] = set()
         # What this rank holds goes first, then what its owner holds: buddies serve the dead only.
         for copy in sorted(listed, key=lambda each: (each.kept_by != rank, not each.is_own, each.kept_by)):
-            for kind, pieces in copy.pieces.items():
-                new = tuple(piece for piece in pieces if (kind, piece.bucket, piece.start) not in taken)
-                taken.update((kind, piece.bucket, piece.start) for piece in new)
+            for kind, runs in copy.runs.items():
+                new = tuple(run for run in runs if (kind, run.bucket, run.start) not in taken)
+                taken.update((kind, run.bucket, run.start) for run in new)
                 name = f"rank{copy.kept_by:05d}-{copy.owner}-{kind}"
-                size = max((piece.offset + piece.nbytes for piece in new), default=0)
+                size = max((run.offset + run.nbytes for run in new), default=0)
                 record = SavedFile(name, kind, size, (), new)
                 files.append(record)
                 self._ranks[name] = copy.kept_by, copy.owner
@@ -141,18 +141,18 @@ class MemorySource(CheckpointReader):
                     places.append((reader, start, stop))
         doing = "fetching copies of model states"
         everybody = gather_objects(transport, dict(asked), label=doing)
-        pieces: list[Piece] = []
+        transfers: list[TensorTransfer] = []
         for reader, start, stop in sorted(places, key=lambda place: self._ranks[place[0].record.name]):
             data = torch.empty(stop - start, dtype=torch.uint8)
             reader.keep(start, data)
-            pieces.append(Piece(self._ranks[reader.record.name][0], transport.rank, data))
+            transfers.append(TensorTransfer(self._ranks[reader.record.name][0], transport.rank, data))
         came = sum(stop - start for _, start, stop in places)
         for target, theirs in enumerate(everybody):
             for (source, owner), stretches in sorted(theirs.items()):
                 if source == transport.rank and target != transport.rank:
                     data = mine[owner].data
-                    pieces += [Piece(transport.rank, target, data[start:stop]) for start, stop in stretches]
-        transport.move(pieces, label=doing)
+                    transfers += [TensorTransfer(transport.rank, target, data[start:stop]) for start, stop in stretches]
+        transport.move(transfers, label=doing)
         return came
 
     def check(self, wanted: Sequence[Wanted]) -> None:

@@ -98,7 +98,7 @@ def restore(
 
 
 def _own_words(kept: list[StateCopy], number: int, rank: int) -> _CopyTable:
-    copies = [CopyOnRank(rank, copy.owner, copy.pieces, copy.small, copy.owner == number) for copy in kept]
+    copies = [CopyOnRank(rank, copy.owner, copy.runs, copy.small, copy.owner == number) for copy in kept]
     return _CopyTable(kept[0].layout if kept else None, copies)
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
-from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
+from deepspeed.engine.compiling import EngineCompile, gathers_between_graphs
 from deepspeed.engine.efficiency import EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded, forwarded_attribute
@@ -93,7 +93,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             sums_are_open=lambda: self._batches.since_update > 0,
         )
         self._compiling = EngineCompile(
-            self.module, gathers_between_pieces(parts.placement, parts.coordinates.zero_size)
+            self.module, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
         )
         self._offloading = EngineOffload(parts)
         watch_other_optimizers()

@@ -1,6 +1,6 @@
 """``torch.compile`` of an engine's model: what is passed on, and what stage 3 refuses.
 
-At stage 3 gathers lie between the compiled pieces: at the hooks of each unit, and at every use of a parameter that is
+At stage 3 gathers lie between the compiled graphs: at the hooks of each unit, and at every use of a parameter that is
 sharded at the moment. Torch's compiler breaks its graphs there, so a model cannot be one graph.
 """
 
@@ -19,7 +19,7 @@ class EngineCompile:
 
     Args:
         module: The model.
-        gathers_between: Whether there are gathers between compiled pieces, see :func:`gathers_between_pieces`.
+        gathers_between: Whether there are gathers between compiled graphs, see :func:`gathers_between_graphs`.
     """
 
     def __init__(self, module: nn.Module, gathers_between: bool) -> None:
@@ -60,8 +60,8 @@ class EngineCompile:
         self.is_done = True
 
 
-def gathers_between_pieces(placement: Placement, ranks: int) -> bool:
-    """Returns whether compiled pieces of a model have gathers between them."""
+def gathers_between_graphs(placement: Placement, ranks: int) -> bool:
+    """Returns whether compiled graphs of a model have gathers between them."""
     return placement.shard_params and ranks > 1
 
 
@@ -80,6 +80,6 @@ def refuse_whole_graphs(model: nn.Module) -> None:
 def _whole_graph(where: str, module: nn.Module) -> str:
     return (
         f"{where}: {type(module).__name__} is to be compiled with fullgraph=True, but at ZeRO stage 3 on several ranks "
-        "its parameters are gathered between the compiled pieces, so there is more than one graph. Leave fullgraph "
+        "its parameters are gathered between the compiled graphs, so there is more than one graph. Leave fullgraph "
         "out, or use a lower stage"
     )

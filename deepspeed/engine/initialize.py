@@ -134,7 +134,7 @@ def build_parts(
 
 
 def _over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
-    """Returns where a rank stands on its island, to which samples are dealt out as to all other islands."""
+    """Returns where a rank stands on its island, to which samples are distributed as to all other islands."""
     return replace(
         inside, data_group=everybody.data_group, data_size=everybody.data_size, data_rank=everybody.data_rank
     )

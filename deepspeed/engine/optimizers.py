@@ -151,7 +151,7 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
     if placement.master_tier is Tier.FILE and optimizer is not None and not supports_flat_update(optimizer):
         raise DeepSpeedConfigError(
             f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: files '
-            f"pass through memory piece by piece, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
+            f"pass through memory chunk by chunk, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
             'this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
         )
     if placement.speculates and optimizer is not None and not supports_flat_update(optimizer):
@@ -187,7 +187,7 @@ def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimize
         )
     if Tier.FILE in (placement.master_tier, placement.param_tier):
         raise DeepSpeedConfigError(
-            f'{setting} with offload to "nvme": expected masters on the device or in host memory, since pieces in '
+            f'{setting} with offload to "nvme": expected masters on the device or in host memory, since chunks in '
             'files are laid out for fp32. Use device "cpu", or fp32 masters'
         )
 

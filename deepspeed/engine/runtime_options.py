@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
+from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
 from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.engine_feature import EngineSetup
@@ -52,7 +52,7 @@ def placement_for(setup: EngineSetup) -> Placement:
         narrow_masters=has_narrow_masters(root),
         narrow_states=has_narrow_masters(root) and root.bf16.enabled and root.bf16.bf16_optimizer_states,
     )
-    if gathers_between_pieces(placement, setup.ranks.zero_size):
+    if gathers_between_graphs(placement, setup.ranks.zero_size):
         refuse_whole_graphs(setup.model)
     return placement
 

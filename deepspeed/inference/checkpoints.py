@@ -1,8 +1,8 @@
 """Filling a model from files of weights, tensor by tensor, whether it has memory already or is on the meta device.
 
-Some tensors Transformers stores under other names and cut into pieces: experts, which files have one by one.
+Some tensors Transformers stores under other names and cut along a dimension: experts, which files have one by one.
 
-What is stored how is asked of Transformers itself, which knows it for each kind of model. A piece is then a part of the
+What is stored how is asked of Transformers itself, which knows it for each kind of model. Each is then a part of the
 tensor that the model has, like the parts that tensor-parallel ranks write, so a rank still reads its share alone.
 """
 
@@ -29,7 +29,7 @@ from deepspeed.parallel.pipe.transformers_models import pipeline_names
 from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.construction.reading import SlicesFromFiles
 from deepspeed.zero.tiling.parts import tile_of
-from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
+from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion
 
 
 def fill(
@@ -62,7 +62,7 @@ def fill(
     places = _Places(model, None if files.parts else slices)
     unknown: list[str] = []
     filled: set[str] = set()
-    pieces: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
     names = StoredNames(model, places.shape_of)
     pipeline: dict[str, str] | None = None
     for raw in files.tensors():
@@ -78,14 +78,14 @@ def fill(
             continue
         places.put(place, stored, dtype)
         filled.add(place)
-        pieces[stored.tile.name] += stored.is_part
+        parts[stored.tile.name] += stored.is_part
     for stored in names.converted():
         places.put(stored.tile.name, stored, dtype)
         filled.add(stored.tile.name)
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
-    written = Counter({name: count for name, count in pieces.items() if not names.is_made_of_pieces(name)})
+    written = Counter({name: count for name, count in parts.items() if not names.is_made_of_members(name)})
     _refuse_gaps(model, files, filled, written, unknown)
 
 
@@ -99,9 +99,9 @@ def _renamed(stored: Stored, beginnings: dict[str, str]) -> Stored:
 
 
 def _refuse_gaps(
-    model: nn.Module, files: WeightFiles, filled: set[str], pieces: Counter[str], unknown: list[str]
+    model: nn.Module, files: WeightFiles, filled: set[str], parts: Counter[str], unknown: list[str]
 ) -> None:
-    for name, count in pieces.items():
+    for name, count in parts.items():
         if count not in (0, len(files.parts)):
             raise CheckpointError(
                 f"init_inference: {name!r}: expected {len(files.parts)} parts in the files ({files}), found {count}"
@@ -173,7 +173,7 @@ class _Places:
             values = (
                 old.data if ready else torch.zeros(tile.shape, dtype=kind, device=None if old.is_meta else old.device)
             )
-            stored.copy_into(values, tile.boxes)
+            stored.copy_into(values, tile.regions)
         if not old.is_meta:
             old.data = values.to(old.device)
         elif isinstance(old, nn.Parameter):
@@ -232,8 +232,8 @@ class StoredNames:
     def __init__(self, model: nn.Module, shape_of: Callable[[str], Shape | None]) -> None:
         self._shape_of = shape_of
         self._model = model
-        self._pieces: list[tuple[re.Pattern[str], str, int, int]] = []  # pattern, target, place, places
-        self._found: Counter[str] = Counter()  # elements of pieces, by the name of the whole
+        self._members: list[tuple[re.Pattern[str], str, int, int]] = []  # pattern, target, place, places
+        self._found: Counter[str] = Counter()  # elements of members, by the name of the whole
         self._kept: list[tuple[str, str, str, torch.Tensor]] = []  # target, name in files, pattern, values
         self._tensors = stored_tensors_of(model)
         for rule in self._tensors.rules if self._tensors is not None else ():
@@ -248,7 +248,7 @@ class StoredNames:
         if (operations, dims) in ((["MergeModulelist"], [0]), (["MergeModulelist", "Concatenate"], [0, 1])):
             for place, source in enumerate(sources):
                 pattern = re.compile(re.escape(source).replace(r"\*", r"(\d+)"))
-                self._pieces.append((pattern, targets[0], place, len(sources)))
+                self._members.append((pattern, targets[0], place, len(sources)))
 
     def resolve(self, stored: Stored) -> Stored | None:
         """Returns the tensor under the name that the model may have for it: renamed, or as a part of a larger one.
@@ -258,16 +258,16 @@ class StoredNames:
             what they become.
 
         Raises:
-            CheckpointError: It is a piece, but not of the shape that the model's tensor has room for.
+            CheckpointError: It is a member of a stack, but not of the shape that the model's tensor has room for.
         """
         if self._tensors is None or stored.is_part:
             return stored
         name = self._tensors.renamed(stored.tile.name)
-        for pattern, target, place, places in self._pieces:
+        for pattern, target, place, places in self._members:
             if (found := pattern.search(name)) is not None:
                 whole = name[: found.start()] + target + name[found.end() :]
                 if (shape := self._shape_of(whole)) is not None:
-                    return self._piece(stored, whole, shape, int(found.group(1)), place, places)
+                    return self._member(stored, whole, shape, int(found.group(1)), place, places)
         reached = self._tensors.target(stored.tile.name)
         if reached is None or reached[1] is None:
             name = name if reached is None else reached[0]
@@ -304,22 +304,22 @@ class StoredNames:
                 whole = value[0] if isinstance(value, list) else value
                 yield Stored(Tile(name, tuple(whole.shape)), False, functools.partial(_part_of, whole))
 
-    def _piece(self, stored: Stored, whole: str, shape: Shape, number: int, place: int, places: int) -> Stored:
+    def _member(self, stored: Stored, whole: str, shape: Shape, number: int, place: int, places: int) -> Stored:
         rows = shape[1] // places
         if number >= shape[0] or stored.tile.shape != (rows, *shape[2:]):
             raise CheckpointError(
-                f"init_inference: {stored.tile.name!r} has shape {stored.tile.shape} in the files; as a piece of "
+                f"init_inference: {stored.tile.name!r} has shape {stored.tile.shape} in the files; as a part of "
                 f"{whole!r}, which has shape {shape} in the model, it would have {(rows, *shape[2:])}, with a number "
                 f"below {shape[0]}"
             )
         extents = (1, *stored.tile.shape)
-        box = Box((number, place * rows, *[0] * (len(shape) - 2)), (0,) * len(shape), extents)
-        self._found[whole] += box.numel
-        tile = Tile(whole, extents, part=TilePart(whole, shape, (box,)))
+        region = TileRegion((number, place * rows, *[0] * (len(shape) - 2)), (0,) * len(shape), extents)
+        self._found[whole] += region.numel
+        tile = Tile(whole, extents, part=TilePart(whole, shape, (region,)))
         return Stored(tile, True, lambda where: stored.read(where[1:]).unsqueeze(0))
 
-    def is_made_of_pieces(self, name: str) -> bool:
-        """Returns whether pieces of a tensor were found.
+    def is_made_of_members(self, name: str) -> bool:
+        """Returns whether the files have a tensor as members of a stack.
 
         Raises:
             CheckpointError: Some were, and others not.
@@ -333,7 +333,7 @@ class StoredNames:
             total *= extent
         if numel != total:
             raise CheckpointError(
-                f"init_inference: of {name!r} pieces with {numel:,} of its {total:,} elements are in the files"
+                f"init_inference: of {name!r} parts with {numel:,} of its {total:,} elements are in the files"
             )
         return True
 

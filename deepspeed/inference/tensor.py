@@ -214,7 +214,7 @@ def _write(model: nn.Module, folder: Path, place: int, size: int) -> None:
         parts[name] = tensor.detach().contiguous().cpu()
         described[name] = {
             "shape": part.global_shape,
-            "boxes": [(box.whole, box.tile, box.shape) for box in part.boxes],
+            "boxes": [(region.whole, region.tile, region.shape) for region in part.regions],
         }
     folder.mkdir(parents=True, exist_ok=True)
     if place == 0:

@@ -25,7 +25,7 @@ from deepspeed.checkpoint.directory import LATEST, format_of
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import CheckpointSource, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.tiling.tiles import Box, Tile, TilePart, in_common
+from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion, in_common
 
 PARTS = "deepspeed_parts"
 """Key of a file's header under which the parts are."""
@@ -58,13 +58,13 @@ class Stored:
         Raises:
             CheckpointError: It is no stretch, as rows are cut.
         """
-        (box,) = self.tile.boxes
+        (region,) = self.tile.regions
         shape = self.tile.global_shape
         first = self._cut_dim
-        if box.shape[first + 1 :] != shape[first + 1 :]:
+        if region.shape[first + 1 :] != shape[first + 1 :]:
             raise CheckpointError(f"init_inference: {self.tile.name!r} lies in the files in parts that cut its rows")
         place = 0
-        for index, extent in zip(box.whole, shape, strict=True):
+        for index, extent in zip(region.whole, shape, strict=True):
             place = place * extent + index
         return place
 
@@ -83,15 +83,15 @@ class Stored:
         """The first dimension with more than one element."""
         return next((dim for dim, extent in enumerate(self.tile.shape) if extent > 1), max(len(self.tile.shape) - 1, 0))
 
-    def copy_into(self, values: torch.Tensor, boxes: tuple[Box, ...]) -> None:
+    def copy_into(self, values: torch.Tensor, regions: tuple[TileRegion, ...]) -> None:
         """Reads what of the named tensor lies in ``values``, and nothing else.
 
         Args:
             values: A tile of it, in the tile's shape.
-            boxes: What of it lies there.
+            regions: What of it lies there.
         """
-        for mine in boxes:
-            for theirs in self.tile.boxes:
+        for mine in regions:
+            for theirs in self.tile.regions:
                 if (common := in_common(mine, theirs)) is not None:
                     values[common[0]] = self.read(common[1]).to(values.dtype)
 
@@ -220,8 +220,10 @@ def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
             shape = tuple(opened.get_slice(name).get_shape())
             part = None
             if described is not None:
-                boxes = tuple(Box(*(tuple(numbers) for numbers in box)) for box in described[name]["boxes"])
-                part = TilePart(name, tuple(described[name]["shape"]), boxes)
+                regions = tuple(
+                    TileRegion(*(tuple(numbers) for numbers in region)) for region in described[name]["boxes"]
+                )
+                part = TilePart(name, tuple(described[name]["shape"]), regions)
 
             def read(where: tuple[slice, ...], name: str = name) -> torch.Tensor:
                 return opened.get_slice(name)[where] if where else opened.get_tensor(name)  # type: ignore[no-any-return]

@@ -20,10 +20,10 @@ def parse_core_list(text: str) -> list[int]:
         LauncherError: It is no list of cores and ranges, or names a core twice.
     """
     cores: list[int] = []
-    for piece in text.split(","):
-        first, dash, last = (part.strip() for part in piece.partition("-"))
+    for item in text.split(","):
+        first, dash, last = (part.strip() for part in item.partition("-"))
         if not first.isdecimal() or (dash and not (last.isdecimal() and int(last) >= int(first))):
-            raise LauncherError(f"--bind_core_list {text}: expected cores and ranges like 1,3-5 but found {piece!r}")
+            raise LauncherError(f"--bind_core_list {text}: expected cores and ranges like 1,3-5 but found {item!r}")
         cores += range(int(first), int(last or first) + 1)
     if len(set(cores)) < len(cores):
         raise LauncherError(f"--bind_core_list {text}: a core comes twice; name each once")

@@ -78,8 +78,8 @@ def visible_ids(environment: Mapping[str, str], variables: tuple[str, ...], coun
     """The ids of the ``count`` devices that torch sees: those of the visible-device variable, if it is set."""
     for name in variables:
         if listed := environment.get(name, "").strip():
-            ids = [piece.strip() for piece in listed.split(",")]
-            return tuple(int(piece) if piece.isdecimal() else piece for piece in ids[:count])
+            ids = [item.strip() for item in listed.split(",")]
+            return tuple(int(item) if item.isdecimal() else item for item in ids[:count])
     return tuple(range(count))
 
 

@@ -124,15 +124,15 @@ def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) ->
     """The slots that a filter names, per host."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
-        host, colon, numbers = (piece.strip() for piece in part.partition(":"))
+        host, colon, numbers = (item.strip() for item in part.partition(":"))
         if host not in host_info:
             raise LauncherError(f"{option} {text}: host {host!r} is not among {', '.join(host_info)}")
         slots = set(host_info[host])
         if colon:
-            pieces = [piece.strip() for piece in numbers.split(",")]
-            if not all(piece.isdecimal() for piece in pieces):
+            items = [item.strip() for item in numbers.split(",")]
+            if not all(item.isdecimal() for item in items):
                 raise LauncherError(f"{option} {text}: expected slot numbers like {host}:0,2 but found {part!r}")
-            wanted = {int(piece) for piece in pieces}
+            wanted = {int(item) for item in items}
             if missing := sorted(wanted - slots):
                 raise LauncherError(f"{option} {text}: host {host!r} has slots {sorted(slots)}, not {missing}")
             slots = wanted

@@ -158,7 +158,7 @@ def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
     """Returns as many slots as were asked for: a CPU host takes any number of ranks."""
     if args.include or args.exclude:
         # Slots of a processor are only numbers: there are as many as one cares to name.
-        named = [int(piece) for piece in args.include.partition(":")[2].split(",") if piece.strip().isdecimal()]
+        named = [int(item) for item in args.include.partition(":")[2].split(",") if item.strip().isdecimal()]
         pool = {_THIS_MACHINE: max(usable_cores(), *(number + 1 for number in named), 1)}
         chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
         return _nonempty(args, chosen.get(_THIS_MACHINE, []))

@@ -32,8 +32,8 @@ def _expand(part: str) -> list[str]:
         return [part]
     numbers, _, tail = rest.partition("]")
     found = []
-    for piece in numbers.split(","):
-        first, dash, last = piece.partition("-")
+    for item in numbers.split(","):
+        first, dash, last = item.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise LauncherError(f"Slurm's node list: expected numbers and ranges in brackets, found {part!r}")
         for number in range(int(first), int(last or first) + 1):

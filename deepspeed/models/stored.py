@@ -44,7 +44,7 @@ class StoredTensors:
         self._known = model.state_dict()
 
     def order(self, key: str) -> Any:
-        """Returns what tensors in files are sorted by, so that pieces are put together in their order."""
+        """Returns what tensors in files are sorted by, so that parts are put together in their order."""
         from transformers.core_model_loading import dot_natural_key
 
         return dot_natural_key(key)

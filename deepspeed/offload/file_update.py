@@ -1,7 +1,7 @@
 """The update of masters that live in files: read ahead, update, write behind.
 
-A piece passes through a *set* of staging buffers, one for the master and one for each state. With one set everything
-happens in turn; with more, the next piece is read and the last one written while one is updated. Gradients are in host
+A chunk passes through a *set* of staging buffers, one for the master and one for each state. With one set everything
+happens in turn; with more, the next chunk is read and the last one written while one is updated. Gradients are in host
 memory and the compute parameters go where they live, as in the host's update.
 """
 
@@ -24,7 +24,7 @@ from deepspeed.zero.update.loop import Operands, UpdateSlice
 
 @dataclass
 class _StagingBuffers:
-    """Staging buffers of one piece."""
+    """Staging buffers of one chunk."""
 
     buffers: list[torch.Tensor]
     transfers: list[Transfer] = field(default_factory=list)
@@ -36,15 +36,15 @@ class _StagingBuffers:
 
 
 class FileUpdate(HostUpdate):
-    """Updates masters piece by piece through staging buffers.
+    """Updates masters chunk by chunk through staging buffers.
 
     Args:
         memory: The files.
-        piece_numel: Most elements of a piece; whole pages of fp32.
-        tensors: Tensors of a piece: the master and its states.
+        chunk_numel: Most elements of a chunk; whole pages of fp32.
+        tensors: Tensors of a chunk: the master and its states.
         sets: Sets of buffers.
-        reads_ahead: Read the next pieces while one is updated.
-        writes_behind: Write the last pieces while one is updated.
+        reads_ahead: Read the next chunks while one is updated.
+        writes_behind: Write the last chunks while one is updated.
         pin: Lock the pages of further buffers.
         up: Stream for copies to the device.
     """
@@ -53,7 +53,7 @@ class FileUpdate(HostUpdate):
         self,
         memory: FileMemory,
         *,
-        piece_numel: int,
+        chunk_numel: int,
         tensors: int,
         sets: int,
         reads_ahead: bool,
@@ -61,7 +61,7 @@ class FileUpdate(HostUpdate):
         pin: bool,
         up: CopyStream,
     ) -> None:
-        super().__init__(piece_numel=piece_numel, pin=pin, up=up)
+        super().__init__(chunk_numel=chunk_numel, pin=pin, up=up)
         self._memory = memory
         self._tensors = tensors
         self._count = sets
@@ -74,31 +74,31 @@ class FileUpdate(HostUpdate):
         self._current: _StagingBuffers | None = None
 
     @override
-    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
-        super().begin(pieces)
-        if self._sets is None and pieces:
+    def begin(self, chunks: Sequence[UpdateSlice]) -> None:
+        super().begin(chunks)
+        if self._sets is None and chunks:
             buffers = self._memory.take_buffers(self._count * self._tensors)
             self._sets = [_StagingBuffers(buffers[i :: self._count]) for i in range(self._count)]
-        if pieces:
-            self._fit_buffers(pieces)
+        if chunks:
+            self._fit_buffers(chunks)
         self._memory.settle()
-        self._unread = deque(pieces)
+        self._unread = deque(chunks)
         if self._reads_ahead:
             self._read_ahead()
 
-    def _fit_buffers(self, pieces: Sequence[UpdateSlice]) -> None:
+    def _fit_buffers(self, chunks: Sequence[UpdateSlice]) -> None:
         """An optimizer may come to have more states, and a bucket unfrozen late be larger, than what it began with."""
-        tensors = max(1 + len(piece.master.states) for piece in pieces)
-        nbytes = max(self._memory.buffer_nbytes, *(round_to_pages(_widest(piece) * piece.numel) for piece in pieces))
+        tensors = max(1 + len(chunk.master.states) for chunk in chunks)
+        nbytes = max(self._memory.buffer_nbytes, *(round_to_pages(_widest(chunk) * chunk.numel) for chunk in chunks))
         for each in self._sets or []:
             each.buffers = [b if b.numel() >= nbytes else page_buffer(nbytes, pin=self._pin) for b in each.buffers]
             while len(each.buffers) < tensors:
                 each.buffers.append(page_buffer(nbytes, pin=self._pin))
 
-    def _tensors_of(self, piece: UpdateSlice) -> dict[str, torch.Tensor]:
-        """Master and states of a piece, as mapped; the master under the name ``""``."""
-        part = slice(piece.start, piece.stop)
-        return {"": piece.master.flat[part]} | {key: state[part] for key, state in piece.master.states.items()}
+    def _tensors_of(self, chunk: UpdateSlice) -> dict[str, torch.Tensor]:
+        """Master and states of a chunk, as mapped; the master under the name ``""``."""
+        part = slice(chunk.start, chunk.stop)
+        return {"": chunk.master.flat[part]} | {key: state[part] for key, state in chunk.master.states.items()}
 
     def _read_ahead(self) -> None:
         assert self._sets is not None or not self._unread
@@ -116,7 +116,7 @@ class FileUpdate(HostUpdate):
         self._reading.append(target)
 
     @override
-    def fetch(self, piece: UpdateSlice) -> Operands:
+    def fetch(self, chunk: UpdateSlice) -> Operands:
         if not self._reading:
             if not self._sets:
                 self._free_oldest()
@@ -125,19 +125,19 @@ class FileUpdate(HostUpdate):
         current.wait()
         if self._reads_ahead:
             self._read_ahead()
-        operands = super().fetch(piece)
+        operands = super().fetch(chunk)
         staged = {
             key: buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
-            for buffer, (key, tensor) in zip(current.buffers, self._tensors_of(piece).items(), strict=False)
+            for buffer, (key, tensor) in zip(current.buffers, self._tensors_of(chunk).items(), strict=False)
         }
         return Operands(staged.pop(""), operands.grad, staged, operands.out)
 
     @override
-    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
-        super().store(piece, operands, updated)
+    def store(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
+        super().store(chunk, operands, updated)
         current, self._current = self._current, None
         assert current is not None
-        for buffer, tensor in zip(current.buffers, self._tensors_of(piece).values(), strict=False):
+        for buffer, tensor in zip(current.buffers, self._tensors_of(chunk).values(), strict=False):
             _, offset = self._memory.locate(tensor)
             whole = round_to_pages(tensor.numel() * tensor.element_size())
             current.transfers.append(self._memory.file.write(buffer[:whole], offset))
@@ -169,6 +169,6 @@ class FileUpdate(HostUpdate):
         self._unread.clear()
 
 
-def _widest(piece: UpdateSlice) -> int:
-    """Bytes per element of the widest tensor that a piece cuts."""
-    return max(tensor.element_size() for tensor in (piece.master.flat, *piece.master.states.values()))
+def _widest(chunk: UpdateSlice) -> int:
+    """Bytes per element of the widest tensor that a chunk cuts."""
+    return max(tensor.element_size() for tensor in (chunk.master.flat, *chunk.master.states.values()))

@@ -189,33 +189,33 @@ class HostGradientDestination(GradientDestination):
 
 
 class HostUpdate(UpdateStrategy):
-    """Updates masters in host memory; results for a device go up while the next piece is updated.
+    """Updates masters in host memory; results for a device go up while the next chunk is updated.
 
     Args:
-        piece_numel: Most elements of a piece.
+        chunk_numel: Most elements of a chunk.
         pin: Lock the staging buffers' pages.
         up: Stream for copies to the device.
     """
 
-    def __init__(self, *, piece_numel: int, pin: bool, up: CopyStream) -> None:
-        self.piece_numel = piece_numel
+    def __init__(self, *, chunk_numel: int, pin: bool, up: CopyStream) -> None:
+        self.chunk_numel = chunk_numel
         self._pin = pin
         self._up = up
         self._staging: deque[tuple[torch.Tensor, CopyHandle]] = deque()
         self._last: CopyHandle | None = None
 
     @override
-    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
+    def begin(self, chunks: Sequence[UpdateSlice]) -> None:
         # The kernel writes compute shards that lie in host memory; the gather of a forward may still be
         # reading one, if its wait() was not called.
         self._up.wait_on_host()
         self._last = None
 
-    def _out(self, piece: UpdateSlice) -> torch.Tensor | None:
-        out = piece.master.out
-        if out is None or piece.master.writes_out_in_place:
-            return super()._out(piece)
-        nbytes = piece.numel * out.element_size()
+    def _out(self, chunk: UpdateSlice) -> torch.Tensor | None:
+        out = chunk.master.out
+        if out is None or chunk.master.writes_out_in_place:
+            return super()._out(chunk)
+        nbytes = chunk.numel * out.element_size()
         buffer = self._free_staging(nbytes)
         return buffer[:nbytes].view(out.dtype)
 
@@ -229,34 +229,34 @@ class HostUpdate(UpdateStrategy):
         return page_buffer(nbytes, pin=self._pin)
 
     @override
-    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
-        master = piece.master
+    def store(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
+        master = chunk.master
         if operands.out is None or master.writes_out_in_place:
             return
         copied = CopyHandle()
         if master.bucket.memory.tier is Tier.FILE:
-            super().store(piece, operands, updated)
+            super().store(chunk, operands, updated)
         else:
-            copied = self._send_up(piece, operands, updated)
+            copied = self._send_up(chunk, operands, updated)
         whole = operands.out.untyped_storage()
         buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(whole)
         self._staging.append((buffer, copied))
 
-    def _send_up(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> CopyHandle:
+    def _send_up(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> CopyHandle:
         """Starts to copy new compute parameters to the device; returns the last copy."""
-        assert piece.master.out is not None and operands.out is not None
+        assert chunk.master.out is not None and operands.out is not None
         copied = CopyHandle()
-        target = piece.master.out[piece.start : piece.stop]
-        for part in self._complete(piece, operands, updated):
+        target = chunk.master.out[chunk.start : chunk.stop]
+        for part in self._complete(chunk, operands, updated):
             self._last = copied = self._up.copy(target[part], operands.out[part])
         return copied
 
     @override
-    def store_whole(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
-        master = piece.master
+    def store_whole(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
+        master = chunk.master
         if master.writes_out_in_place or master.bucket.memory.tier is Tier.FILE:
-            return super().store_whole(piece, operands, updated)
-        return self._send_up(piece, operands, updated)
+            return super().store_whole(chunk, operands, updated)
+        return self._send_up(chunk, operands, updated)
 
     @override
     def before_publish(self, master: MasterBucket) -> None:

@@ -26,8 +26,8 @@ from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.update.loop import UpdateStrategy
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
-_PIECE = 4096  # elements; pieces are multiples of it: whole pages in every dtype
-_FILE_PIECE = 1 << 22  # most elements of a piece that passes through staging buffers: 16 MiB of fp32
+_CHUNK = 4096  # elements; chunks are multiples of it: whole pages in every dtype
+_FILE_CHUNK = 1 << 22  # most elements of a chunk that passes through staging buffers: 16 MiB of fp32
 
 
 def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
@@ -116,8 +116,8 @@ def open_tiers(
         params[Tier.HOST] = HostMemory(device, pin=pin_params, up=up)
     if placement.master_tier is Tier.HOST:
         masters[Tier.HOST] = HostMemory(device, pin=pin_masters, up=up)
-        piece = _whole_pieces(zero.sub_group_size)
-        strategies[Tier.HOST] = HostUpdate(piece_numel=piece, pin=pin_masters, up=up)
+        chunk = _whole_chunks(zero.sub_group_size)
+        strategies[Tier.HOST] = HostUpdate(chunk_numel=chunk, pin=pin_masters, up=up)
     if param is not None and placement.param_tier is Tier.FILE:
         cache = CachePolicy(param.page_cache, is_trained, ranks_here)
         params[Tier.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up, cache=cache)
@@ -135,8 +135,8 @@ def open_tiers(
     )
 
 
-def _whole_pieces(numel: int) -> int:
-    return -(-numel // _PIECE) * _PIECE
+def _whole_chunks(numel: int) -> int:
+    return -(-numel // _CHUNK) * _CHUNK
 
 
 def _io_settings(root: Root) -> IoSettings:
@@ -186,12 +186,12 @@ def _master_files(
     if sets * tensors > section.buffer_count:
         log_dist(
             f"zero_optimization.offload_optimizer.buffer_count: {sets * tensors} buffers are used instead of "
-            f"{section.buffer_count}: {tensors} tensors of a piece (master and states), {sets} pieces at a time"
+            f"{section.buffer_count}: {tensors} tensors of a chunk (master and states), {sets} chunks at a time"
         )
-    piece = min(_whole_pieces(root.zero_optimization.sub_group_size), _FILE_PIECE)
+    chunk = min(_whole_chunks(root.zero_optimization.sub_group_size), _FILE_CHUNK)
 
     def buffer_bytes(entries: Sequence[tuple[int, int]]) -> int:
-        return max(min(_whole_pieces(numel), piece) * itemsize for numel, itemsize in entries)
+        return max(min(_whole_chunks(numel), chunk) * itemsize for numel, itemsize in entries)
 
     size: BufferSize = buffer_bytes
     settings = FileSettings(
@@ -206,7 +206,7 @@ def _master_files(
     memory = FileMemory(device, settings, buffer_count=sets * tensors + 1, buffer_bytes=size, up=up)
     strategy = FileUpdate(
         memory,
-        piece_numel=piece,
+        chunk_numel=chunk,
         tensors=tensors,
         sets=sets,
         reads_ahead=section.pipeline_read,

@@ -1,6 +1,6 @@
 """Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
 
-In reading order: ``rules`` (the arithmetic), ``chunks`` (cache-sized pieces), ``flat`` (the update of a run), ``base``
+In reading order: ``rules`` (the arithmetic), ``chunks`` (cache-sized chunks), ``flat`` (the update of a run), ``base``
 (ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and
 ``muon``; ``elementwise`` (what may be cut) and ``build`` (from a config section).
 

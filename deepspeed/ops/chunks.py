@@ -1,8 +1,8 @@
-"""Runs an elementwise update over a long flat tensor in cache-sized pieces.
+"""Runs an elementwise update over a long flat tensor in cache-sized chunks.
 
 An update that casts the gradient, unscales it, steps and writes a 16-bit copy reads every element several times. Done
-on whole tensors each pass comes from memory; done piece by piece the later passes come from cache. The result does
-not depend on the piece size: every operation is elementwise, and torch's fused CPU kernels give the same bits as long
+on whole tensors each pass comes from memory; done chunk by chunk the later passes come from cache. The result does
+not depend on the chunk size: every operation is elementwise, and torch's fused CPU kernels give the same bits as long
 as cuts fall on multiples of 16 elements, where their vectorised body ends (ours fall on multiples of 64).
 """
 
@@ -27,15 +27,15 @@ Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]]], None]
 #: Alignment of every cut, in elements.
 ALIGNMENT = 64
 
-#: Elements per thread and piece on the CPU. Every piece costs 15 us of dispatch; one that is too long leaves the
+#: Elements per thread and chunk on the CPU. Every chunk costs 15 us of dispatch; one that is too long leaves the
 #: cache before its cast. AdamW of 16M elements on one core, ms without and with a bf16 copy: 128Ki 8.8 and 11.1, 256Ki
 #: 8.2 and 10.1, 512Ki 8.0 and 9.8, 1Mi 8.0 and 9.8; the fused kernel on the whole tensor 7.6, and 10.0 with a cast.
 CPU_CHUNK_NUMEL = 512 * 1024
 
-#: More threads than this do not make the piece longer, so that the scratch memory stays below 8 MiB per dtype.
+#: More threads than this do not make the chunk longer, so that the scratch memory stays below 8 MiB per dtype.
 _MAX_THREAD_FACTOR = 4
 
-#: Elements per piece on other devices: long enough to hide launches, short enough to bound the fp32 scratch (64 MiB).
+#: Elements per chunk on other devices: long enough to hide launches, short enough to bound the fp32 scratch (64 MiB).
 DEVICE_CHUNK_NUMEL = 1 << 24
 
 
@@ -78,7 +78,7 @@ def drop_scratch(device: torch.device) -> None:
 
 
 def default_chunk_numel(device: torch.device) -> int:
-    """Piece length for ``device``, in elements: a multiple of :data:`ALIGNMENT`."""
+    """Chunk length for ``device``, in elements: a multiple of :data:`ALIGNMENT`."""
     if not get_accelerator().shares_host_memory(device):
         return DEVICE_CHUNK_NUMEL
     return CPU_CHUNK_NUMEL * min(torch.get_num_threads(), _MAX_THREAD_FACTOR)
@@ -98,7 +98,7 @@ def run_in_chunks(
 
     Args:
         kernel: The update. It sees fp32 tensors (fp64 if ``master`` is fp64).
-        master: 1-D, contiguous, any floating dtype; what is not fp32 is widened piece by piece.
+        master: 1-D, contiguous, any floating dtype; what is not fp32 is widened chunk by chunk.
         grad: 1-D, same length, any floating dtype. Not changed.
         states: 1-D tensors of the same length.
         grad_scale: One multiplier for the gradient, rounded to fp32; a 0-dim tensor on the same device avoids a
@@ -118,38 +118,38 @@ def run_in_chunks(
     dtype = torch.float64 if master.dtype is torch.float64 else torch.float32
     widened_states = tuple(f"state{position}" for position in range(len(states)))
     outs: Sequence[Tensor | None] = out.split(chunk) if out is not None else [None] * (-(-numel // chunk))
-    state_pieces = zip(*(state.split(chunk) for state in states), strict=True) if states else [()] * len(outs)
+    state_chunks = zip(*(state.split(chunk) for state in states), strict=True) if states else [()] * len(outs)
 
-    pieces = zip(master.split(chunk), grad.split(chunk), state_pieces, outs, strict=True)
-    for number, (master_piece, grad_piece, piece_states, out_piece) in enumerate(pieces):
-        wide_master = _widened("master", master_piece, dtype)
-        wide_states = [_widened(role, s, dtype) for role, s in zip(widened_states, piece_states, strict=True)]
-        kernel([wide_master], [_scaled(grad_piece, scale, dtype)], [[state] for state in wide_states])
+    chunks = zip(master.split(chunk), grad.split(chunk), state_chunks, outs, strict=True)
+    for number, (master_chunk, grad_chunk, states_chunk, out_chunk) in enumerate(chunks):
+        wide_master = _widened("master", master_chunk, dtype)
+        wide_states = [_widened(role, s, dtype) for role, s in zip(widened_states, states_chunk, strict=True)]
+        kernel([wide_master], [_scaled(grad_chunk, scale, dtype)], [[state] for state in wide_states])
         roles = ("master", *widened_states)
-        for role, narrow, wide in zip(roles, (master_piece, *piece_states), (wide_master, *wide_states), strict=True):
+        for role, narrow, wide in zip(roles, (master_chunk, *states_chunk), (wide_master, *wide_states), strict=True):
             if wide is narrow:
                 continue
             if rounding is None:
                 narrow.copy_(wide)
             else:
                 rounding.store(wide, narrow, role=role, start=number * chunk)
-        if out_piece is not None:
-            out_piece.copy_(wide_master if rounding is None else master_piece)
+        if out_chunk is not None:
+            out_chunk.copy_(wide_master if rounding is None else master_chunk)
 
 
-def _widened(role: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
-    if piece.dtype is dtype:
-        return piece
-    return scratch(role, piece.numel(), dtype, piece.device).copy_(piece)
+def _widened(role: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is dtype:
+        return tensor
+    return scratch(role, tensor.numel(), dtype, tensor.device).copy_(tensor)
 
 
-def _scaled(piece: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the gradient piece in ``dtype`` times ``scale``; the piece itself where nothing has to be done."""
-    if piece.dtype is dtype:
+def _scaled(tensor: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns the gradient in ``dtype`` times ``scale``; it where nothing has to be done."""
+    if tensor.dtype is dtype:
         if scale is None:
-            return piece
-        return torch.mul(piece, scale, out=scratch("grad", piece.numel(), dtype, piece.device))
-    wide = scratch("grad", piece.numel(), dtype, piece.device).copy_(piece)
+            return tensor
+        return torch.mul(tensor, scale, out=scratch("grad", tensor.numel(), dtype, tensor.device))
+    wide = scratch("grad", tensor.numel(), dtype, tensor.device).copy_(tensor)
     # Multiplied after widening: a product rounded to 16 bit would lose the very digits the fp32 master is for.
     return wide if scale is None else wide.mul_(scale)
 

@@ -42,7 +42,7 @@ class FlatUpdate(Protocol):
 
         Args:
             param_group: Hyperparameters, read now.
-            master: 1-D, contiguous, fp32 (16 bit works and is widened piece by piece). Updated in place.
+            master: 1-D, contiguous, fp32 (16 bit works and is widened chunk by chunk). Updated in place.
             grad: 1-D, same length, any floating dtype. Not changed.
             state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call. A caller
                 that updates a run slice by slice hands in slices of the per-element tensors and the run's ``step``.

@@ -1,4 +1,4 @@
-"""Which pieces of which tensors a flat run holds.
+"""Which segments of which tensors a flat run holds.
 
 Optimizers see 1-D runs. Most do not care where one tensor ends and the next begins; LAMB (a norm per tensor) and
 Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. It also says
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of one tensor inside one run.
+    """A segment of one tensor inside one run.
 
     Elements ``[start, stop)`` of the run hold elements ``[tensor_start, tensor_start + stop - start)`` of the
     flattened tensor.
@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Elements of this piece."""
+        """Elements of this segment."""
         return self.stop - self.start
 
     @property

@@ -1,6 +1,6 @@
 """Ranks that do not exist: transports whose backend moves nothing and says that everything has arrived.
 
-The transports are the real ones of ``deepspeed.comm``, with their pieces, limits, states and counters. Only the
+The transports are the real ones of ``deepspeed.comm``, with their chunks, limits, states and counters. Only the
 process group beneath them is a stand-in. What it "receives" are this rank's own small values, as if all ranks ran the
 same program on the same data; large transfers leave their buffers alone.
 """
@@ -109,7 +109,7 @@ class _SimulatedNativeTransport(TracedTransport, NativeTransport):
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """Leaves the tensors as they are."""
 
-    def move(self, pieces: Any, *, label: str) -> None:
+    def move(self, transfers: Any, *, label: str) -> None:
         """Leaves the tensors as they are."""
 
 

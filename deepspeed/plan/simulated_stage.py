@@ -219,11 +219,11 @@ class SimulatedStage:
         inspected: EngineInspection = engine.inspect()
         interpreter, precision = inspected.interpreter, inspected.precision
         assert interpreter is not None, "the engine is one of a pipeline"
-        assert isinstance(interpreter.transports, SimulatedTransports), "made by played_wires"
+        assert isinstance(interpreter.transports, SimulatedTransports), "made by simulated_transports"
         interpreter.wrap_handlers(self._watched)
         context = precision.forward_context(get_accelerator())
-        pieces = SequenceLayout.of(engine.module, sequence_ranks)
-        interpreter.transports.forms = forms_between(stage, items, precision.compute_dtype, context, pieces)
+        sequences = SequenceLayout.of(engine.module, sequence_ranks)
+        interpreter.transports.forms = forms_between(stage, items, precision.compute_dtype, context, sequences)
 
     def step(self) -> StageCost:
         """One step.
@@ -297,7 +297,7 @@ class SequenceLayout:
 
 
 def forms_between(
-    stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any, pieces: SequenceLayout
+    stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | None, context: Any, sequences: SequenceLayout
 ) -> dict[int, Any]:
     """Descriptions of what each chunk gives to the next: all layers run once, one after the other.
 
@@ -306,7 +306,7 @@ def forms_between(
         items: Inputs and labels of a micro-batch.
         dtype: That layers compute in; None: their own.
         context: What forward runs in.
-        pieces: Where ranks have parts of sequences.
+        sequences: Where ranks have parts of sequences.
     """
     found: dict[int, Any] = {}
     tied: dict[str, nn.Module] = {}
@@ -324,7 +324,7 @@ def forms_between(
                 run = entry.to(dtype)
             value = map_tensors(run(value), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
             if number + 1 in stage.bounds:
-                found[stage.bounds.index(number + 1) - 1] = taken_apart(pieces.cut(number, value))[0]
+                found[stage.bounds.index(number + 1) - 1] = taken_apart(sequences.cut(number, value))[0]
     return found
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
 from deepspeed.models.layers import initialiser_of
 from deepspeed.zero.access.gathered import GatheredBlock
@@ -160,7 +160,7 @@ class ModelStates:
             )
             same = bucket.group.combine
             if same is not None:
-                same.move([Piece(0, None, original)], label=f"the first values of {bucket.label}")
+                same.move([TensorTransfer(0, None, original)], label=f"the first values of {bucket.label}")
             bucket.take_first_values(original)
             self._own(bucket)
             if layout.trainable:
@@ -303,13 +303,14 @@ class _Round:
         self.flat = flat
         self.transport = transport
         self.rank = transport.rank
-        self.pieces: list[Piece] = []
+        self.transfers: list[TensorTransfer] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (place, values) to copy when the round is over
 
     def run(self) -> None:
         """Moves what was planned."""
         tiles = self.layout.tiles
-        self.transport.move(self.pieces, label=f"the first values of {tiles[0].name if tiles else 'an empty bucket'}")
+        name = tiles[0].name if tiles else "an empty bucket"
+        self.transport.move(self.transfers, label=f"the first values of {name}")
         for place, values in self.copies:
             if place.data_ptr() != values.data_ptr():
                 place.copy_(values)
@@ -339,7 +340,7 @@ class _SliceRound(_Round):
             if place is not None:
                 tensor = self.receive_buffer(place, bucket.dtype)
                 self.copies.append((place, tensor))
-            self.pieces.append(Piece(move.source, move.target, tensor))
+            self.transfers.append(TensorTransfer(move.source, move.target, tensor))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
         """Whole before, sharded after."""
@@ -347,7 +348,7 @@ class _SliceRound(_Round):
         place = None if fragment is None else self.flat[fragment.in_slice]
         if self.rank == 0 and fragment is not None and place is not None:
             self.copies.append((place, values[fragment.in_tile]))
-        self.pieces += scatter(self.layout, tile, self.rank, 0, values, place)
+        self.transfers += scatter(self.layout, tile, self.rank, 0, values, place)
 
 
 class _WholeRound(_Round):
@@ -363,7 +364,7 @@ class _WholeRound(_Round):
         whole = self.receive_buffer(place, bucket.dtype)
         fragment = bucket.fragment(address.tile)
         mine = None if fragment is None else bucket.shard[fragment.in_slice]
-        self.pieces += assemble(bucket.layout, address.tile, self.rank, mine, whole)
+        self.transfers += assemble(bucket.layout, address.tile, self.rank, mine, whole)
         self.copies.append((place, whole))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
@@ -371,7 +372,7 @@ class _WholeRound(_Round):
         place = self._place(tile)
         if self.rank == 0:
             place.copy_(values)
-        self.pieces.append(Piece(0, None, place))
+        self.transfers.append(TensorTransfer(0, None, place))
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,13 @@ class Corpus:
 
 
 def _text(folder: Path, max_bytes: int) -> str:
-    pieces, size = [], 0
+    texts, size = [], 0
     for path in sorted(folder.glob("*.py")):
-        pieces.append(path.read_text(encoding="utf-8", errors="replace"))
-        size += len(pieces[-1])
+        texts.append(path.read_text(encoding="utf-8", errors="replace"))
+        size += len(texts[-1])
         if size > max_bytes:
             break
-    return "\n".join(pieces)[:max_bytes]
+    return "\n".join(texts)[:max_bytes]
 
 
 def create_model(args: argparse.Namespace, vocabulary_size: int) -> BertForMaskedLM:

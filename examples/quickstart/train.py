@@ -41,7 +41,7 @@ CONTEXT = 128  # bytes that the model sees at once
 
 
 class Text(Dataset):
-    """All sources and documents below a folder as one row of bytes, cut into pieces of ``CONTEXT + 1``."""
+    """All sources and documents below a folder as one row of bytes, cut into samples of ``CONTEXT + 1``."""
 
     # Tests repeat themselves and tables of numbers teach no language.
     SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
@@ -62,8 +62,8 @@ class Text(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = index * CONTEXT
-        piece = torch.frombuffer(self.content, dtype=torch.uint8, count=CONTEXT + 1, offset=start).long()
-        return piece[:-1], piece[1:]  # what the model sees, and what it should say after each byte of it
+        sample = torch.frombuffer(self.content, dtype=torch.uint8, count=CONTEXT + 1, offset=start).long()
+        return sample[:-1], sample[1:]  # what the model sees, and what it should say after each byte of it
 
 
 # --- 2. The model: a plain transformer, 3.3 million parameters -------------------------------------------------------

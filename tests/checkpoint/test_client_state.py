@@ -135,9 +135,9 @@ def test_odd_objects_are_named_and_come_back_on_request(tmp_path):
         assert state["fine"] == 1 and state["nested"] == {"fine": 2} and "odd" not in state
     for state in (with_all, other_all):
         assert state["odd"] == Custom(7) and state["nested"] == {"odd": Custom(8), "fine": 2}
-    said = "\n".join(records)
-    assert "odd (Custom) is saved apart" in said and "nested['odd']" in said
-    assert "not restored, because that would run code: odd, nested['odd']" in said
+    text = "\n".join(records)
+    assert "odd (Custom) is saved apart" in text and "nested['odd']" in text
+    assert "not restored, because that would run code: odd, nested['odd']" in text
 
 
 def save_unpicklable(folder: str):

@@ -43,15 +43,15 @@ def load(root: str, names: list[str]):
 
 def test_older_versions_load_elsewhere(folders):
     assert len(KEPT) >= 4
-    told = run_ranks(load, 2, str(folders), KEPT, timeout=200)
+    result = run_ranks(load, 2, str(folders), KEPT, timeout=200)
     for name in KEPT:
         expected = json.loads((folders / name / "values.json").read_text())
-        held = digests(joined([entry[name][0] for entry in told]))
+        held = digests(joined([entry[name][0] for entry in result]))
         left_out = {key for key in held if MADE[name.split("/")[1]][3] and "/frozen." in key}
         assert {key: held[key] for key in held.keys() - left_out} == {
             key: expected["held"][key] for key in expected["held"].keys() - left_out
         }
-        assert plain(told[0][name][1]) == expected["other"]
+        assert plain(result[0][name][1]) == expected["other"]
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -118,17 +118,17 @@ def held(engine) -> dict[str, tuple[TilePart | None, torch.Tensor]]:
     return {f"{kind}/{name}": (tiles[name].part, value) for kind in KINDS for name, value in engine.iter_full(kind)}
 
 
-def wholes(told: list[dict]) -> dict[str, torch.Tensor]:
+def wholes(result: list[dict]) -> dict[str, torch.Tensor]:
     """Logical parameters and states from the tiles of all ranks."""
     made: dict[str, torch.Tensor] = {}
-    for rank in told:
+    for rank in result:
         for key, (part, value) in rank.items():
             if part is None:
                 assert_states_equal(made.setdefault(key, value), value)
                 continue
             whole = made.setdefault(key, torch.full(part.global_shape, float("nan")))
-            for box in part.boxes:
-                whole[box.in_whole] = value[box.in_tile]
+            for region in part.regions:
+                whole[region.in_whole] = value[region.in_tile]
     assert not any(bool(value.isnan().any()) for value in made.values())
     return made
 
@@ -160,13 +160,13 @@ def read(folder: str, how: str, stage: int, tags: list[str]):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("cut"))
-    told = run_ranks(write, 4, folder, "rows", 2, "rows")
+    result = run_ranks(write, 4, folder, "rows", 2, "rows")
     run_ranks(write, 2, folder, "whole", 1, "whole")
-    return folder, wholes(told), told
+    return folder, wholes(result), result
 
 
 def test_what_is_cut_is_saved_as_one_model(written, capsys):
-    folder, expected, told = written
+    folder, expected, result = written
     state = get_fp32_state_dict_from_zero_checkpoint(folder, "rows")
     for name in SHAPES:
         assert_states_equal(state[name], expected[f"fp32/{name}"])
@@ -185,12 +185,12 @@ def test_what_is_cut_is_saved_as_one_model(written, capsys):
 @pytest.mark.parametrize(("ranks", "how", "stage"), [(4, "columns", 3), (2, "whole", 1), (4, "rows", 1)])
 def test_any_cut_reads_any_other(ranks, how, stage, written):
     folder, expected, saved = written
-    told = run_ranks(read, ranks, folder, how, stage, ["rows", "whole"])
-    assert_states_equal(wholes([rank["rows"] for rank in told]), expected)
-    assert wholes([rank["whole"] for rank in told]).keys() == expected.keys()
+    result = run_ranks(read, ranks, folder, how, stage, ["rows", "whole"])
+    assert_states_equal(wholes([rank["rows"] for rank in result]), expected)
+    assert wholes([rank["whole"] for rank in result]).keys() == expected.keys()
     if how == "rows":  # the same tiles: their padding is as it was, too
         assert_states_equal(
-            {key: value for key, (_, value) in told[1]["rows"].items()}, {k: v for k, (_, v) in saved[1].items()}
+            {key: value for key, (_, value) in result[1]["rows"].items()}, {k: v for k, (_, v) in saved[1].items()}
         )
 
 

@@ -30,8 +30,8 @@ PADDING = 7.0
 def values_of(tile: Tile, whole: torch.Tensor) -> torch.Tensor:
     """A tile of ``whole``, flattened, with something in its padding."""
     out = torch.full(tile.shape, PADDING, dtype=whole.dtype)
-    for box in tile.boxes:
-        out[box.in_tile] = whole[box.in_whole]
+    for region in tile.regions:
+        out[region.in_tile] = whole[region.in_whole]
     return out.view(-1)
 
 
@@ -58,8 +58,8 @@ def expected(tile: Tile, whole: torch.Tensor, same: bool) -> torch.Tensor:
     found = values_of(tile, whole)
     if not same:
         nowhere = torch.ones(tile.shape, dtype=torch.bool)
-        for box in tile.boxes:
-            nowhere[box.in_tile] = False
+        for region in tile.regions:
+            nowhere[region.in_tile] = False
         found[nowhere.view(-1)] = 0.0
     return found
 
@@ -118,7 +118,7 @@ def test_consolidation_and_inspection_show_whole_parameters(folder, capsys, monk
     assert all(torch.equal(state[name], folder[1][name]) for name in WHOLES)
     assert inspect.main([str(folder[0]), "--verify", "-p"]) == 0
     shown = capsys.readouterr().out
-    for text in ("3 parameters into up to 2 tiles each", "(12, 4)", "2 tiles: (6, 4) of 3 boxes", "(5, 5), (5, 4)"):
+    for text in ("3 parameters into up to 2 tiles each", "(12, 4)", "2 tiles: (6, 4) of 3 regions", "(5, 5), (5, 4)"):
         assert text in shown, text
 
 
@@ -172,7 +172,7 @@ def test_a_rank_reads_about_its_share(tmp_path, monkeypatch):
 
 
 def test_heads_that_two_ranks_hold_are_read_once(tmp_path):
-    """Fewer key heads than ranks: different tiles with an equal box; overlaps of other kinds are damage."""
+    """Fewer key heads than ranks: different tiles with an equal region; overlaps of other kinds are damage."""
     whole = {"kv": torch.randn(6, 2)}
     shared = [TilePart.cut("kv", (6, 2), 0, [(low, low + 2), (4, 6)]) for low in (0, 2)]
     write(tmp_path, [[Tile("kv", (4, 2), part=part)] for part in shared], whole, 1)

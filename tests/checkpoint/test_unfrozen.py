@@ -44,9 +44,9 @@ def resumed(folder: Path) -> None:
         assert_states_equal(train(engine, 3), expected)
         engine.destroy()
         engine = make(stage, device)
-        with mock.patch.object(load, "log_dist") as said:
+        with mock.patch.object(load, "log_dist") as logged:
             engine.load_checkpoint(folder, tag=f"{stage}{device}")
-        assert "2 parameters have saved masters" in said.call_args.args[0]
+        assert "2 parameters have saved masters" in logged.call_args.args[0]
         engine.destroy()
 
 

@@ -144,20 +144,20 @@ def _cut(tag: Path, info: dict | None) -> None:
             cut: dict[str, torch.Tensor] = {"step": flats["step"].clone()}
             for kind in ("", "exp_avg", "exp_avg_sq"):
                 wholes = flats[kind].split([shape.numel() for shape in shapes.values()])
-                pieces = {
+                parts = {
                     name: _slice(name, whole.view(shape), rank)
                     for (name, shape), whole in zip(shapes.items(), wholes, strict=True)
                 }
-                cut[kind] = torch.cat([piece.flatten() for piece in pieces.values()])
+                cut[kind] = torch.cat([part.flatten() for part in parts.values()])
             written = {
                 "single_partition_of_fp32_groups": [cut.pop("")],
                 "base_optimizer_state": {**state, "state": {0: cut}},
                 "partition_count": [1],
                 "group_paddings": [0],
             }
-            own = {name: piece.shape for name, piece in pieces.items()}
-            told = {**model, "param_shapes": [own], "mp_world_size": 4} | ({INFO: info} if info else {})
-            saved[2 * stage + rank] = told, {"optimizer_state_dict": written}
+            own = {name: part.shape for name, part in parts.items()}
+            content = {**model, "param_shapes": [own], "mp_world_size": 4} | ({INFO: info} if info else {})
+            saved[2 * stage + rank] = content, {"optimizer_state_dict": written}
     for place, (model, optim) in saved.items():
         torch.save(model, tag / f"mp_rank_{place:02d}_model_states.pt")
         torch.save(optim, tag / f"bf16_zero_pp_rank_0_mp_rank_{place:02d}_optim_states.pt")
@@ -197,8 +197,8 @@ def test_the_universal_form_of_layers_that_tensor_parallel_ranks_cut(unpack):
                 {name: _slice(name, torch.empty(shape, device="meta"), rank).shape for name, shape in group.items()}
                 for group in model["param_shapes"]
             ]
-            told = {**model, "param_shapes": shapes, INFO: CUTS, "checkpoint_parallel_dimensions": {"tp_degree": 2}}
-            torch.save(told, universal / f"mp_rank_{2 * stage + rank:02d}_model_states.pt")
+            content = {**model, "param_shapes": shapes, INFO: CUTS, "checkpoint_parallel_dimensions": {"tp_degree": 2}}
+            torch.save(content, universal / f"mp_rank_{2 * stage + rank:02d}_model_states.pt")
     found = _everything(folder, "tag_universal")
     assert found.keys() == expected.keys() and ("1.up.weight", "master") in found
     for key, value in expected.items():

@@ -126,14 +126,14 @@ Fragments = dict[tuple[str, str], list[tuple[int, torch.Tensor]]]
 
 
 def fragments(run: Any) -> Fragments:
-    """What this rank holds: ``(kind, parameter)`` to pieces of the flattened parameter."""
+    """What this rank holds: ``(kind, parameter)`` to fragments of the flattened parameter."""
     found: Fragments = {}
     masters = {master.bucket.index: master for master in run._runtime.masters}
 
     def note(kind: str, layout: Any, rank: int, values: torch.Tensor) -> None:
-        for piece in layout.fragments(rank):
-            part = values[piece.slice_start : piece.slice_start + piece.numel]
-            found.setdefault((kind, layout.tiles[piece.tile].name), []).append((piece.tile_start, part.clone()))
+        for fragment in layout.fragments(rank):
+            part = values[fragment.slice_start : fragment.slice_start + fragment.numel]
+            found.setdefault((kind, layout.tiles[fragment.tile].name), []).append((fragment.tile_start, part.clone()))
 
     for bucket in run._runtime.buckets:
         rank = bucket.transport.rank
@@ -144,16 +144,16 @@ def fragments(run: Any) -> Fragments:
             continue
         note("master", master.layout, master.rank, master.flat)
         base = master.layout.slice_bounds(master.rank)[0]
-        for piece in master.fragments:
-            tile = master.layout.tiles[piece.tile]
+        for fragment in master.fragments:
+            tile = master.layout.tiles[fragment.tile]
             for one in master.runs:
-                if not one.span.start <= piece.slice_start < one.span.stop:
+                if not one.span.start <= fragment.slice_start < one.span.stop:
                     continue
                 for key, value in run.basic_optimizer.state.get(one.param, {}).items():
                     at = found.setdefault((f"state.{key}", tile.name), [])
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        start = piece.slice_start - one.span.start
-                        at.append((piece.tile_start, value.view(-1)[start : start + piece.numel].clone()))
+                        start = fragment.slice_start - one.span.start
+                        at.append((fragment.tile_start, value.view(-1)[start : start + fragment.numel].clone()))
                     else:
                         at.append((-1, torch.as_tensor(value).clone()))
         del base
@@ -162,16 +162,16 @@ def fragments(run: Any) -> Fragments:
 
 def joined(parts: list[Fragments]) -> dict[str, torch.Tensor]:
     """Whole flattened parameters, moments and scalars by ``kind/name`` from the fragments of all ranks."""
-    pieces: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    fragments: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
     for rank in parts:
         for key, entries in rank.items():
             for start, values in entries:
-                have = pieces.setdefault(key, {}).get(start)
+                have = fragments.setdefault(key, {}).get(start)
                 assert have is None or torch.equal(have, values), f"{key}: ranks differ"
-                pieces[key][start] = values
+                fragments[key][start] = values
     return {
         f"{kind}/{name}": entries[-1] if -1 in entries else torch.cat([entries[start] for start in sorted(entries)])
-        for (kind, name), entries in pieces.items()
+        for (kind, name), entries in fragments.items()
     }
 
 

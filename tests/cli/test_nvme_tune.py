@@ -50,7 +50,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "said"),
+    ("words", "error", "text"),
     [
         (["--gds"], NotYetSupportedError, "files always pass through host memory"),
         (["--no_read", "--no_write"], DeepSpeedConfigError, "nothing to measure"),
@@ -59,11 +59,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         (["--sweep_config", "word.json"], DeepSpeedConfigError, "queue_depth: 'many' is no size"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, monkeypatch, words, error, said):
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch, words, error, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typo.json").write_text('{"blok_size": [1]}')
     (tmp_path / "word.json").write_text('{"queue_depth": ["many"]}')
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=text):
         nvme_tune.main(["--nvme_dir", str(tmp_path), *words])
     monkeypatch.setattr("sys.argv", ["ds_nvme_tune", "--nvme_dir", str(tmp_path), *words])
     with pytest.raises(SystemExit) as stop:

@@ -69,10 +69,10 @@ def test_a_key_that_nothing_reads_says_so() -> None:
         for entry in entries(Root)
         if entry.nested is None and used.isdisjoint({str(entry.path[-1]), *entry.facts.aliases})
     ]
-    said = {written(entry.path): says_something(entry) for entry in unread}
-    assert len(said) > 100
-    assert {name for name, answer in said.items() if answer is False} == COMPARED
-    assert {name for name, answer in said.items() if answer is None} == ONE_VALUE
+    noted = {written(entry.path): says_something(entry) for entry in unread}
+    assert len(noted) > 100
+    assert {name for name, answer in noted.items() if answer is False} == COMPARED
+    assert {name for name, answer in noted.items() if answer is None} == ONE_VALUE
 
 
 def test_no_key_claims_that_an_existing_feature_is_missing() -> None:

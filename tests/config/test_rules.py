@@ -237,8 +237,8 @@ def test_old_names_are_translated_with_one_line(entry: Any) -> None:
         assert problems(config)[0].startswith(name)  # The old name is the one that the messages use.
         return
     parsed = read(config)
-    told = [line for line in parsed.notices if line.startswith(f"{name} is an old name of ")]
-    assert len(told) == 1
+    renamed = [line for line in parsed.notices if line.startswith(f"{name} is an old name of ")]
+    assert len(renamed) == 1
     for path in entry.new:
         assert value_at(parsed.root, path) != value_at(Root(), path)
 

@@ -113,9 +113,9 @@ def test_what_is_wrong_is_named(tmp_path):
     with pytest.raises(ValueError, match="lists 6 values of the type with code 4, and .*set.bin has 3 bytes"):
         MMapIndexedDataset(name)
     index = (tmp_path / "set.idx").read_bytes()
-    for content, said in ((index[:-1], "copy it again"), (b"TNTIDX" + index, "does not begin"), (b"", "not the index")):
+    for content, text in ((index[:-1], "copy it again"), (b"TNTIDX" + index, "does not begin"), (b"", "not the index")):
         (tmp_path / "set.idx").write_bytes(content)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             MMapIndexedDataset(name)
 
 

@@ -155,5 +155,5 @@ def test_background_saves_lock_memory_of_the_size_of_the_state(tmp_path: Path) -
         engine.destroy()
         assert host.nbytes == 0
     files = Manifest.read(tmp_path / "two").files
-    state = sum(part.nbytes for file in files for part in (*file.pieces, *file.tensors))
+    state = sum(part.nbytes for file in files for part in (*file.runs, *file.tensors))
     assert len(asked) == 1 and state <= asked[0] < 1.1 * state, (asked, state)

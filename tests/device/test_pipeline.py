@@ -21,10 +21,10 @@ def _train(on_device: bool, schedule: str) -> tuple[Any, bool]:
     groups = [] if not on_device else list(engine._interpreter.transports._native.values())
     assert all(isinstance(group, SimulatedGroup) for group in groups)
     at_start = [sorted(group.pairs) for group in groups]
-    told = support.train(engine, 3, steps=2)
+    result = support.train(engine, 3, steps=2)
     made_later = at_start != [sorted(group.pairs) for group in groups]
     engine.destroy()
-    return told, made_later
+    return result, made_later
 
 
 def _items_on_device(real: Any) -> Any:

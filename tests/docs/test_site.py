@@ -105,8 +105,8 @@ def test_the_picture_agrees_with_the_table_beside_it():
     text = (ROOT / "docs" / "zero" / "index.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[stage (\d)\][^|]*\| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     assert len(rows) == 4
-    for stage, *said in rows:
+    for stage, *cells in rows:
         slices = {state: is_slice for state, (is_slice, _) in pictures["kept"](Placement.of_stage(int(stage))).items()}
         drawn = [slices["parameters"], slices["gradients"], slices["masters"]]
-        assert ["**1/N**" if is_slice else "whole" for is_slice in drawn] == said
+        assert ["**1/N**" if is_slice else "whole" for is_slice in drawn] == cells
         assert slices["optimizer state"] == slices["masters"]

@@ -26,10 +26,10 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.texts.append(record.getMessage())
 
     def __enter__(self) -> Lines:
         logger.addHandler(self)
@@ -39,7 +39,7 @@ class Lines(logging.Handler):
         logger.removeHandler(self)
 
     def about(self, word: str) -> list[str]:
-        return [line for line in self.said if word in line]
+        return [line for line in self.texts if word in line]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -63,9 +63,9 @@ def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
 def phases() -> None:
     with Lines() as lines:
         engine, plain = compressed(2, {"gradients": "sign", "start_step": 2}), compressed(2, {})
-    said = lines.about("communication_compression")
+    texts = lines.about("communication_compression")
     if rank() == 0:
-        (line,) = said
+        (line,) = texts
         assert "sign codes from update 3 on: 1.02 bits" in line and "with error feedback" in line
     for step in range(3):
         with Lines() as lines, counted() as traffic:
@@ -99,7 +99,7 @@ def early_codes() -> None:
     for stage in (0, 2):
         with Lines() as lines:
             engine, first = compressed(stage, both), compressed(stage, {"gradients": "int8"})
-        assert rank() or any("until then as int8" in line for line in lines.said)
+        assert rank() or any("until then as int8" in line for line in lines.texts)
         for step in range(3):
             with counted() as traffic:
                 run_step(engine, step)
@@ -161,20 +161,20 @@ def test_contradictions_are_refused_by_name() -> None:
 
 def trial_of(seconds: dict[bool, float]) -> tuple[list[bool], Trial]:
     """What a trial says for each update, where updates take so long."""
-    now, said = 0.0, []
+    now, texts = 0.0, []
     trial = Trial(lambda: now)
     for _ in range(UPDATES + 3):
-        said.append(trial.next(LocalTransport()))
-        now += seconds[said[-1]] + 100.0 * (len(said) <= 2)  # the first ones are slow
-    return said, trial
+        texts.append(trial.next(LocalTransport()))
+        now += seconds[texts[-1]] + 100.0 * (len(texts) <= 2)  # the first ones are slow
+    return texts, trial
 
 
 def test_a_trial_keeps_the_faster_way() -> None:
-    said, trial = trial_of({False: 2.0, True: 1.0})
-    assert said[-3:] == [True] * 3 and "takes 1 s with codes and 2 s without" in trial.outcome
-    assert said[:UPDATES].count(True) == 7 and not said[0]
-    said, trial = trial_of({False: 1.0, True: 1.01})
-    assert said[-3:] == [False] * 3
+    texts, trial = trial_of({False: 2.0, True: 1.0})
+    assert texts[-3:] == [True] * 3 and "takes 1 s with codes and 2 s without" in trial.outcome
+    assert texts[:UPDATES].count(True) == 7 and not texts[0]
+    texts, trial = trial_of({False: 1.0, True: 1.01})
+    assert texts[-3:] == [False] * 3
 
 
 def measured(paces: tuple[float, float, float]) -> None:

@@ -53,8 +53,8 @@ class Tiny(nn.Module):
 
 
 def make(name: str, **more: Any) -> DeepSpeedEngine:
-    stage, told = WAYS[name]
-    zero = {"stage": stage, **told.get("zero_optimization", {})}
+    stage, option = WAYS[name]
+    zero = {"stage": stage, **option.get("zero_optimization", {})}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
     config = {
@@ -62,7 +62,7 @@ def make(name: str, **more: Any) -> DeepSpeedEngine:
         "gradient_clipping": 0.0,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-3}},
         "fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1},
-        **told,
+        **option,
         "zero_optimization": zero,
         **more,
     }
@@ -149,10 +149,10 @@ def moved(folder: str, saves: bool) -> None:
         saved: dict[str, torch.Tensor] | None = None
         for more in ({}, {"communication_compression": {}}) if name != "1-bit Adam" else ({},):
             engine = make(name, **more)
-            lines.said.clear()
+            lines.texts.clear()
             engine.load_checkpoint(f"{folder}/{name}")
-            said = sum("begins anew" in line for line in lines.said)
-            assert said == (rank() == 0 and not more), name
+            texts = sum("begins anew" in line for line in lines.texts)
+            assert texts == (rank() == 0 and not more), name
             mine = weights(engine)
             assert saved is None or all(torch.equal(value, mine[key]) for key, value in saved.items())
             saved = mine

@@ -174,16 +174,16 @@ def test_one_rank_cannot_repeat_what_others_have_a_part_in(stage):
     """All ranks raise: the sums and slices that the others wait for will never come. They waited for ever."""
     wheres = ("backward", "forward") if stage == 3 else ("backward",)
     for where in wheres:
-        for said in run_ranks(_one_rank_is_refused, 2, stage, 1 if stage == 0 else 0, where, "repeat"):
-            assert "ranks took different branches and wait for each other" in said
+        for text in run_ranks(_one_rank_is_refused, 2, stage, 1 if stage == 0 else 0, where, "repeat"):
+            assert "ranks took different branches and wait for each other" in text
             if where == "backward":  # a failed forward has taken part in the rest of its gathers
-                assert "rank 1 waits for agreement to go on after an exception in a backward, after " in said
+                assert "rank 1 waits for agreement to go on after an exception in a backward, after " in text
 
 
 def test_one_rank_that_leaves_a_micro_batch_out_is_found():
     """Also in 16 bit, where it has no sum of the dtype that the others send."""
-    for said in run_ranks(_one_rank_is_refused, 2, 1, 0, "forward", "leave out", bf16={"enabled": True}):
-        assert "different numbers of forwards and backwards" in said
+    for text in run_ranks(_one_rank_is_refused, 2, 1, 0, "forward", "leave out", bf16={"enabled": True}):
+        assert "different numbers of forwards and backwards" in text
 
 
 def _fails_inside_no_sync():

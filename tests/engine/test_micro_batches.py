@@ -58,24 +58,24 @@ def positions(order: list[Action]) -> Iterator[tuple[Action, MicroBatch | None]]
     """The actions, and of the backwards where they stand in the update."""
     backwards = [action for action in order if action[0] == "backward"]
     for action in order:
-        said = MicroBatch(action[2], is_first=action == backwards[0], is_last=action == backwards[-1])
-        yield action, said if action[0] == "backward" else None
+        micro = MicroBatch(action[2], is_first=action == backwards[0], is_last=action == backwards[-1])
+        yield action, micro if action[0] == "backward" else None
 
 
 def run_update(engine: Any, update: int, order: list[Action]) -> None:
     """Runs the actions, each part with the inputs detached from the part before it."""
     entering: dict[tuple[int, int], torch.Tensor] = {}
     leaving: dict[tuple[int, int], torch.Tensor] = {}
-    for (kind, part, number), said in positions(order):
+    for (kind, part, number), micro in positions(order):
         if kind == "forward":
             x = inputs(update, number, rank()).double() if part == 0 else leaving[part - 1, number].detach()
             entering[part, number] = x = x.clone().requires_grad_(part > 0)
             leaving[part, number] = engine.module.parts[part](x)
         elif part == PARTS - 1:
-            engine.backward(leaving.pop((part, number)).square().mean(), micro_batch=said)
+            engine.backward(leaving.pop((part, number)).square().mean(), micro_batch=micro)
         else:
             gradient = entering.pop((part + 1, number)).grad
-            engine.backward([leaving.pop((part, number))], gradients=[gradient], micro_batch=said)
+            engine.backward([leaving.pop((part, number))], gradients=[gradient], micro_batch=micro)
     engine.step()
 
 
@@ -108,8 +108,8 @@ def test_any_legal_order_gives_what_the_plain_one_gives(stage: int, zero: dict[s
     run_ranks(interleaved, 2, stage, zero)
 
 
-def refused(engine: Any, said: str, *arguments: Any, **more: Any) -> None:
-    with pytest.raises(CallOrderError, match=said):
+def refused(engine: Any, micro: str, *arguments: Any, **more: Any) -> None:
+    with pytest.raises(CallOrderError, match=micro):
         engine.backward(*arguments, **more)
 
 

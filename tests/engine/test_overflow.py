@@ -91,13 +91,13 @@ def _skip(stage, precision, poison, accumulation):
     assert engine.optimizer.overflow and not engine.was_step_applied()
     assert (engine.global_steps, engine.skipped_steps) == (2, 1)
     assert_states_equal(_everything(engine), before)
-    told = [line for line in seen if "not finite" in line or "skip" in line]
-    assert len(told) == (1 if rank() == 0 else 0), told
-    if told:
-        assert re.search(r"step 2\b.*rank \d", told[0]), told
-        assert "'factor'" in told[0], told
+    notices = [line for line in seen if "not finite" in line or "skip" in line]
+    assert len(notices) == (1 if rank() == 0 else 0), notices
+    if notices:
+        assert re.search(r"step 2\b.*rank \d", notices[0]), notices
+        assert "'factor'" in notices[0], notices
         if precision == "fp16":
-            assert "256" in told[0] and "128" in told[0], "the scale before and after"
+            assert "256" in notices[0] and "128" in notices[0], "the scale before and after"
     step(2, 1.0)
     assert not engine.optimizer.overflow and engine.was_step_applied() and engine.skipped_steps == 1
     assert torch.isfinite(full_masters(engine)["factor"]).all()

@@ -185,9 +185,9 @@ def test_classes_that_programs_ask_optimizers_for():
 
 
 def _unassigned(folder: str) -> None:
-    said: list[str] = []
+    texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     data = list(range(8))
     engine = engine_of(tower(), 1)
@@ -195,15 +195,15 @@ def _unassigned(folder: str) -> None:
     engine.global_steps = 2
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder, load_optimizer_states=False)
-    assert said == [] and len(evaluation) == 4
+    assert texts == [] and len(evaluation) == 4
     loader = engine.deepspeed_io(data)
-    assert "load_checkpoint at step 2: a loader of deepspeed_io made after it is not engine" in said.pop()
+    assert "load_checkpoint at step 2: a loader of deepspeed_io made after it is not engine" in texts.pop()
     engine.load_checkpoint(folder, load_optimizer_states=False)
-    assert "load_checkpoint at step 2: a loader that deepspeed_io made is not engine" in said.pop()
+    assert "load_checkpoint at step 2: a loader that deepspeed_io made is not engine" in texts.pop()
     engine.training_dataloader = loader
     engine.load_checkpoint(folder, load_optimizer_states=False)
     engine.deepspeed_io(data)
-    assert said == []
+    assert texts == []
 
 
 def test_loaders_whose_position_no_checkpoint_has(tmp_path):
@@ -211,9 +211,9 @@ def test_loaders_whose_position_no_checkpoint_has(tmp_path):
 
 
 def _mistakes() -> list[str]:
-    said: list[str] = []
+    texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     engine = engine_of(tower(), 3, dataloader_drop_last=True)
     with pytest.raises(DeepSpeedConfigError, match="expected a folder's path, found NoneType"):
@@ -227,21 +227,21 @@ def _mistakes() -> list[str]:
         engine.backward(loss.detach())
     engine.backward(loss)
     engine.step()
-    assert said == []
+    assert texts == []
     before = {name: value.clone() for name, value in full_masters(engine).items()}
     engine.step()
     engine.step()
-    assert [text.split(";")[0] for text in said] == [
+    assert [text.split(";")[0] for text in texts] == [
         "engine.step: no backward has run since the last update, so there are no gradients"
     ]
     assert all(torch.equal(value, before[name]) for name, value in full_masters(engine).items())
     assert len(engine.deepspeed_io([1, 2, 3, 4])) == 2
-    assert len(said) == 1
+    assert len(texts) == 1
     assert len(engine.deepspeed_io([1])) == len(engine.deepspeed_io([])) == 0
-    assert "has 1 sample(s) for 1 rank(s) with batches of 2, and dataloader_drop_last" in said[1]
-    assert said[2].endswith("the dataset has 0 sample(s) for 1 rank(s) with batches of 2")
+    assert "has 1 sample(s) for 1 rank(s) with batches of 2, and dataloader_drop_last" in texts[1]
+    assert texts[2].endswith("the dataset has 0 sample(s) for 1 rank(s) with batches of 2")
     logger.removeHandler(handler)
-    return said
+    return texts
 
 
 def test_mistakes_in_the_loop_are_named():

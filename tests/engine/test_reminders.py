@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.harness.toy_models import tower
 
 
-class Said:
+class Logged:
     """The lines that are logged inside."""
 
     def __enter__(self) -> list[str]:
@@ -37,16 +37,16 @@ def heads(lines: list[str], end: str, *expected: str) -> None:
 def forgotten_step() -> None:
     engine = engine_of(tower(), 2, accumulation=2)
     for number in range(30):  # two backwards to a step are nobody's mistake
-        with Said() as lines:
+        with Logged() as lines:
             engine.backward(engine(inputs(number)))
             if number % 2:
                 engine.step()
         assert lines == []
-    with engine.no_sync(), Said() as lines:
+    with engine.no_sync(), Logged() as lines:
         for number in range(10):
             engine.backward(engine(inputs(number)))
     assert lines == []
-    with Said() as lines:
+    with Logged() as lines:
         for number in range(50):
             engine.backward(engine(inputs(number)))
     heads(lines, ":", "engine.step has not been called in 8 backwards")
@@ -59,15 +59,15 @@ def second_optimizer() -> None:
         engine = engine_of(model, stage)
         second, foreign = adamw(model), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         engine.backward(engine(inputs(0)))
-        with Said() as lines:
+        with Logged() as lines:
             engine.step()
             foreign.step()
         assert lines == []
-        with Said() as lines:
+        with Logged() as lines:
             second.step()
             second.step()
         heads(lines, ",", "AdamW.step: 20 of its parameters are trained by an engine")
-        with Said() as lines:
+        with Logged() as lines:
             engine.destroy()
         heads(lines, ":", *([] if stage == 0 else ["engine.destroy"]))
 
@@ -77,8 +77,8 @@ def other_dtypes(stage: int, section: str, dtype: torch.dtype) -> None:
         return torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 1))
 
     engine = engine_of(linear(), stage, **{section: {"enabled": True}})
-    said = f"{section}.enabled makes the model compute in {dtype}, .* argument 0 in torch.float32.*{section}.auto_cast"
-    with pytest.raises(DeepSpeedConfigError, match=said) as caught:
+    text = f"{section}.enabled makes the model compute in {dtype}, .* argument 0 in torch.float32.*{section}.auto_cast"
+    with pytest.raises(DeepSpeedConfigError, match=text) as caught:
         engine(inputs(0))
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # of another reason torch speaks itself

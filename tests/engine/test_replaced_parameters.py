@@ -69,10 +69,10 @@ def not_taken_back() -> None:
     engine = engine_of(tower(), 0)
     engine.module.last = nn.Linear(9, 5)  # a module of its own is none of the engine's business
     engine.module.first.bias = nn.Parameter(torch.zeros(1))
-    said: list[str] = []
-    with mock.patch.object(runtime, "warn_once", lambda key, message, ranks: said.append(message)):
+    texts: list[str] = []
+    with mock.patch.object(runtime, "warn_once", lambda key, message, ranks: texts.append(message)):
         engine(inputs(0))
-    assert len(said) == 1 and "'first.bias' was replaced by another one, of shape (1,)" in said[0]
+    assert len(texts) == 1 and "'first.bias' was replaced by another one, of shape (1,)" in texts[0]
     engine.destroy()
 
 

@@ -98,11 +98,11 @@ def test_everybody_computes_with_the_same_decoded_weights(ranks: int) -> None:
 
 def int4(values: torch.Tensor) -> torch.Tensor:
     """What four bits say of a 1-D tensor: by definition, block by block."""
-    said = []
+    text = []
     for block in values.split(BLOCK):
         scale = block.abs().max() / 7
-        said.append((block / scale).round() * scale if scale > 0 else torch.zeros_like(block))
-    return torch.cat(said)
+        text.append((block / scale).round() * scale if scale > 0 else torch.zeros_like(block))
+    return torch.cat(text)
 
 
 class Simulation:
@@ -134,10 +134,10 @@ class Simulation:
     def travel(self, values: torch.Tensor, error: torch.Tensor, parts: int) -> torch.Tensor:
         """What arrives of ``values``, each of so many parts coded by itself; the error is replaced."""
         due = values + error
-        said = torch.cat([int4(part) for part in due.view(parts, -1)])
+        text = torch.cat([int4(part) for part in due.view(parts, -1)])
         if self.beta is not None:
-            error.mul_(self.beta).add_(due - said, alpha=1 - self.beta)
-        return said
+            error.mul_(self.beta).add_(due - text, alpha=1 - self.beta)
+        return text
 
     def means(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The mean of every bucket as the ranks find it, and the exact one."""

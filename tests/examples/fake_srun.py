@@ -1,4 +1,4 @@
-"""Plays ``srun``: starts the tasks of a step with Slurm's variables on this machine.
+"""A fake ``srun``: starts the tasks of a step with Slurm's variables on this machine.
 
 The tests write its settings to ``FAKE_SLURM``, a JSON file: ``nodes`` (tasks per node), and ``signal``, a file whose
 appearance makes it send SIGUSR1 to all tasks.
@@ -34,11 +34,11 @@ def main():
             }  # fmt: skip
             variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
             tasks.append(subprocess.Popen(words, env=variables))
-    told = False
+    stopped = False
     while any(task.poll() is None for task in tasks):
         time.sleep(0.02)
-        if not told and settings["signal"] and os.path.exists(settings["signal"]):
-            told = True
+        if not stopped and settings["signal"] and os.path.exists(settings["signal"]):
+            stopped = True
             for task in tasks:
                 task.send_signal(signal.SIGUSR1)
         if any(task.poll() not in (None, 0, 75) for task in tasks):  # -K

@@ -1,4 +1,4 @@
-"""The job scripts for Slurm, run by bash under a program that plays ``srun``."""
+"""The job scripts for Slurm, run by bash under a program that stands for ``srun``."""
 
 from __future__ import annotations
 

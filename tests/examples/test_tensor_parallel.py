@@ -11,7 +11,7 @@ from tests.examples.support import ROOT, Desk
 def test_a_llama_on_four_ranks(tmp_path):
     pytest.importorskip("transformers")
     desk = Desk(tmp_path, "quickstart")
-    said = desk.run("torchrun --nproc-per-node 4 ../tensor_parallel.py --tensor 2 --stage 3 --steps 5 2>&1")
+    text = desk.run("torchrun --nproc-per-node 4 ../tensor_parallel.py --tensor 2 --stage 3 --steps 5 2>&1")
     page = (ROOT / "docs/guide/tensor-parallelism.md").read_text()
     table = page.split("tensor parallelism over 2 ranks:\n")[1].split("```")[0]
-    assert table in said and "step 5: loss" in said
+    assert table in text and "step 5: loss" in text

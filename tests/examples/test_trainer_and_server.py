@@ -14,6 +14,6 @@ from tests.examples.support import Desk
 def test_the_gap_is_small(tmp_path, options, bound):
     pytest.importorskip("transformers")
     desk = Desk(tmp_path, "quickstart")
-    said = desk.run(f"torchrun --nproc-per-node 2 ../trainer_and_server.py {options} 2>&1")
-    gaps = re.findall(r"step \d: 21 tensors, log-probability gap mean \S+ max (\S+)", said)
-    assert len(gaps) == 3 and all(float(gap) < bound for gap in gaps), said
+    text = desk.run(f"torchrun --nproc-per-node 2 ../trainer_and_server.py {options} 2>&1")
+    gaps = re.findall(r"step \d: 21 tensors, log-probability gap mean \S+ max (\S+)", text)
+    assert len(gaps) == 3 and all(float(gap) < bound for gap in gaps), text

@@ -25,10 +25,10 @@ def test_operations(tmp_path):
 
 
 @pytest.mark.slow
-def test_played_ranks(tmp_path):
-    (played,) = _run(tmp_path, "C")["C"]["tables"]
-    assert [row[0] for row in played["rows"]] == ["ours-3", "fsdp2"]
-    assert all(row[1] > 0 for row in played["rows"])
+def test_simulated_ranks(tmp_path):
+    (table,) = _run(tmp_path, "C")["C"]["tables"]
+    assert [row[0] for row in table["rows"]] == ["ours-3", "fsdp2"]
+    assert all(row[1] > 0 for row in table["rows"])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.transports.transport import Piece, Reduction, Transport, Work, scaled_sum
+from deepspeed.comm.transports.transport import Reduction, TensorTransfer, Transport, Work, scaled_sum
 
 Result = TypeVar("Result")
 PATIENCE = 60.0
@@ -187,21 +187,21 @@ class LoopbackTransport(Transport):
         self._start("broadcast", "", label, mine, land).wait()
 
     @override
-    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+    def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
         def land(parts: list[dict[int, list[torch.Tensor]]]) -> None:
             arriving = {source: iter(sent.get(self.rank, ())) for source, sent in enumerate(parts)}
-            for piece in pieces:
-                if piece.source != self.rank and piece.target in (self.rank, None):
-                    assert piece.tensor is not None
-                    piece.tensor.copy_(next(arriving[piece.source]))
+            for transfer in transfers:
+                if transfer.source != self.rank and transfer.target in (self.rank, None):
+                    assert transfer.tensor is not None
+                    transfer.tensor.copy_(next(arriving[transfer.source]))
 
         leaving: dict[int, list[torch.Tensor]] = {}
-        for piece in pieces:
-            if piece.source == self.rank:
-                assert piece.tensor is not None
-                targets = range(self.size) if piece.target is None else (piece.target,)
+        for transfer in transfers:
+            if transfer.source == self.rank:
+                assert transfer.tensor is not None
+                targets = range(self.size) if transfer.target is None else (transfer.target,)
                 for target in targets:
-                    leaving.setdefault(target, []).append(piece.tensor.clone())
+                    leaving.setdefault(target, []).append(transfer.tensor.clone())
         self._start("move", "", label, leaving, land).wait()
 
 

@@ -85,8 +85,8 @@ def finish(process: subprocess.Popen[str], timeout: float) -> tuple[int, str, st
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as error:
         process.kill()  # what it has started lives on, with its ends of the pipes, until the machine ends
-        said = b"".join(part for part in (error.stdout, error.stderr) if isinstance(part, bytes))
-        raise AssertionError(f"no end after {timeout} s\n{said.decode(errors='replace')[-9000:]}") from None
+        text = b"".join(part for part in (error.stdout, error.stderr) if isinstance(part, bytes))
+        raise AssertionError(f"no end after {timeout} s\n{text.decode(errors='replace')[-9000:]}") from None
     return process.returncode, out, err
 
 

@@ -15,17 +15,17 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
     make("mixtral").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    piece = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    assert stored[piece].shape == (72, 64)
+    part = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    assert stored[part].shape == (72, 64)
 
     def read():
         return deepspeed.init_inference(make("mixtral", "meta"), dtype="fp32", checkpoint=str(tmp_path))
 
     assert torch.equal(tokens(read()), tokens(make("mixtral")))
-    weight = stored.pop(piece)
+    weight = stored.pop(part)
     save_file(stored, file)
-    with pytest.raises(CheckpointError, match=r"gate_up_proj' pieces with 32,256 of its 36,864 elements are in"):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' parts with 32,256 of its 36,864 elements are in"):
         read()
-    save_file({**stored, piece: weight[:-1].contiguous()}, file)
-    with pytest.raises(CheckpointError, match=r"has shape \(71, 64\) in the files; as a piece of .*gate_up_proj"):
+    save_file({**stored, part: weight[:-1].contiguous()}, file)
+    with pytest.raises(CheckpointError, match=r"has shape \(71, 64\) in the files; as a part of .*gate_up_proj"):
         read()

@@ -85,7 +85,7 @@ def test_the_callers_dict_stays_as_it_is_and_may_be_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "keywords", "said"),
+    ("config", "keywords", "text"),
     [
         ({"dtype": "fp32"}, {"dtype": "bf16"}, "dtype: 'fp32' in the configuration and 'bf16' as keyword"),
         ({"dtyp": "fp32"}, {}, 'dtyp: unknown key; did you mean "dtype"'),
@@ -100,16 +100,16 @@ def test_the_callers_dict_stays_as_it_is_and_may_be_a_file(tmp_path):
         ({"injection_policy_tuple": ["o"], "injection_policy": {"A": "b"}}, {}, "give one of them"),
     ],
 )
-def test_bad_input_is_said(config, keywords, said):
+def test_bad_input_is_said(config, keywords, text):
     model = make()
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(DeepSpeedConfigError, match=said):
+    with pytest.raises(DeepSpeedConfigError, match=text):
         deepspeed.init_inference(model, config, **keywords)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_bad_models_policies_and_prompts_are_said():
-    for config, said in (
+    for config, text in (
         ({"injection_policy": {"GPT2Block": "c_proj"}}, "the model has no GPT2Block; its classes are LlamaAttention"),
         ({"injection_policy": {"LlamaMLP": 3}}, "LlamaMLP: expected names of its layers.*found 3"),
         (
@@ -118,14 +118,14 @@ def test_bad_models_policies_and_prompts_are_said():
         ),
         ({"quant": {"weight": {"post_init_quant": {"q_proj": {"num_bits": 4, "group_size": 7}}}}}, "group_size 7 at 4"),
     ):
-        with pytest.raises((DeepSpeedConfigError, CheckpointError), match=said):
+        with pytest.raises((DeepSpeedConfigError, CheckpointError), match=text):
             deepspeed.init_inference(make(), {"dtype": "bf16", **config})
     engine = deepspeed.init_inference(make(), dtype="int8")
     with pytest.raises(DeepSpeedConfigError, match="is a InferenceEngine already"):
         deepspeed.init_inference(engine)
     with pytest.raises(DeepSpeedConfigError, match="are quantised already .*q_proj in 8 bits"):
         deepspeed.init_inference(engine.module, {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}})
-    for prompt, said in (
+    for prompt, text in (
         ("Once", "expected a tensor .* of whole numbers, found 'Once'; a tokenizer gives it"),
         (torch.ones(1, 3), "found torch.float32 of shape"),
         (torch.ones(3, dtype=torch.long), r"of shape \(3,\)"),
@@ -133,7 +133,7 @@ def test_bad_models_policies_and_prompts_are_said():
         (torch.full((1, 3), 128), "found the id 128; the model knows 0 to 127"),
         (torch.full((1, 3), -1), "found the id -1"),
     ):
-        with pytest.raises(DeepSpeedConfigError, match=said):
+        with pytest.raises(DeepSpeedConfigError, match=text):
             engine.generate(prompt, max_new_tokens=2)
     engine.destroy()
     engine.destroy()

@@ -80,12 +80,12 @@ def test_two_launchers_do_not_choose_the_same_free_port(monkeypatch, is_default)
 
 
 def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, taken_port):
-    said = []
-    monkeypatch.setattr(ports.logger, "warning", said.append)
+    text = []
+    monkeypatch.setattr(ports.logger, "warning", text.append)
     with claim_port("localhost", RequestedPort.of(taken_port)) as claim:
         assert claim.port != taken_port
-    assert f"--master_port {taken_port}: the port is taken by process {os.getpid()} on host" in said[0]
-    assert f"this run meets at port {claim.port} instead" in said[0]
+    assert f"--master_port {taken_port}: the port is taken by process {os.getpid()} on host" in text[0]
+    assert f"this run meets at port {claim.port} instead" in text[0]
 
 
 def test_a_taken_port_that_other_machines_know_is_an_error(monkeypatch, taken_port):
@@ -102,8 +102,8 @@ def test_the_port_may_come_from_the_variable_of_torch():
     assert RequestedPort.of(None, {"MASTER_PORT": "4000"}) == RequestedPort(4000, "MASTER_PORT=4000")
     assert RequestedPort.of(5000, {"MASTER_PORT": "4000"}) == RequestedPort(5000, "--master_port 5000")
     assert RequestedPort.of(None, {}) is None and RequestedPort.of(0, {"MASTER_PORT": "4000"}) is None
-    for option, environ, said in ((70000, {}, "--master_port 70000"), (None, {"MASTER_PORT": "x"}, "MASTER_PORT=x")):
-        with pytest.raises(LauncherError, match=f"{said}: expected a port from 1 to 65535"):
+    for option, environ, text in ((70000, {}, "--master_port 70000"), (None, {"MASTER_PORT": "x"}, "MASTER_PORT=x")):
+        with pytest.raises(LauncherError, match=f"{text}: expected a port from 1 to 65535"):
             RequestedPort.of(option, environ)
 
 
@@ -135,8 +135,8 @@ def test_variables_that_load_code_are_reported_unless_they_lie_in_the_home(tmp_p
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here" / ".deepspeed_env").write_text("LD_PRELOAD=/x.so\nPYTHONSTARTUP=y\nOTHER=1\n")
     read_environment_files(".deepspeed_env")
-    said = capfd.readouterr().err
-    assert "here/.deepspeed_env: sets LD_PRELOAD, PYTHONSTARTUP, which decide what code" in said and "OTHER" not in said
+    text = capfd.readouterr().err
+    assert "here/.deepspeed_env: sets LD_PRELOAD, PYTHONSTARTUP, which decide what code" in text and "OTHER" not in text
 
 
 @pytest.mark.parametrize("planted", ["nothing", "old file", "link", "dangling link", "directory"])

@@ -1,4 +1,4 @@
-"""The launchers' connections, with played clients: what strangers send neither ends a run nor stops the hub."""
+"""The launchers' connections, with fake clients: what strangers send neither ends a run nor stops the hub."""
 
 from __future__ import annotations
 
@@ -131,9 +131,10 @@ def test_without_a_secret_malformed_hellos_end_nothing_either(name):
 def test_who_does_not_know_the_secret_or_is_of_another_run_is_refused(hub, who):
     assert hub.greet(who)[1] == {"event": "refused"}
     hub.serves(1)
-    said = hub.link.events()
-    assert [event["event"] for event in said] == ["notice"] * (who.run == ME.run and who.master_port == ME.master_port)
-    assert not said or "does not know the secret of this run" in said[0]["text"]
+    events = hub.link.events()
+    kinds = [event["event"] for event in events]
+    assert kinds == ["notice"] * (who.run == ME.run and who.master_port == ME.master_port)
+    assert not events or "does not know the secret of this run" in events[0]["text"]
 
 
 def test_a_proof_of_another_challenge_is_worth_nothing(hub):

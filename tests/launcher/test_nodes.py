@@ -68,8 +68,8 @@ def test_a_dead_rank_ends_both_and_is_named_on_both(tmp_path):
     nodes[0].wait_for_files("up0", "up1", "up2", "up3")
     (code0, _, err0), (code1, _, err1) = [node.finish() for node in nodes]
     assert (code0, code1) == (5, 5)
-    said = rf"deepspeed: rank 3 \(local rank 1, pid \d+\) failed first on host {HOST}: ValueError: the cause"
-    assert re.match(said, err1.splitlines()[-2]) and re.match(said, err0.splitlines()[-2])
+    text = rf"deepspeed: rank 3 \(local rank 1, pid \d+\) failed first on host {HOST}: ValueError: the cause"
+    assert re.match(text, err1.splitlines()[-2]) and re.match(text, err0.splitlines()[-2])
     assert err1.splitlines()[-1] == "deepspeed: exit code 5; the other ranks (1) were stopped"
     assert re.match(rf"deepspeed: exit code 5; the ranks of host {HOST} \(2\) were stopped", err0.splitlines()[-1])
     assert "Traceback" in err1 and "Traceback" not in err0
@@ -103,10 +103,10 @@ def test_a_machine_that_is_lost_is_named_by_the_other(tmp_path, lost):
     assert re.match(rf"deepspeed: exit code 1; the ranks of host {HOST} \(1\) were stopped", second)
     assert "Traceback" not in err  # what the rank said of its broken connection is one line
     assert not nodes[1 - lost].processes() and not nodes[lost].processes()
-    said = nodes[lost].finish()
+    text = nodes[lost].finish()
     if lost == 1:
-        assert (out, said[1]) == ("[rank 0] 3.0 0 0 2\n", "[rank 1] 3.0 0 1 2\n")
-        assert "starting 1 of 2 rank(s) (rank 1, node 1 of 2)" in said[2]
+        assert (out, text[1]) == ("[rank 0] 3.0 0 0 2\n", "[rank 1] 3.0 0 1 2\n")
+        assert "starting 1 of 2 rank(s) (rank 1, node 1 of 2)" in text[2]
         assert "found by RANK and WORLD_SIZE" in err
         places = rf"rank map: 2 rank\(s\) on 1 host\(s\).*\n.* {HOST}: rank 0 \(local 0, pid \d+\), 1 \("
         assert re.search(places, err)
@@ -138,7 +138,7 @@ def test_a_failure_before_the_other_launcher_has_started_is_still_told(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "node_ranks", "said"),
+    ("ranks", "node_ranks", "text"),
     [
         ((1, 2), (0, 1), r"node 0\) counts \[1, 1\] ranks per node, host .* \(node 1\) \[2, 2\]"),
         pytest.param(
@@ -149,7 +149,7 @@ def test_a_failure_before_the_other_launcher_has_started_is_still_told(tmp_path)
         ),
     ],
 )
-def test_launchers_that_do_not_belong_together_say_so(tmp_path, ranks, node_ranks, said):
+def test_launchers_that_do_not_belong_together_say_so(tmp_path, ranks, node_ranks, text):
     port = free_port()
     nodes = []
     for node, count in zip(node_ranks, ranks, strict=True):
@@ -159,7 +159,7 @@ def test_launchers_that_do_not_belong_together_say_so(tmp_path, ranks, node_rank
         )
     for node in nodes:
         code, _, err = node.finish()
-        assert code == 1 and re.search(said, err), err
+        assert code == 1 and re.search(text, err), err
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_ssh_with_a_program_that_stays_here(tmp_path):
     )  # fmt: skip
     code, out, err = launcher.finish()
     assert code == 3, err
-    said = "['a b', '$HOME', \"'q'\", '%n'] it's 100%"
-    assert sorted(out.splitlines()) == [f"[rank 0] {said}", f"[rank 1] {said}"]
+    text = "['a b', '$HOME', \"'q'\", '%n'] it's 100%"
+    assert sorted(out.splitlines()) == [f"[rank 0] {text}", f"[rank 1] {text}"]
     assert sorted((tmp_path / "log").read_text().split("\n")) == ["", "to alpha", "to alpha", "to beta", "to beta"]
     assert err.count("failed first on host") == 1  # on a screen that all share, once
     assert "rank map: 2 rank(s) on 2 machine(s)" in err and "node 1, beta: rank 1 on slots 0" in err

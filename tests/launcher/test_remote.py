@@ -176,12 +176,12 @@ def test_no_value_and_no_secret_stands_in_a_command_line(launcher, tmp_path):
 
 def test_pdsh_names_the_values_that_it_shows(capsys, monkeypatch, tmp_path):
     (tmp_path / ".deepspeed_env").write_text("HF_TOKEN=x\n")
-    said = []
-    monkeypatch.setattr(runner.logger, "warning", said.append)
+    texts = []
+    monkeypatch.setattr(runner.logger, "warning", texts.append)
     dry_run(capsys, "--launcher=ssh")
-    assert not said
+    assert not texts
     dry_run(capsys)
-    assert "the values of HF_TOKEN stand in the command lines" in said[0]
+    assert "the values of HF_TOKEN stand in the command lines" in texts[0]
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=x", "-F/tmp/x", "a;b", "a b", "$(x)", "^file", ""])

@@ -93,7 +93,7 @@ def test_cells(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_mix(precision: str, accumulation: int, tmp_path: Path) -> None:
-    """Without clipping, in small pieces, with read-ahead only and write-behind only."""
+    """Without clipping, in small chunks, with read-ahead only and write-behind only."""
     settings: dict[str, Any] = {"stage": 3, "precision": precision, "accumulation": accumulation, "clip": 0.0}
     sections = offload("nvme", "nvme", tmp_path)
     sections["offload_optimizer"] |= {"pipeline_read": accumulation == 1, "pipeline_write": accumulation == 3}

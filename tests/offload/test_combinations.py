@@ -69,7 +69,7 @@ def test_a_clients_optimizer(kind: str, tmp_path: Path) -> None:
     for device in ("cpu", "nvme"):
         settings = config(2, precision="bf16", **offload(device, "none", tmp_path))
         if device == "nvme" and kind == "rmsprop":
-            with pytest.raises(RanksFailed, match="RMSprop.*piece by piece"):
+            with pytest.raises(RanksFailed, match="RMSprop.*chunk by chunk"):
                 run_ranks(with_optimizer, 2, kind, settings)
             continue
         assert_states_equal(run_ranks(with_optimizer, 2, kind, settings), expected)

@@ -1,4 +1,4 @@
-"""What the settings of offload say is what happens: pieces, requests, threads, and where files are."""
+"""What the settings of offload say is what happens: chunks, requests, threads, and where files are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.offload.pinned import PAGE
 from deepspeed.zero.placement import Tier
 from tests.harness import run_ranks
 
-WIDTH = 160  # a square of it is 6 and a bit pieces of 4096 elements
+WIDTH = 160  # a square of it is 6 and a bit chunks of 4096 elements
 
 
 def make_engine(zero: dict[str, Any], **further: Any) -> Any:
@@ -38,17 +38,17 @@ def step(engine: Any) -> None:
     engine.step()
 
 
-def pieces_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int], torch.Tensor]:
-    """Lengths of the pieces of one update, and the masters after two."""
+def chunks_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int], torch.Tensor]:
+    """Lengths of the chunks of one update, and the masters after two."""
     engine = make_engine(
         {"offload_optimizer": {"device": device, "nvme_path": folder}, "sub_group_size": sub_group_size}
     )
     strategy = engine.optimizer._updater._strategies[{"cpu": Tier.HOST, "nvme": Tier.FILE}[device]]
     begin, lengths = strategy.begin, []
 
-    def noted(pieces: Any) -> None:
-        lengths[:] = [piece.numel for piece in pieces]
-        begin(pieces)
+    def noted(chunks: Any) -> None:
+        lengths[:] = [chunk.numel for chunk in chunks]
+        begin(chunks)
 
     strategy.begin = noted
     step(engine)
@@ -60,14 +60,14 @@ def pieces_of(device: str, folder: str, sub_group_size: int) -> tuple[list[int],
 
 def sub_groups(folder: str) -> None:
     for device in ("cpu", "nvme"):
-        whole, expected = pieces_of(device, folder, 10**9)
-        small, masters = pieces_of(device, folder, 5000)
+        whole, expected = chunks_of(device, folder, 10**9)
+        small, masters = chunks_of(device, folder, 5000)
         assert max(small) == 8192, "rounded up to whole pages"
         assert sum(small) == sum(whole) and len(small) > 2 * len(whole)
         assert torch.equal(masters, expected)
 
 
-def test_sub_group_size_bounds_the_pieces(tmp_path: Path) -> None:
+def test_sub_group_size_bounds_the_chunks(tmp_path: Path) -> None:
     run_ranks(sub_groups, 2, str(tmp_path))
 
 

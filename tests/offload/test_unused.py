@@ -22,7 +22,7 @@ FROZEN_FROM = 3
 
 
 class Mixed(nn.Module):
-    """One bucket, in which whole pieces of an update get no gradient."""
+    """One bucket, in which whole chunks of an update get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def train_uneven(settings: dict[str, Any], elsewhere: bool = False) -> list[list
     model = Mixed()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
     runtime, seen = engine._runtime, []
-    idle = count_idle_pieces(engine)
+    idle = count_idle_chunks(engine)
     assert len(runtime.buckets) == 1
     for step, used in enumerate(STEPS):
         if step == FROZEN_FROM:
@@ -67,14 +67,14 @@ def train_uneven(settings: dict[str, Any], elsewhere: bool = False) -> list[list
     return seen
 
 
-def count_idle_pieces(engine: Any) -> list[Any]:
-    """Collects the pieces that travel although nothing in them is updated."""
+def count_idle_chunks(engine: Any) -> list[Any]:
+    """Collects the chunks that travel although nothing in them is updated."""
     updater, idle = engine._updater._updater, []
     update = updater._update
 
-    def counted(piece: Any, *others: Any) -> list[slice]:
-        updated = update(piece, *others)
-        idle.extend([] if updated else [piece])
+    def counted(chunk: Any, *others: Any) -> list[slice]:
+        updated = update(chunk, *others)
+        idle.extend([] if updated else [chunk])
         return updated
 
     updater._update = counted

@@ -35,15 +35,15 @@ class Message:
         unit = torch.ones(self.numel) if unit is None else unit
         if self.ranks == 1:
             return self.limited(vectors[0] / unit, most) * unit
-        said = []
+        coded = []
         for rank, vector in enumerate(vectors):
             due = self.limited((vector + self.sent[rank]) / unit, most)
-            said.append(compressed(due))
-            self.sent[rank] = (due - said[-1]) * unit
+            coded.append(compressed(due))
+            self.sent[rank] = (due - coded[-1]) * unit
         found = []
         for rank in range(self.ranks):
             part = self.slice_of(rank)
-            mean = sum(one[part] for one in said) / self.ranks + self.owned[rank] / unit[part]
+            mean = sum(one[part] for one in coded) / self.ranks + self.owned[rank] / unit[part]
             mean = self.limited(mean, most)
             found.append(compressed(mean))
             self.owned[rank] = (mean - found[-1]) * unit[part]

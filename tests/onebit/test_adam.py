@@ -330,10 +330,10 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.texts.append(record.getMessage())
 
 
 def elsewhere(folder: str, stages: tuple[int, ...]) -> None:
@@ -341,9 +341,9 @@ def elsewhere(folder: str, stages: tuple[int, ...]) -> None:
     logger.addHandler(lines)
     for stage in stages:
         engine = make(2 - stage, tower(seed=8))
-        lines.said.clear()
+        lines.texts.clear()
         engine.load_checkpoint(f"{folder}/{stage}-4")
-        assert rank() or sum("begins anew" in line for line in lines.said) == 1
+        assert rank() or sum("begins anew" in line for line in lines.texts) == 1
         train(engine, 5)
         assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
         engine.destroy()
@@ -356,7 +356,7 @@ def other_unit(folder: str) -> None:
     logger.addHandler(lines)
     engine = make(0, tower(seed=8), more={"precondition": False})
     engine.load_checkpoint(f"{folder}/0-4")
-    assert rank() or sum("begins anew" in line for line in lines.said) == 1
+    assert rank() or sum("begins anew" in line for line in lines.texts) == 1
     assert not any(bucket.private.tensor.any() for bucket in engine.optimizer.driver.buckets)
     logger.removeHandler(lines)
 
@@ -375,11 +375,11 @@ def spoken() -> None:
         for step in range(steps):
             traffic.reset()
             train(engine, step)
-        said = [line for line in lines.said if "all 3 updates were warm-up" in line]
+        texts = [line for line in lines.texts if "all 3 updates were warm-up" in line]
         engine.destroy()
-        said = [line for line in lines.said if "were warm-up" in line]
-        assert bool(said) is (expected and rank() == 0)
-        lines.said.clear()
+        texts = [line for line in lines.texts if "were warm-up" in line]
+        assert bool(texts) is (expected and rank() == 0)
+        lines.texts.clear()
     logger.removeHandler(lines)
 
 

@@ -82,7 +82,7 @@ def make(axis: str, stage: int, optimizer: dict[str, Any], more: dict[str, Any],
     model, config, _ = AXES[axis]
     at = "communication_compression"
     sharded = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    told = {
+    result = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         **config,
@@ -91,7 +91,7 @@ def make(axis: str, stage: int, optimizer: dict[str, Any], more: dict[str, Any],
         "optimizer": optimizer,
         "zero_optimization": {"stage": stage, **sharded, **zero},
     }
-    return initialize(model=model(), config=told)[0]
+    return initialize(model=model(), config=result)[0]
 
 
 def update(axis: str, engine: Any, step: int) -> None:
@@ -120,9 +120,9 @@ def agree(engine: Any, axis: str, what: str) -> None:
         group = groups.get(name, "")
         part = rank() % 2 if group == CUT or "ep_size" in group else 0
         sums[name] = (part, value.double().sum().item())
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (apart, sums))
-    for other, theirs in told:
+    result: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(result, (apart, sums))
+    for other, theirs in result:
         if other == apart:
             for name, (part, total) in theirs.items():
                 assert part != sums[name][0] or total == sums[name][1], f"{what}: {name}"

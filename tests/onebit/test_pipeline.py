@@ -19,16 +19,16 @@ OPTIMIZER: dict[str, Any] = {
 
 def stages(zero_stages: tuple[int, ...]) -> list[Any]:
     """Two stages by two data ranks."""
-    told = []
+    result = []
     for zero in zero_stages:
         engine = engine_of(2, zero, COUNT, {"optimizer": OPTIMIZER})
         steps = train(engine, COUNT, STEPS)
         assert same_on_all_ranks(steps)
-        told.append((steps, weights(engine)))
-        tied = {name: value.tolist() for name, value in told[-1][1].items() if "embed" in name or "tied" in name}
+        result.append((steps, weights(engine)))
+        tied = {name: value.tolist() for name, value in result[-1][1].items() if "embed" in name or "tied" in name}
         assert tied and same_on_all_ranks(tied)  # both ends have the same weights still
         engine.destroy()
-    return told
+    return result
 
 
 def whole() -> tuple[list[Any], list[Any]]:

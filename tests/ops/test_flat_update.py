@@ -100,8 +100,8 @@ def test_chunk_length_does_not_change_bits(name, chunk_numel, monkeypatch):
     master, grads = data(torch.bfloat16)
     whole = updated(name, master, grads, grad_scale=0.37)
     monkeypatch.setattr(chunks, "default_chunk_numel", lambda device: chunk_numel)
-    pieces = updated(name, master, grads, grad_scale=0.37)
-    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+    in_chunks = updated(name, master, grads, grad_scale=0.37)
+    assert all(torch.equal(a, b) for a, b in zip(whole, in_chunks, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -174,9 +174,9 @@ def test_slices_of_a_run_with_one_counter_equal_the_whole():
     optimizer.init_flat_state(optimizer.param_groups[0], run, state)
     for grad in grads:
         for first, (start, stop) in zip((True, False, False), ((0, 640), (640, 704), (704, NUMEL)), strict=True):
-            piece = {key: value if key == "step" else value[start:stop] for key, value in state.items()}
+            chunk = {key: value if key == "step" else value[start:stop] for key, value in state.items()}
             optimizer.flat_update(
-                optimizer.param_groups[0], run.detach()[start:stop], grad[start:stop], piece, advance_step=first
+                optimizer.param_groups[0], run.detach()[start:stop], grad[start:stop], chunk, advance_step=first
             )
     assert torch.equal(run.detach(), whole[0]) and torch.equal(state["exp_avg_sq"], whole[2])
 

@@ -139,7 +139,11 @@ def fragment_steps(layout, weights, gradients, group, rank, **options):
         run.grad = layout.slice_of(grads, rank)
         optimizer.step()
     return run.detach(), sorted(
-        {piece.tensor.index for exchange_round in optimizer._exchanges[0]._tours for piece in exchange_round.received}
+        {
+            segment.tensor.index
+            for exchange_round in optimizer._exchanges[0]._tours
+            for segment in exchange_round.received
+        }
     )
 
 
@@ -415,7 +419,7 @@ def test_matrices_that_lie_on_one_rank_are_shared_out():
 
 def test_uncut_balanced_matrices_do_not_travel():
     (found,) = planned(Layout([(64, 64)] * 8, 2))
-    assert all(piece.peer == position for position in range(2) for piece in found.sent_by(position))
+    assert all(segment.peer == position for position in range(2) for segment in found.sent_by(position))
 
 
 def test_rounds_are_bounded():
@@ -425,7 +429,7 @@ def test_rounds_are_bounded():
 
 @pytest.mark.parametrize("cuts", [None, [0, 0], [640, 640], [320, 1024]])
 def test_what_is_sent_is_what_is_received(cuts):
-    """Every rank finds out alone; together the pieces make up each matrix once."""
+    """Every rank finds out alone; together the segments make up each matrix once."""
     layout = Layout(SHAPES, 3, cuts)
     (found,) = planned(layout)
     sent = {(p.tensor.index, p.start, p.stop, at, p.peer) for at in range(3) for p in found.sent_by(at)}

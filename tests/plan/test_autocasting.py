@@ -43,17 +43,17 @@ def results(device):
 def test_casts_are_those_of_torch_on_the_cpu():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = results("cpu")
-    played = SimulatedAutocast("cpu")
-    with played.active():
+    casting = SimulatedAutocast("cpu")
+    with casting.active():
         without = results("meta")
-        with played.region(torch.bfloat16):
+        with casting.region(torch.bfloat16):
             assert results("meta") == expected
     assert results("meta") == without != expected, "without autocast nothing is cast, and afterwards neither"
 
 
 def test_casts_are_those_that_torch_documents_for_cuda():
-    played = SimulatedAutocast("cuda")
-    with played.active(), played.region(torch.float16):
+    casting = SimulatedAutocast("cuda")
+    with casting.active(), casting.region(torch.float16):
         made = results("meta")
     lower = {name for name, dtype in made.items() if dtype == torch.float16}
     full = {name for name, dtype in made.items() if dtype == torch.float32}

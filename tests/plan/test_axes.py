@@ -100,11 +100,11 @@ def test_all_axes_at_once():
 def test_a_sweep_finds_the_shape(capsys):
     model = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence-length", "64"]
     assert main([*model, "--devices", "4", "--sweep", "pipe=1,2", "tensor=1,2,3", "sequence=1,2"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        said.count("yes") == 7
-        and said.count("refused") == 5
-        and "autotp_size 3 takes groups of 3" in " ".join(said.split())
+        printed.count("yes") == 7
+        and printed.count("refused") == 5
+        and "autotp_size 3 takes groups of 3" in " ".join(printed.split())
     )
 
 

@@ -136,12 +136,12 @@ def test_what_travels_is_the_formula():
     for ep in (2, 4):
         calls, nbytes = _planned(Cell(1), ep).simulated.flow.asked_along["all_to_all", "expert"]
         rows = SHAPE.experts_per_token * SAMPLES * TOKENS * SHAPE.hidden * 2 * (ep - 1) // ep
-        told = SHAPE.experts * 8 * (ep - 1) // ep
-        assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + told)
+        expected = SHAPE.experts * 8 * (ep - 1) // ep
+        assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + expected)
 
 
 def test_a_plan_says_nothing_about_the_next():
-    """Layers of played ranks that talk in their backward are no layers of another plan, or of this process's job."""
+    """Layers of simulated ranks that talk in their backward are no layers of another plan, or of this process's job."""
     dense = {"devices_per_node": 2, "device": "cpu", "device_memory": "8GiB", "sequence_length": TOKENS}
     shape = DecoderShape(layers=3, hidden=128, heads=4, vocab=512)
     before = deepspeed.plan(shape, Cell(1).config(""), **dense).simulated
@@ -161,7 +161,7 @@ def test_which_size_fits(capsys):
     assert travel.between == pytest.approx(2 * travel.inside, abs=2)  # two of the three others are on the other node
     model = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256", "--experts", "4"]
     assert main([*model, "--devices", "4", "--sequence-length", "64", "--sweep", "ep=1,2,3,4"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("yes") == 3 and "choose ep_size" in said
+    printed = capsys.readouterr().out
+    assert printed.count("yes") == 3 and "choose ep_size" in printed
     with pytest.raises(DeepSpeedConfigError, match="experts-per-token: expected 1 to 4"):
         DecoderShape(1, 64, 4, 256, experts=4, experts_per_token=5)

@@ -91,10 +91,10 @@ def test_a_plan_is_the_same_with_and_without(case, monkeypatch):
         made = deepspeed.plan(given, config, devices_per_node=4, sequence_length=32, suggest=False, **options)
         return made.to_dict(), made.simulated, len(worked_out)
 
-    told, found, operations = planned()
+    result, found, operations = planned()
     monkeypatch.setattr(KnownShapes, "is_used", False)
-    told_without, found_without, operations_without = planned()
-    assert told == told_without
+    result_without, found_without, operations_without = planned()
+    assert result == result_without
     assert found == found_without
     assert operations < operations_without
 

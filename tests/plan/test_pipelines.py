@@ -237,8 +237,8 @@ def test_what_cannot_be_cut():
 def test_a_sweep_over_stages(capsys):
     sizes = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence-length", "64"]
     assert main([*sizes, "--devices", "4", "--sweep", "pipe=1,2,3", "stage=0,1"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("yes") == 4 and said.count("refused") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("yes") == 4 and printed.count("refused") == 2
     assert main([*sizes, "--devices", "4", "--pipe", "2", "--sequence-length", "64"]) == 0
-    said = capsys.readouterr().out
-    assert "pipe 2 x data 2" in said and "Stages, 1f1b" in said and "send (pipe)" in said
+    printed = capsys.readouterr().out
+    assert "pipe 2 x data 2" in printed and "Stages, 1f1b" in printed and "send (pipe)" in printed

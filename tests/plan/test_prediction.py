@@ -160,10 +160,10 @@ def test_schedules_with_a_split_backward_wait_less_and_keep_more():
 
 def test_parts_add_up_to_the_step():
     made = step(LLAMA_70B, data=2, tensor=8, pipe=4, stage=1, chunks=5, schedule="interleaved", accumulation=16)
-    told = made.to_dict()
-    parts = [*told["compute_seconds"].values(), *told["exposed_seconds"].values()]
-    parts += [told["host_seconds"], told["bubble_seconds"], told["update_seconds"]]
-    assert math.isclose(sum(parts), told["step_seconds"])
+    result = made.to_dict()
+    parts = [*result["compute_seconds"].values(), *result["exposed_seconds"].values()]
+    parts += [result["host_seconds"], result["bubble_seconds"], result["update_seconds"]]
+    assert math.isclose(sum(parts), result["step_seconds"])
     assert made.tokens == 2 * 16 * 8192
     saved = dict(costs_turned_off(made))
     assert saved["linear layers in fp8"] > 0
@@ -292,7 +292,7 @@ RUN = "--devices 8 --device a100 --sequence-length 2048 --tensor 8 --micro-batch
 def test_predict_from_the_command_line(capsys):
     arguments = f"{SIZES} {RUN} --predict --recompute full --compiled --gradient-bytes 4".split()
     assert main([*arguments, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     made = step(
         GPT_22B,
         2048,
@@ -305,8 +305,8 @@ def test_predict_from_the_command_line(capsys):
         is_compiled=True,
         gradient_bytes=4,
     )
-    assert told["step_seconds"] == pytest.approx(made.seconds)
-    assert told["step_seconds"] == pytest.approx(1.42, rel=0.15), "Korthikanti et al. measured 1.42 s"
+    assert result["step_seconds"] == pytest.approx(made.seconds)
+    assert result["step_seconds"] == pytest.approx(1.42, rel=0.15), "Korthikanti et al. measured 1.42 s"
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "What would help most" in text
@@ -345,7 +345,7 @@ def test_command_lines_that_are_refused(arguments, says, capsys):
         DecoderShape(2, 64, 4, 128, experts=4, is_gated=False),
     ],
 )
-def test_decoders_are_played_as_they_are_predicted(shape):
+def test_decoders_are_simulated_as_they_are_predicted(shape):
     config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     plan = deepspeed.plan(shape, config, sequence_length=32, suggest=False, compare_checkpointing=False)
     assert plan.parameters == shape.parameters

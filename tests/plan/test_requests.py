@@ -139,7 +139,7 @@ def test_a_transformers_configuration(tmp_path):
 
 
 def test_arguments_without_sense():
-    for options, said in (
+    for options, expected in (
         ({"nodes": "2"}, "whole number"),
         ({"devices_per_node": True}, "whole number"),
         ({"sequence_length": 0.5}, "whole number"),
@@ -149,7 +149,7 @@ def test_arguments_without_sense():
         ({"headroom": "5%"}, "share"),
         ({"link": "fast"}, "bytes per second"),
     ):
-        with pytest.raises(DeepSpeedConfigError, match=said):
+        with pytest.raises(DeepSpeedConfigError, match=expected):
             plan(**options)
     with pytest.raises(TypeError, match=r"plan\(node=\.\.\.\): expected one of model, config, nodes, .*rename"):
         plan(node=2)
@@ -244,8 +244,8 @@ def test_command_line(tmp_path, capsys):
     config.write_text(json.dumps(CONFIG))
     written = tmp_path / "chosen.json"
     assert main([str(config), *SIZES, "--devices", "2", "--json", "--write", str(written)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["fits"] and told["device_bytes"] == told["peak"]["device"]["bytes"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["fits"] and result["device_bytes"] == result["peak"]["device"]["bytes"]
     assert json.loads(written.read_text())["zero_optimization"] == {"stage": 1}
     assert main([str(config), *SIZES, "--device-memory", "1MB", "--no-suggestions"]) == 1
     shown = capsys.readouterr().out
@@ -329,16 +329,16 @@ def test_an_accumulation_replaces_the_global_batch():
 
 
 def test_models_that_cannot_be_planned():
-    for name, said in (
+    for name, expected in (
         ("needs_sizes", "needs layers, hidden; give a function"),
         ("fails", "cannot be built: ValueError: no such size"),
         ("makes_three", "found a tuple of 3"),
         ("selects", r"forward of Selects failed at test_requests.py, line \d+: .*micro-batch 2"),
     ):
-        with pytest.raises(DeepSpeedConfigError, match=said):
+        with pytest.raises(DeepSpeedConfigError, match=expected):
             plan(f"{__name__}:{name}")
-    for name, said in ((":make", "expected module:callable"), ("no.such.module:make", "ModuleNotFoundError")):
-        with pytest.raises(DeepSpeedConfigError, match=said):
+    for name, expected in ((":make", "expected module:callable"), ("no.such.module:make", "ModuleNotFoundError")):
+        with pytest.raises(DeepSpeedConfigError, match=expected):
             plan(name)
     with pytest.raises(DeepSpeedConfigError, match="micro-batch 1000000000000000000 "):
         plan(micro_batch=10**18)
@@ -346,13 +346,13 @@ def test_models_that_cannot_be_planned():
 
 def test_transformers_configurations_that_do_not_hold(tmp_path):
     pytest.importorskip("transformers")
-    for facts, said in (
+    for facts, expected in (
         ([1], "a list"),
         ({"model_type": "abacus"}, "model_type"),
         ({"model_type": "gpt2", "architectures": ["NoSuchModel"]}, "architectures names NoSuchModel"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(facts))
-        with pytest.raises(DeepSpeedConfigError, match=said) as refused:
+        with pytest.raises(DeepSpeedConfigError, match=expected) as refused:
             plan(str(tmp_path))
         assert len(str(refused.value)) < 600
 
@@ -415,7 +415,7 @@ def test_families_of_transformers(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--headroom", "2"], "headroom: expected a share"),
         (["--network", "nan"], "network: expected bytes per second above 0"),
@@ -428,10 +428,10 @@ def test_families_of_transformers(family, tmp_path):
         (["--device", "cpu"], "--device-memory"),
     ],
 )
-def test_options_without_sense(arguments, said, capsys):
+def test_options_without_sense(arguments, expected, capsys):
     assert main([*SIZES, *arguments]) == 2
     printed = capsys.readouterr()
-    assert said in printed.err and printed.out == ""
+    assert expected in printed.err and printed.out == ""
 
 
 def test_only_the_answer_is_printed_and_files_are_whole(tmp_path, capsys, monkeypatch):
@@ -474,7 +474,7 @@ def refuses_checkpointing(supports):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ("80GB", "with 80 GB"),
         ("1.5GB", "with 1.5 GB"),
@@ -483,8 +483,8 @@ def refuses_checkpointing(supports):
         ("64GiB", "with 64.00 GiB"),
     ],
 )
-def test_the_memory_of_a_device_is_told_as_given(given, said):
-    assert said in plan(device="other", device_memory=given, suggest=False).table()
+def test_the_memory_of_a_device_is_told_as_given(given, expected):
+    assert expected in plan(device="other", device_memory=given, suggest=False).table()
 
 
 def test_activations_are_told_for_both_settings_of_checkpointing():
@@ -515,8 +515,8 @@ def test_what_the_hybrid_engine_holds_while_it_generates():
     pinned = [notice for notice in made.notices if notice.startswith("hybrid_engine")]
     whole = 2 * made.simulated.parameters
     assert len(pinned) == 1 and "more than between steps" in pinned[0]
-    said = read_bytes(pinned[0].split(" holds ")[1].split(" more")[0], "it")
-    assert 0.95 * whole < said < 1.2 * whole
+    found = read_bytes(pinned[0].split(" holds ")[1].split(" more")[0], "it")
+    assert 0.95 * whole < found < 1.2 * whole
     config["hybrid_engine"]["pin_parameters"] = False
     made = plan(config=config, devices_per_node=4)
     assert any("for every token" in notice for notice in made.notices)

@@ -1,4 +1,4 @@
-"""The recorded step of a play, and the times that a replay gives it."""
+"""The recorded step of a simulation, and the times that a replay gives it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_stage_3_gathers_a_layer_ahead():
 
 
 @pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
-def test_the_play_and_the_layout_agree(stage, tensor):
+def test_the_simulation_and_the_layout_agree(stage, tensor):
     made = planned(stage, tensor=tensor, accumulation=4)
     layout = ParallelLayout(data=8 // tensor, tensor=tensor, stage=stage, accumulation=4)
     other = predict_step(StepSetup(SHAPE, layout, made.machine, 4096))
@@ -159,7 +159,7 @@ def test_nodes_that_links_join_have_no_network_between_them():
     assert made.timed_step.seconds > made.step_seconds
 
 
-def test_micro_batches_that_are_not_played_count_like_the_first():
+def test_micro_batches_that_are_not_simulated_count_like_the_first():
     few, many = (planned(1, accumulation=count).timed_step for count in (4, 12))
     assert many.matmul == pytest.approx(3 * few.matmul)
     assert many.update == pytest.approx(few.update)
@@ -186,10 +186,10 @@ def test_offload_waits_for_the_host():
 
 def test_parts_add_up():
     made = planned(3, accumulation=3)
-    told = made.to_dict()["predicted"]
-    parts = [*told["compute_seconds"].values(), *told["exposed_seconds"].values()]
-    parts += [told[f"{name}_seconds"] for name in ("host", "copy", "bubble", "update")]
-    assert math.isclose(sum(parts), told["step_seconds"])
+    read = made.to_dict()["predicted"]
+    parts = [*read["compute_seconds"].values(), *read["exposed_seconds"].values()]
+    parts += [read[f"{name}_seconds"] for name in ("host", "copy", "bubble", "update")]
+    assert math.isclose(sum(parts), read["step_seconds"])
     assert "A step is predicted to take" in made.table()
 
 
@@ -206,10 +206,10 @@ def test_pictures(tmp_path):
     step = planned(3, nodes=2).timed_step
     picture = step_svg(step, "a <title>")
     assert picture.startswith("<svg") and "a &lt;title&gt;" in picture and "#c8553d" in picture
-    told = json.loads(step_trace_json(step))["traceEvents"]
-    names = {event["args"]["name"] for event in told if event["ph"] == "M"}
+    read = json.loads(step_trace_json(step))["traceEvents"]
+    names = {event["args"]["name"] for event in read if event["ph"] == "M"}
     assert names == {"compute", "data"}
-    assert all(event["dur"] >= 0 for event in told if event["ph"] == "X")
+    assert all(event["dur"] >= 0 for event in read if event["ph"] == "X")
 
 
 def test_pictures_from_the_command_line(tmp_path, capsys):

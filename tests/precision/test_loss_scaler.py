@@ -194,12 +194,12 @@ def test_impossible_settings_are_refused(bad):
 
 def test_what_the_log_says_after_an_overflow():
     scaler = dynamic(delayed_shift=2, min_scale=2.0**15, raise_error_at_min_scale=False)
-    said = []
+    texts = []
     for _ in range(4):
         before = scaler.loss_scale
         scaler.update_scale(overflow=True)
-        said.append(scaler.describe_change(before))
-    assert said == [
+        texts.append(scaler.describe_change(before))
+    assert texts == [
         "Loss scale stays 65536: fp16.hysteresis is 2, the scale is halved at overflow 2",
         "Loss scale 65536 -> 32768",
         "Loss scale stays 32768: it is at fp16.min_loss_scale",

@@ -33,7 +33,7 @@ class Numbered(torch.utils.data.Dataset):
         return torch.tensor([float(index)] * 3)
 
 
-def _train(folder, told=None, micro=2, section=None, stage=1):
+def _train(folder, losses=None, micro=2, section=None, stage=1):
     """Trains on 24 samples per step until told to stop, or for ten steps: (exit code, samples per step, weights)."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
@@ -57,9 +57,9 @@ def _train(folder, told=None, micro=2, section=None, stage=1):
                 batch = next(batches)
                 step += batch[:, 0].long().tolist()
                 engine.backward(engine(batch / COUNT).pow(2).mean())
-                if told == (engine.global_steps, int(os.environ["RANK"])):
+                if losses == (engine.global_steps, int(os.environ["RANK"])):
                     os.kill(os.getpid(), signal.SIGUSR1)
-                    told = None
+                    losses = None
                 used.append(step) if len(step) == micro else None
                 engine.step()
     except SystemExit as stop:
@@ -75,9 +75,9 @@ def _by_step(results):
 
 def test_the_same_command_goes_on_at_another_number_of_ranks(tmp_path):
     whole = run_ranks(_train, 2, tmp_path / "whole", None)
-    first = run_ranks(_train, 2, tmp_path / "told", (3, 1))
+    first = run_ranks(_train, 2, tmp_path / "losses", (3, 1))
     assert [(found[0], found[3]) for found in first] == [(75, 4)] * 2
-    (second,) = run_ranks(_train, 1, tmp_path / "told", None, 4)
+    (second,) = run_ranks(_train, 1, tmp_path / "losses", None, 4)
     assert second[0] is None and second[3] == 10
     assert _by_step(first) + _by_step([second]) == _by_step(whole)
     assert second[2] == pytest.approx(whole[0][2], abs=1e-6)

@@ -72,22 +72,22 @@ def _functions_in(body: list[ast.stmt], module: str) -> Iterator[Function]:
             yield Function(node, f"{module}:{node.lineno} {node.name}")
 
 
-def _check(said: list[Function], silent: list[Function], least: float, what: str) -> None:
-    share = len(said) / (len(said) + len(silent))
+def _check(documented: list[Function], silent: list[Function], least: float, what: str) -> None:
+    share = len(documented) / (len(documented) + len(silent))
     places = "\n".join(each.place for each in silent)
     assert share >= least, f"{share:.3f} of the functions say {what}, {least} did before. These do not:\n{places}"
 
 
 def test_shapes_are_said():
     taking = [each for each in functions() if each.takes_tensors]
-    said = [each for each in taking if _SHAPE.search(each.docstring)]
-    _check(said, [each for each in taking if each not in said], SHAPES, "a shape")
+    documented = [each for each in taking if _SHAPE.search(each.docstring)]
+    _check(documented, [each for each in taking if each not in documented], SHAPES, "a shape")
 
 
 def test_errors_are_said():
     raising = [each for each in functions() if each.raised]
-    said = [each for each in raising if "raise" in each.docstring.lower()]
-    _check(said, [each for each in raising if each not in said], RAISES, "what they raise")
+    documented = [each for each in raising if "raise" in each.docstring.lower()]
+    _check(documented, [each for each in raising if each not in documented], RAISES, "what they raise")
 
 
 def test_no_docstring_begins_in_the_middle_of_a_sentence():

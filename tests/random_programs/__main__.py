@@ -47,8 +47,8 @@ def main() -> int:
 def _say(seed: int, outcome: Outcome, description: str, log: Path | None, *, everything: bool) -> None:
     line = f"{seed} {outcome.kind} {outcome.seconds:.1f}s"
     if outcome.kind in ("refused", "undecided"):
-        line += " " + " ".join(outcome.said.split())[:300]
-    text = f"{line}\n{description}\n{outcome.said}\n" if outcome.is_finding else f"{line}\n"
+        line += " " + " ".join(outcome.text.split())[:300]
+    text = f"{line}\n{description}\n{outcome.text}\n" if outcome.is_finding else f"{line}\n"
     print(text if everything or not outcome.is_finding else line, end="", flush=True)
     if outcome.is_finding and not everything:
         print(flush=True)

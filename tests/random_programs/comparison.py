@@ -57,9 +57,9 @@ def differences(program: Program, start: dict[str, torch.Tensor], wanted: Values
     tolerance = TOLERANCES[program.precision]
     for key, value in found.items():
         expected = _expected(program, wanted, key)
-        said = _difference(key, value, expected, start, tolerance)
-        if said:
-            yield f"phase {key[0]}, step {key[1]}, {' '.join(map(str, key[2:]))}: {said}"
+        text = _difference(key, value, expected, start, tolerance)
+        if text:
+            yield f"phase {key[0]}, step {key[1]}, {' '.join(map(str, key[2:]))}: {text}"
 
 
 def _expected(program: Program, wanted: Values, key: tuple[Any, ...]) -> Any:

@@ -50,11 +50,11 @@ class Mlp(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(width)
         self.rise = nn.Linear(width, inner)
-        self.box = nn.Parameter(torch.ones(1, 2, inner))
+        self.cube = nn.Parameter(torch.ones(1, 2, inner))
         self.fall = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fall(torch.tanh(self.rise(self.norm(x))) * self.box.mean(dim=1))
+        return x + self.fall(torch.tanh(self.rise(self.norm(x))) * self.cube.mean(dim=1))
 
 
 class Routed(nn.Module):

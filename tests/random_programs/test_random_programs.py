@@ -22,7 +22,7 @@ def check(seed: int) -> None:
     outcome = attempt(program, timeout=120)
     print(f"seed {seed}: {outcome.kind} after {outcome.seconds:.1f} s")
     if outcome.is_finding:
-        pytest.fail(f"{outcome.said}\n{program.describe()}\nAlone: python -m tests.random_programs {seed}")
+        pytest.fail(f"{outcome.text}\n{program.describe()}\nAlone: python -m tests.random_programs {seed}")
 
 
 @pytest.mark.parametrize("seed", (*QUICK, *FORMER_FAULTS))

@@ -32,7 +32,7 @@ class Outcome:
     """
 
     kind: str
-    said: str
+    text: str
     seconds: float
 
     @property
@@ -44,8 +44,8 @@ def attempt(program: Program, timeout: float = 90) -> Outcome:
     """Runs a program and its oracle."""
     begun = time.monotonic()
     torch.set_num_threads(1)
-    kind, said = _attempt(program, timeout)
-    return Outcome(kind, said, time.monotonic() - begun)
+    kind, text = _attempt(program, timeout)
+    return Outcome(kind, text, time.monotonic() - begun)
 
 
 def _attempt(program: Program, timeout: float) -> tuple[str, str]:

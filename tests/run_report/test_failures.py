@@ -51,8 +51,8 @@ def test_an_exception_is_the_first_sentence_an_event_and_a_mark(tmp_path):
     done = _run(tmp_path, "raise")
     assert done.returncode == 1 and "ValueError" in done.stderr
     page = (tmp_path / "report.html").read_text()  # written by the program itself
-    said = "Rank 0 failed after step 3: ValueError: &lt;b&gt;batch 3&lt;/b&gt; is broken"
-    assert page.index(said) < page.index("<div class=tiles>")
+    expected = "Rank 0 failed after step 3: ValueError: &lt;b&gt;batch 3&lt;/b&gt; is broken"
+    assert page.index(expected) < page.index("<div class=tiles>")
     assert '<line class="mark failure"' in page and "<b>batch" not in page
     numbers = json.loads((tmp_path / "report.json").read_text())
     (failure,) = numbers["failures"]
@@ -100,9 +100,9 @@ def test_a_rank_that_runs_has_not_failed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(KeyError("k"), ["KeyError"]), (SystemExit(0), []), (SystemExit(3), ["SystemExit"])]
+    ("error", "expected"), [(KeyError("k"), ["KeyError"]), (SystemExit(0), []), (SystemExit(3), ["SystemExit"])]
 )
-def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, error, said):
+def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, error, expected):
     recorder = StepRecorder(tmp_path, 0, {})
     with pytest.raises(type(error)):  # noqa: PT012
         try:
@@ -110,7 +110,7 @@ def test_an_engine_that_is_closed_while_an_exception_passes_writes_it(tmp_path, 
         finally:
             recorder.close()
     lines = [json.loads(line) for line in recorder._writer.file.path.read_text().splitlines()]
-    assert [line["error"] for line in lines if line["kind"] == "event"] == said
+    assert [line["error"] for line in lines if line["kind"] == "event"] == expected
     assert lines[-1]["kind"] == "end"
 
 

@@ -44,49 +44,49 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def said(monkeypatch):
+def texts(monkeypatch):
     lines = []
     monkeypatch.setattr(feature, "log_dist", lines.append)
     return lines
 
 
-def test_a_rank_that_stays_slow_is_named_once_per_stretch(run, said):
+def test_a_rank_that_stays_slow_is_named_once_per_stretch(run, texts):
     run.go(40, slow=None)
-    assert said == []
+    assert texts == []
     run.go(60, slow=1)
-    (line,) = said
+    (line,) = texts
     assert line.startswith("straggler: rank 1 (node1) takes 2.00 times as long") and "in forward" in line
     run.go(60, slow=None)
     run.go(60, slow=1)
-    assert len(said) == 2, "named again after a stretch in which it was as fast as the others"
+    assert len(texts) == 2, "named again after a stretch in which it was as fast as the others"
     run.recorder.close()
     events = [event for event in all_events(read_run(run.folder / "own")) if event["name"] == "straggler"]
     assert [event["slow_rank"] for event in events] == [1, 1] and all("step" in event for event in events)
 
 
-def test_a_moment_is_no_stretch(run, said):
+def test_a_moment_is_no_stretch(run, texts):
     for _ in range(6):
         run.go(WINDOW - 4, slow=None)
         run.go(4, slow=0)
-    assert said == []
+    assert texts == []
 
 
-def test_steps_of_an_earlier_start_do_not_count(run, said):
+def test_steps_of_an_earlier_start_do_not_count(run, texts):
     run.watch = StragglerWatch(run.folder, 2, lambda: -1.0)  # never looks
     run.go(WINDOW, slow=1)
     for file in run.files:
         file.write("start", rank=0)
     run.watch = StragglerWatch(run.folder, 2, lambda: run.now)
     run.go(WINDOW - 1, slow=1)
-    assert said == []
+    assert texts == []
     run.go(12, slow=1)
-    assert len(said) == 1
+    assert len(texts) == 1
 
 
-def test_a_file_that_is_not_there_is_left_out(run, said):
+def test_a_file_that_is_not_there_is_left_out(run, texts):
     run.watch = StragglerWatch(run.folder, 3, lambda: run.now)
     run.go(3 * WINDOW, slow=1)
-    assert len(said) == 1
+    assert len(texts) == 1
 
 
 def test_a_look_that_costs_much_is_rare(run, monkeypatch):
@@ -102,7 +102,7 @@ def test_a_look_that_costs_much_is_rare(run, monkeypatch):
     assert looks[1] - looks[0] >= 50.0
 
 
-def test_many_ranks_are_compared_in_turns(run, said, monkeypatch):
+def test_many_ranks_are_compared_in_turns(run, texts, monkeypatch):
     monkeypatch.setattr(feature, "_AT_ONCE", 2)
     for rank in range(2, 5):
         file = RankFile(run.folder, rank)
@@ -110,4 +110,4 @@ def test_many_ranks_are_compared_in_turns(run, said, monkeypatch):
         run.files.append(file)
     run.watch = StragglerWatch(run.folder, 5, lambda: run.now)
     run.go(100, slow=3)
-    assert len(said) == 1 and "rank 3 (node3)" in said[0], "named once, although other ranks have their turns between"
+    assert len(texts) == 1 and "rank 3 (node3)" in texts[0], "named once, although other ranks have their turns between"

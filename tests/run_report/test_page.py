@@ -141,8 +141,8 @@ def test_a_browser_shows_it_light_and_dark(folder):
         picture, elements, console = _show_in_a_browser(page, *options)
         assert console == []
         text = re.sub(r"<[^>]+>", "|", elements)
-        for said in ("Run of 2 ranks, 8 steps", "What to change first", "Not ended: rank 1 after step 8", "Events"):
-            assert said in text
+        for words in ("Run of 2 ranks, 8 steps", "What to change first", "Not ended: rank 1 after step 8", "Events"):
+            assert words in text
         assert elements.count("<svg") == text.count("ranks by steps") + 5, "four curves, the areas, and the maps"
         pixels = image.imread(picture)
         corners.append(float(pixels[5, 5, :3].mean()))

@@ -233,8 +233,8 @@ def test_commands_for_several_machines(runner, program):
 
 
 def test_ranks_of_this_machine_stand_for_devices(monkeypatch):
-    for said, count in (("4", 4), ("", 1), ("0", 1), ("many", 1)):
-        monkeypatch.setenv("LOCAL_SIZE", said)
+    for value, count in (("4", 4), ("", 1), ("0", 1), ("many", 1)):
+        monkeypatch.setenv("LOCAL_SIZE", value)
         assert CPUAccelerator().device_count() == count
     monkeypatch.delenv("LOCAL_SIZE")
     assert CPUAccelerator().device_count() == 1

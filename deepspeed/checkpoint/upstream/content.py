@@ -45,7 +45,7 @@ class Values:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Values:
-        """Returns the values of a tensor of any shape that is there in one piece."""
+        """Returns the values of a tensor of any shape that one rank has whole."""
         return cls([tensor.detach().reshape(-1)], [Extent(0, tensor.numel(), 0, 0)] if tensor.numel() else [])
 
     @property
@@ -153,7 +153,7 @@ def stage_1_and_2(
 
 
 def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, list[Extent]]:
-    """Locates the parameters of a sub-group of which every rank holds equal pieces.
+    """Locates the parameters of a sub-group of which every rank holds equal slices.
 
     Args:
         shapes: Parameters in order.
@@ -168,13 +168,13 @@ def stage_3(shapes: Shapes, lengths: Sequence[int], where: str) -> dict[str, lis
     offset = 0
     for name, shape in shapes.items():
         numel = prod(shape)
-        piece = -(-numel // ranks)
+        share = -(-numel // ranks)
         found[name] = [
-            Extent(rank * piece, min(piece, numel - rank * piece), rank, offset)
+            Extent(rank * share, min(share, numel - rank * share), rank, offset)
             for rank in range(ranks)
-            if rank * piece < numel
+            if rank * share < numel
         ]
-        offset += piece
+        offset += share
     if any(length != offset for length in lengths):
         raise CheckpointError(
             f"{where}: the ranks' flat tensors have {sorted(set(lengths))} elements, the parameters need {offset}; "

@@ -185,10 +185,10 @@ def _take_group(
         content.put(MASTER, name, Values(tensors, extents[name]))
     states, scalars, _ = _group_state(optim, number)
     for state in states[0]:
-        pieces = [rank[state] for rank in states]
-        held = stage_1_and_2(shapes, [p.numel() for p in pieces], gaps, where)
+        slices = [rank[state] for rank in states]
+        held = stage_1_and_2(shapes, [p.numel() for p in slices], gaps, where)
         for name in shapes:
-            content.put_state(state, name, Values(pieces, held[name]))
+            content.put_state(state, name, Values(slices, held[name]))
     if states[0] or scalars:
         content.state.scalars.update({name: dict(scalars) for name in shapes})
 
@@ -269,13 +269,13 @@ def _take_sub_group(
 
 
 def take_frozen(content: CheckpointValues, model: list[dict[str, Any]], where: str) -> None:
-    """Frozen parameters of stage 3, of which every rank has an equal piece."""
+    """Frozen parameters of stage 3, of which every rank has an equal slice."""
     shapes = model[0].get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
-        pieces = [rank["frozen_param_fragments"][name].reshape(-1) for rank in model]
-        extents = stage_3({name: shape}, [piece.numel() for piece in pieces], where)
+        slices = [rank["frozen_param_fragments"][name].reshape(-1) for rank in model]
+        extents = stage_3({name: shape}, [part.numel() for part in slices], where)
         content.shapes[name] = tuple(shape)
-        content.put(COMPUTE, name, Values(pieces, extents[name]))
+        content.put(COMPUTE, name, Values(slices, extents[name]))
     content.frozen |= set(shapes)
 
 

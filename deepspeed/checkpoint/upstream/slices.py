@@ -55,12 +55,12 @@ class SlicedParam:
 
     Attributes:
         shape: Of the whole.
-        pieces: Together all of it, each element once; empty: every rank has all of it.
+        runs: Together all of it, each element once; empty: every rank has all of it.
         is_mean: The whole is the mean of what the ranks have.
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[StridedRun, ...] = ()
+    runs: tuple[StridedRun, ...] = ()
     is_mean: bool = False
 
 
@@ -113,16 +113,16 @@ class JoinedValues:
             found = [self._slice(rank) for rank in range(len(self._slices))]
             present = [values for values in found if values is not None]
             return torch.stack(present).mean(0) if len(present) == len(found) else None
-        if not self._whole.pieces:
+        if not self._whole.runs:
             return self._slice(0)
         out = torch.empty(prod(self._whole.shape), dtype=self.dtype)
-        for rank in sorted({piece.rank for piece in self._whole.pieces}):
+        for rank in sorted({run.rank for run in self._whole.runs}):
             values = self._slice(rank)
             if values is None:
                 return None
-            for piece in (piece for piece in self._whole.pieces if piece.rank == rank):
-                target = torch.as_strided(out, piece.shape, piece.strides, piece.start)
-                target.copy_(torch.as_strided(values, piece.shape, piece.slice_strides, piece.slice_start))
+            for run in (run for run in self._whole.runs if run.rank == rank):
+                target = torch.as_strided(out, run.shape, run.strides, run.start)
+                target.copy_(torch.as_strided(values, run.shape, run.slice_strides, run.slice_start))
         return out
 
 
@@ -158,7 +158,7 @@ def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | 
         joined.shapes[name] = whole.shape
         for kind in [kind for kind, held in first.values.items() if name in held]:
             values = JoinedValues([content.values[kind][name] for content in contents], shapes, whole, latest)
-            if not whole.pieces and not whole.is_mean and not values.slices_are_equal():
+            if not whole.runs and not whole.is_mean and not values.slices_are_equal():
                 raise CheckpointError(
                     f"{where}: the model-parallel ranks should have the same {kind} of {name!r}, but they differ; "
                     "export the model with the program that wrote it"
@@ -180,8 +180,8 @@ def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any]
         CheckpointError: It says something that does not fit the shapes.
     """
     whole = _by_map(name, shapes, info.get("affine_map")) or _by_patterns(name, shapes, info, where)
-    fits = all(piece.fits(prod(whole.shape), prod(shapes[piece.rank])) for piece in whole.pieces)
-    if whole.pieces and (not fits or sum(prod(piece.shape) for piece in whole.pieces) != prod(whole.shape)):
+    fits = all(run.fits(prod(whole.shape), prod(shapes[run.rank])) for run in whole.runs)
+    if whole.runs and (not fits or sum(prod(run.shape) for run in whole.runs) != prod(whole.shape)):
         raise CheckpointError(
             f"{where}: the slices {[tuple(shape) for shape in shapes]} of {name!r} do not make up {whole.shape} as "
             f"{INFO} says; the files are damaged, or of a version that this release cannot read"
@@ -195,20 +195,20 @@ def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, 
     entry = next((value for key, value in params.items() if _compiled(key).match(name)), None)
     if entry is None:
         return None
-    pieces = []
+    runs = []
     for rank in range(len(shapes)):
         held = entry["ranks"][rank] if rank in entry["ranks"] else entry["ranks"][str(rank)]
         if tuple(held["shard_shape"]) != tuple(shapes[rank]):
             return None
-        for piece in held["pieces"]:
-            if min(piece["locations"]) == rank:  # others hold copies
-                (start, strides), (slice_start, slice_strides) = piece["source"], piece["dest"]
-                extents = tuple(int(extent) for extent in piece["shape"])
-                pieces.append(StridedRun(rank, extents, start, tuple(strides), slice_start, tuple(slice_strides)))
+        for run in held["pieces"]:
+            if min(run["locations"]) == rank:  # others hold copies
+                (start, strides), (slice_start, slice_strides) = run["source"], run["dest"]
+                extents = tuple(int(extent) for extent in run["shape"])
+                runs.append(StridedRun(rank, extents, start, tuple(strides), slice_start, tuple(slice_strides)))
     shape = tuple(int(extent) for extent in entry["logical_shape"])
-    if {piece.rank for piece in pieces} == {0} and all(tuple(each) == shape for each in shapes):
+    if {run.rank for run in runs} == {0} and all(tuple(each) == shape for each in shapes):
         return SlicedParam(shape)
-    return SlicedParam(shape, tuple(pieces))
+    return SlicedParam(shape, tuple(runs))
 
 
 def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> SlicedParam:
@@ -243,15 +243,15 @@ def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence
     total = sum(sum(of_rank) for of_rank in widths)
     shape = tuple(total if axis == dim else int(extent) for axis, extent in enumerate(shapes[0]))
     strides = _strides(shape)
-    pieces, low = [], 0
+    runs, low = [], 0
     for tensor in range(len(widths[0])):
         for rank, of_rank in enumerate(widths):
             own = _strides(shapes[rank])
             extents = (*shape[:dim], of_rank[tensor], *shape[dim + 1 :])
             before = sum(of_rank[:tensor])
-            pieces.append(StridedRun(rank, extents, low * strides[dim], strides, before * own[dim], own))
+            runs.append(StridedRun(rank, extents, low * strides[dim], strides, before * own[dim], own))
             low += of_rank[tensor]
-    return SlicedParam(shape, tuple(pieces))
+    return SlicedParam(shape, tuple(runs))
 
 
 def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim: int) -> SlicedParam:
@@ -264,21 +264,19 @@ def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim:
     made = _packed([own] * size, dim, [[each // size for each in packed]] * size)
     outer = prod(whole[:dim])
     axis = max(axis for axis in range(len(first)) if prod(first[:axis]) <= outer)
-    return SlicedParam(tuple(n * size if at == axis else n for at, n in enumerate(first)), made.pieces)
+    return SlicedParam(tuple(n * size if at == axis else n for at, n in enumerate(first)), made.runs)
 
 
 def _first_rows(whole: SlicedParam, rows: int) -> SlicedParam:
     """Without the rows by which a vocabulary was rounded up."""
-    pieces = []
-    for piece in whole.pieces:
-        low = piece.start // piece.strides[0]
-        kept = min(piece.shape[0], rows - low)
+    runs = []
+    for run in whole.runs:
+        low = run.start // run.strides[0]
+        kept = min(run.shape[0], rows - low)
         if kept > 0:
-            shape = (kept, *piece.shape[1:])
-            pieces.append(
-                StridedRun(piece.rank, shape, piece.start, piece.strides, piece.slice_start, piece.slice_strides)
-            )
-    return SlicedParam((min(rows, whole.shape[0]), *whole.shape[1:]), tuple(pieces))
+            shape = (kept, *run.shape[1:])
+            runs.append(StridedRun(run.rank, shape, run.start, run.strides, run.slice_start, run.slice_strides))
+    return SlicedParam((min(rows, whole.shape[0]), *whole.shape[1:]), tuple(runs))
 
 
 def _named(name: str, patterns: Iterable[str]) -> bool:

@@ -49,9 +49,9 @@ def put_together(content: CheckpointValues, module: Mapping[str, Any], where: st
             chosen.setdefault(found["experts"], {}).setdefault(int(found["which"]), {})[number] = name
     made: dict[str, str] = {}
     for experts in dict.fromkeys((*blocks, *singles)):
-        for pieces in (blocks.get(experts), singles.get(experts)):
-            if pieces is not None:
-                _fuse(content, experts, pieces, made, where)
+        for numbered in (blocks.get(experts), singles.get(experts)):
+            if numbered is not None:
+                _fuse(content, experts, numbered, made, where)
     for name in made:
         del content.shapes[name]
         content.state.scalars.pop(name, None)
@@ -65,21 +65,21 @@ def put_together(content: CheckpointValues, module: Mapping[str, Any], where: st
 
 
 def _fuse(
-    content: CheckpointValues, experts: str, pieces: dict[int, dict[int, str]], made: dict[str, str], where: str
+    content: CheckpointValues, experts: str, numbered: dict[int, dict[int, str]], made: dict[str, str], where: str
 ) -> None:
     """One block, from its stacks by place or from its experts one by one."""
     for target, parts in (("gate_up_proj", (1, 3)), ("down_proj", (2,))):
         name = f"{experts}.{target}"
-        numbers = sorted(pieces.get(parts[0], ()))
-        if numbers != list(range(len(numbers))) or any(sorted(pieces.get(part, ())) != numbers for part in parts):
+        numbers = sorted(numbered.get(parts[0], ()))
+        if numbers != list(range(len(numbers))) or any(sorted(numbered.get(part, ())) != numbers for part in parts):
             raise CheckpointError(f"{where}: of the experts {experts!r} some are missing; found the numbers {numbers}")
-        first = tuple(content.shapes[pieces[parts[0]][0]])
+        first = tuple(content.shapes[numbered[parts[0]][0]])
         local, rows, columns = first if len(first) == 3 else (1, *first)
         content.shapes[name] = (local * len(numbers), len(parts) * rows, columns)
-        members = [pieces[part][number] for number in numbers for part in parts]
+        members = [numbered[part][number] for number in numbers for part in parts]
         for held in content.values.values():
             if members[0] in held:
-                found = [[_values(held[pieces[part][number]]) for part in parts] for number in numbers]
+                found = [[_values(held[numbered[part][number]]) for part in parts] for number in numbers]
                 held[name] = _joined(found, local, rows * columns)
                 for member in members:
                     del held[member]

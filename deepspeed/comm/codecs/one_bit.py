@@ -80,8 +80,8 @@ class OneBitExchange:
         scale = _scale(values[:numel], numel)
         _write(sent, scale, values.view(transport.size, -1))
         for place in _ranges(1, values):
-            piece = values[place]
-            torch.sub(piece, torch.where(piece >= 0, scale, -scale), out=error.sent[place])
+            part = values[place]
+            torch.sub(part, torch.where(part >= 0, scale, -scale), out=error.sent[place])
         error.sent[numel:] = 0.0
         self._received = torch.empty_like(sent)
         self._work = transport.swap(sent.view(-1), self._received.view(-1), key=key, label=label)
@@ -133,7 +133,7 @@ def _ranges(rows: int, values: torch.Tensor) -> Iterator[slice]:
 
 
 def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:
-    """``|values| / sqrt(numel)``, 0-dim fp32; 0 for nothing. Norms of pieces are added in fp64."""
+    """``|values| / sqrt(numel)``, 0-dim fp32; 0 for nothing. Norms of parts are added in fp64."""
     if numel == 0:
         return values.new_zeros(())
     return (chunk_norms(values).double().square_().sum().sqrt_() / math.sqrt(numel)).float()

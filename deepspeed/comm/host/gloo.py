@@ -24,8 +24,8 @@ from deepspeed.comm.transports.transport import (
     OWNERS,
     SMALL_CHANNELS,
     DoneWork,
-    Piece,
     Reduction,
+    TensorTransfer,
     Transport,
     Work,
     job_is_over,
@@ -87,7 +87,7 @@ class _GlooExchange:
 
 
 class _GlooReduce:
-    """An exchange of slices piece by piece; the sum of a piece runs while the next one travels."""
+    """An exchange of slices chunk by chunk; the sum of a chunk runs while the next one travels."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class _GlooReduce:
         self._number = transport.reductions
         # A rank holds (size - 1) foreign copies of the elements that are on the wire.
         slices = 1 if whole else transport.size
-        per_piece = max(how.limit // slices, 1) // 64 * 64 or 64
-        self._bounds = [(a, min(a + per_piece, out.numel())) for a in range(0, out.numel(), per_piece)]
-        self._pieces: list[tuple[list[torch.Tensor], list[Any]]] = []
+        per_chunk = max(how.limit // slices, 1) // 64 * 64 or 64
+        self._bounds = [(a, min(a + per_chunk, out.numel())) for a in range(0, out.numel(), per_chunk)]
+        self._chunks: list[tuple[list[torch.Tensor], list[Any]]] = []
         if self._bounds:
             self._post(0)
 
@@ -130,7 +130,7 @@ class _GlooReduce:
             if peer != transport.rank:
                 base = 0 if self._whole else peer * length
                 works.append(transport.send(self._flat[base + start : base + stop], peer, self._how.key))
-        self._pieces.append((parts, works))
+        self._chunks.append((parts, works))
 
     def will_arrive(self) -> bool:
         return self._number <= self._transport.sent_by_all() and len(self._bounds) <= 1
@@ -140,7 +140,7 @@ class _GlooReduce:
             self._transport.catch_up()
         while self._bounds:
             start, stop = self._bounds.pop(0)
-            parts, works = self._pieces.pop(0)
+            parts, works = self._chunks.pop(0)
             if self._bounds:
                 self._post(0)
             self._transport.guard_all(works, self._ticket, self._how.label)
@@ -441,21 +441,21 @@ class GlooTransport(Transport):
         self.guard(work.wait, self.issue("broadcast"), label)
 
     @override
-    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        ticket, key = self.issue("pieces"), self.next_move()
+    def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
+        ticket, key = self.issue("transfers"), self.next_move()
         works: list[Any] = []
         nbytes = 0
-        for piece in pieces:  # pieces between the same two ranks match in this order
-            if piece.tensor is None or piece.tensor.numel() == 0:
+        for transfer in transfers:  # those between the same two ranks match in this order
+            if transfer.tensor is None or transfer.tensor.numel() == 0:
                 continue
-            if piece.source != self.rank:
-                if piece.target in (None, self.rank):
-                    works.append(self.receive(piece.tensor, piece.source, key))
+            if transfer.source != self.rank:
+                if transfer.target in (None, self.rank):
+                    works.append(self.receive(transfer.tensor, transfer.source, key))
                 continue
-            for peer in range(self.size) if piece.target is None else (piece.target,):
+            for peer in range(self.size) if transfer.target is None else (transfer.target,):
                 if peer != self.rank:
-                    works.append(self.send(piece.tensor, peer, key))
-                    nbytes += piece.tensor.numel() * piece.tensor.element_size()
+                    works.append(self.send(transfer.tensor, peer, key))
+                    nbytes += transfer.tensor.numel() * transfer.tensor.element_size()
         traffic.record_asked("move", nbytes, self.axis)
         self.catch_up()
         self.guard_all(works, ticket, label)

@@ -4,8 +4,8 @@ Gloo has threads of its own for what it sends and receives, so that a message wa
 is for, and each of its transfers is an object with a life of its own. For what is small and on the critical path of a
 step, that is most of the time. Here a message is one call of the sender and one of the receiver.
 
-Messages lie in *boxes*, by number: those of one box come in the order in which they were sent, and those of different
-boxes never meet, whoever asks first.
+Every message has a *tag*, a number: messages of one tag come in the order in which they were sent, and a rank that
+asks for one tag never gets a message of another.
 
 A socket holds some messages that nobody has read. What it has no room for goes on in a thread that ends with it: the
 rank that sent it may wait anywhere for what comes only when that has been read.
@@ -47,7 +47,7 @@ class MessageQueue:
         self._connections = dict(connections)
         self._seconds = seconds
         self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # came before anybody asked
-        self._asked: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by box, see ask
+        self._asked: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by tag, see ask
         self._senders: dict[int, _SenderThread] = {}  # by rank
         self._is_closed = False
         self._head = bytearray(_TAG.size)
@@ -78,11 +78,11 @@ class MessageQueue:
             return
 
     def take(self, peer: int, tag: int, buffer: memoryview) -> None:
-        """Waits for the next message of a box.
+        """Waits for the next message of a tag.
 
         Args:
             peer: The rank that it is from.
-            tag: Where it lies.
+            tag: Its tag.
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Raises:
@@ -101,11 +101,11 @@ class MessageQueue:
                 return
 
     def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
-        """Reads the next message of a box if it has arrived; never blocks.
+        """Reads the next message of a tag if it has arrived; never blocks.
 
         Args:
             peer: The rank that it is from.
-            tag: Where it lies.
+            tag: Its tag.
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Returns:
@@ -131,7 +131,7 @@ class MessageQueue:
                 return True
 
     def _is_of(self, tag: int, peer: int, length: int, buffer: memoryview) -> bool:
-        """Whether what was read last, into ``buffer``, is of a box; otherwise it is kept for whoever asks."""
+        """Whether what was read last, into ``buffer``, has the tag; otherwise it is kept for whoever asks."""
         found = self._tag()
         if found == tag:
             self._check_length(length, len(buffer), peer)
@@ -141,10 +141,10 @@ class MessageQueue:
         return False
 
     def ask(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
-        """Asks ranks for the next message of a box each, which nobody else has asked for.
+        """Asks ranks for the next message of a tag each, which nobody else has asked for.
 
         Args:
-            tag: Where they lie.
+            tag: Their tag.
             buffers: By rank, as of :meth:`take`.
 
         Returns:
@@ -189,7 +189,7 @@ class MessageQueue:
             next(iter(self._senders.values())).join(_LOOK)
 
     def _receive_next(self, peer: int, buffer: memoryview) -> int:
-        """Waits for a rank's next message, of any box, into ``buffer`` and then the spill; its length."""
+        """Waits for a rank's next message, of any tag, into ``buffer`` and then the spill; its length."""
         try:
             try:
                 length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]

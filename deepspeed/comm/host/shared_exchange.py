@@ -19,7 +19,7 @@ from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.transports.packing import Pieces, numel_of
+from deepspeed.comm.transports.packing import Tensors, numel_of
 from deepspeed.comm.transports.transport import Work
 
 
@@ -62,7 +62,7 @@ class SameHostTransport(GlooTransport):
 
     @override
     def exchange(
-        self, leaving: Sequence[Pieces], arriving: Sequence[Pieces], like: torch.Tensor, *, label: str
+        self, leaving: Sequence[Tensors], arriving: Sequence[Tensors], like: torch.Tensor, *, label: str
     ) -> Work:
         offered, self._offered = self._offered, None
         host = self._met(label)
@@ -74,8 +74,8 @@ class SameHostTransport(GlooTransport):
     @timed("all_to_all_single")
     def _exchanged(
         self,
-        leaving: Sequence[Pieces],
-        arriving: Sequence[Pieces],
+        leaving: Sequence[Tensors],
+        arriving: Sequence[Tensors],
         like: torch.Tensor,
         host: SameHost,
         offered: torch.Tensor | None,
@@ -125,7 +125,7 @@ class _Exchange:
         self,
         host: SameHost,
         senders: list[HostPeer],
-        arriving: Sequence[Pieces],
+        arriving: Sequence[Tensors],
         expected: list[int],
         words: bytes,
         dtype: torch.dtype,
@@ -174,11 +174,11 @@ class _ByGloo:
     """What goes to one rank and comes from it, where either is too much for memory that is kept."""
 
     def __init__(
-        self, transport: GlooTransport, peer: int, key: int, leaving: Pieces, arriving: Pieces, like: torch.Tensor
+        self, transport: GlooTransport, peer: int, key: int, leaving: Tensors, arriving: Tensors, like: torch.Tensor
     ) -> None:
         self._transport = transport
         self._works: list[Any] = []
-        self._arriving: Pieces = ()
+        self._arriving: Tensors = ()
         self._flat = like.new_empty(0)
         if numel_of(arriving) * like.element_size() > MOST:
             self._arriving, self._flat = arriving, like.new_empty(numel_of(arriving))
@@ -200,9 +200,9 @@ class _ByGloo:
             packing.read(self._flat, self._arriving)
 
 
-def _is_all(leaving: Sequence[Pieces], offered: torch.Tensor) -> bool:
+def _is_all(leaving: Sequence[Tensors], offered: torch.Tensor) -> bool:
     """Whether what leaves has been written into memory that was offered."""
-    flat = [piece for part in leaving for piece in part]
+    flat = [tensor for part in leaving for tensor in part]
     found = packing.in_place(flat, offered.dtype)
     numel = offered.numel()
     return numel == 0 if found is None else found.numel() == numel and found.data_ptr() == offered.data_ptr()

@@ -21,7 +21,7 @@ from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.job.new_groups import Owner
 from deepspeed.comm.job.world import size_of
 from deepspeed.comm.transports.connect import warm_up
-from deepspeed.comm.transports.transport import Piece, Transport, Work
+from deepspeed.comm.transports.transport import TensorTransfer, Transport, Work
 from deepspeed.errors import DeepSpeedConfigError
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -91,15 +91,15 @@ class GridTransport(Transport):
         return self.peers.gather_small(tensor, channel=channel, label=label)
 
     @override
-    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+    def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
         self.peers.move(
             [
                 replace(
-                    piece,
-                    source=self.rank_at(piece.source),
-                    target=None if piece.target is None else self.rank_at(piece.target),
+                    transfer,
+                    source=self.rank_at(transfer.source),
+                    target=None if transfer.target is None else self.rank_at(transfer.target),
                 )
-                for piece in pieces
+                for transfer in transfers
             ],
             label=label,
         )

@@ -101,7 +101,7 @@ class MemberLinks:
         self._joining: list[_Link] = []
         self._lost: dict[int, LostMember] = {}
         self._gone: set[int] = set()  # said farewell, or were taken out of the run
-        self._inbox: deque[tuple[int, dict[str, Any]]] = deque()
+        self._received: deque[tuple[int, dict[str, Any]]] = deque()
         self._changed = threading.Condition()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -251,8 +251,8 @@ class MemberLinks:
         """Returns the next message with the number of its sender; None if none comes, or a member is lost meanwhile."""
         with self._changed:
             known = len(self._lost)
-            self._changed.wait_for(lambda: bool(self._inbox) or len(self._lost) > known, seconds)
-            return self._inbox.popleft() if self._inbox else None
+            self._changed.wait_for(lambda: bool(self._received) or len(self._lost) > known, seconds)
+            return self._received.popleft() if self._received else None
 
     def close(self) -> None:
         """Says farewell to all members and ends."""
@@ -432,7 +432,7 @@ class MemberLinks:
             elif kind == "dropped":
                 self._is_dropped = True
             else:
-                self._inbox.append((link.number, message))
+                self._received.append((link.number, message))
             self._changed.notify_all()
         return True
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed.comm.transports.transport import Piece, Reduction, Transport, transfer_key
+from deepspeed.comm.transports.transport import Reduction, TensorTransfer, Transport, transfer_key
 
 _SUM = 1  # kind of transfer, see transfer_key
 _GATHER = 0
@@ -144,7 +144,8 @@ class Channel:
             self._transport.all_gather(rows.view(-1), key=self._key(_GATHER), label=label).wait()
             return list(rows.unbind(0))
         parts = [mine if place == self.rank else values.new_empty((*head, n)) for place, n in enumerate(lengths)]
-        self._transport.move([Piece(place, None, part.view(-1)) for place, part in enumerate(parts)], label=label)
+        transfers = [TensorTransfer(place, None, part.view(-1)) for place, part in enumerate(parts)]
+        self._transport.move(transfers, label=label)
         return parts
 
     def largest(self, values: torch.Tensor, label: str) -> torch.Tensor:

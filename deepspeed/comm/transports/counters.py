@@ -35,7 +35,7 @@ class TrafficCounter:
 
     Bytes of ``asked`` are those of the *full* buffer of the collective, the figure that the ZeRO paper counts (an
     all-gather of n elements counts n, a reduce-scatter of n counts n, an all-reduce counts 2n); bytes of ``ran`` are
-    what this rank put on the wire.
+    what this rank has sent.
 
     Attributes:
         asked_along: Collectives of the schedule, by ``(name, axis)``.

@@ -1,6 +1,6 @@
 """Collectives with gradients, on a ``comm.transports.channel.Channel``; the names are those of Megatron-LM.
 
-What is the same on all ranks is *copied to* the part of a model of which each rank has a piece, and its gradient is
+What is the same on all ranks is *copied to* the part of a model that each rank has a shard of, and its gradient is
 summed; summands are *reduced from* it, and the gradient passes unchanged (`Shoeybi et al.
 <https://arxiv.org/abs/1909.08053>`_). Along a dimension *scatter* and *gather* are each other's backward; so are gather
 and *reduce-scatter* where gradients are summands (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_).

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.transports.transport import DoneWork, Piece, Reduction, Transport, Work, scaled_sum
+from deepspeed.comm.transports.transport import DoneWork, Reduction, TensorTransfer, Transport, Work, scaled_sum
 
 _POLL = 50e-6  # seconds between two questions whether the device has finished
 
@@ -246,22 +246,22 @@ class NativeTransport(Transport):
         self.guard(work.wait, self.issue("broadcast"), label)
 
     @override
-    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        ticket = self.issue("pieces")
+    def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
+        ticket = self.issue("transfers")
         works: list[Any] = []
         between: list[Any] = []
         nbytes = 0
-        for piece in pieces:
-            tensor = piece.tensor
+        for transfer in transfers:
+            tensor = transfer.tensor
             if tensor is None or tensor.numel() == 0:
                 continue
-            if piece.target is None:
-                works.append(dist.broadcast(tensor, group_src=piece.source, group=self.group, async_op=True))
-            elif piece.source == self.rank != piece.target:
-                between.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=piece.target))
-            elif piece.target == self.rank != piece.source:
-                between.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=piece.source))
-            nbytes += tensor.numel() * tensor.element_size() if piece.source == self.rank else 0
+            if transfer.target is None:
+                works.append(dist.broadcast(tensor, group_src=transfer.source, group=self.group, async_op=True))
+            elif transfer.source == self.rank != transfer.target:
+                between.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=transfer.target))
+            elif transfer.target == self.rank != transfer.source:
+                between.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=transfer.source))
+            nbytes += tensor.numel() * tensor.element_size() if transfer.source == self.rank else 0
         traffic.record_asked("move", nbytes, self.axis)
         traffic.record_ran("broadcast or send", nbytes, self.axis, len(works) + len(between))
         if between:

@@ -30,14 +30,14 @@ from deepspeed.comm.codecs.zero_rows import ZeroRows
 from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import waiting
-from deepspeed.comm.transports.packing import Pieces, numel_of
+from deepspeed.comm.transports.packing import Tensors, numel_of
 from deepspeed.comm.watch.forward_queue import ForwardRequest
 from deepspeed.comm.watch.watchdog import Watch
 from deepspeed.comm.watch.watched_group import WatchedGroup
 from deepspeed.errors import CommunicationError
 
 CHUNK = 262144  # elements of a local sum: 1 MiB of fp32, so that operands stay in cache (64Ki was 15 % slower)
-_PIECES = 2  # kind of transfer, see transfer_key
+_TRANSFERS = 2  # kind of transfer, see transfer_key
 OWNERS = 8  # engines whose transfers keep apart by tag; more engines reuse the tags in turn
 _ROUNDS = 1 << 10
 _BUCKETS = 1 << 15
@@ -56,7 +56,7 @@ def transfer_key(owner: int, bucket: int, kind: int, count: int) -> int:
     Args:
         owner: Number of the engine.
         bucket: Index of the bucket.
-        kind: 0 for gathers, 1 for reductions, 2 for pieces.
+        kind: 0 for gathers, 1 for reductions, 2 for transfers.
         count: Transfers of this bucket so far.
     """
     return ((owner % OWNERS * _BUCKETS + bucket % _BUCKETS) * _ROUNDS + count % _ROUNDS) * 4 + kind
@@ -106,7 +106,7 @@ class _ClosedGroup:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorTransfer:
     """One tensor on its way from one rank.
 
     Attributes:
@@ -148,7 +148,7 @@ class Reduction:
 class _UnpackingWork:
     """A transfer whose result is copied to where it belongs."""
 
-    def __init__(self, work: Work, flat: torch.Tensor, places: Pieces) -> None:
+    def __init__(self, work: Work, flat: torch.Tensor, places: Tensors) -> None:
         self._work, self._flat, self._places = work, flat, places
 
     def wait(self) -> None:
@@ -370,14 +370,14 @@ class Transport:
         """Overwrites ``tensor`` (contiguous, any shape) with that of group rank ``source``; blocks."""
         raise NotImplementedError
 
-    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        """Moves many pieces in one round; blocks.
+    def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
+        """Sends and receives many tensors in one round; blocks.
 
-        Every rank must call it, with the pieces in which it has a part in the same order as on their other ranks;
-        a rank may have a part in none.
+        Every rank must call it, with the transfers that it takes part in, in the same order as their other ranks;
+        a rank may take part in none.
 
         Args:
-            pieces: What travels; a piece from a rank to itself is left to the caller.
+            transfers: What is sent; a transfer from a rank to itself is left to the caller.
             label: What travels, for error messages.
         """
         raise NotImplementedError
@@ -412,27 +412,27 @@ class Transport:
         return like.new_empty(numel)
 
     def exchange(
-        self, leaving: Sequence[Pieces], arriving: Sequence[Pieces], like: torch.Tensor, *, label: str
+        self, leaving: Sequence[Tensors], arriving: Sequence[Tensors], like: torch.Tensor, *, label: str
     ) -> Work:
-        """Hands every rank its pieces, and fills pieces with what the ranks hand to this one.
+        """Sends tensors to every rank, and fills tensors with what the ranks send to this one.
 
         Every rank must call it, as often and in the same order. Autograd does not see it.
 
         Args:
             leaving: By rank, tensors of any strides; there may be none.
             arriving: By rank, memory for as many elements as that rank says leave for this one; for those of this rank
-                itself, pieces of the same shapes as leave.
+                itself, tensors of the same shapes as leave.
             like: Has the dtype in which they travel, which is that of ``arriving``, and their device.
             label: What travels, for error messages.
         """
         sent, received = ([numel_of(part) for part in parts] for parts in (leaving, arriving))
-        flat = [piece for part in leaving for piece in part]
+        flat = [tensor for part in leaving for tensor in part]
         source = packing.in_place(flat, like.dtype)
         if source is None:
             source = like.new_empty(sum(sent))
             with torch.no_grad():
                 packing.write(flat, source)
-        places = [piece for part in arriving for piece in part]
+        places = [tensor for part in arriving for tensor in part]
         out = packing.in_place(places, like.dtype)
         if out is not None:
             return self.all_to_all(source, sent, out, received, label=label)
@@ -440,14 +440,14 @@ class Transport:
         return _UnpackingWork(self.all_to_all(source, sent, out, received, label=label), out, places)
 
     def next_move(self, label: str = "") -> int:
-        """The key of the next round of pieces.
+        """Returns the key of the next round of transfers.
 
         Args:
             label: What travels, equal on all ranks. Rounds of different things then never meet: ranks that took
-                different branches wait, and are named, where pieces of other sizes would end the process.
+                different branches wait, and are named, where tensors of other sizes would end the process.
         """
         self._moves += 1
-        return transfer_key(self.owner, zlib.crc32(label.encode()) if label else 0, _PIECES, self._moves)
+        return transfer_key(self.owner, zlib.crc32(label.encode()) if label else 0, _TRANSFERS, self._moves)
 
 
 def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit: Visit | None = None) -> None:
@@ -515,5 +515,5 @@ class LocalTransport(Transport):
         return
 
     @override
-    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+    def move(self, transfers: Sequence[TensorTransfer], *, label: str) -> None:
         return

@@ -47,14 +47,14 @@ class OffloadOptimizer(Section):
     nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
     buffer_count: Int = key(
         4,
-        "Staging buffers (device nvme). One piece takes one for the master and one for each state, three for Adam; "
+        "Staging buffers (device nvme). One chunk takes one for the master and one for each state, three for Adam; "
         "pipeline_read and pipeline_write take as many again each. Raised to what is needed.",
         unit="buffers",
         above=0,
     )
     pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
-    pipeline_read: Bool = key(False, "Read the next piece while this one is updated (device nvme).")
-    pipeline_write: Bool = key(False, "Write the last piece while this one is updated (device nvme).")
+    pipeline_read: Bool = key(False, "Read the next chunk while this one is updated (device nvme).")
+    pipeline_write: Bool = key(False, "Write the last chunk while this one is updated (device nvme).")
     fast_init: Bool = key(
         False,
         "Do not write the zeros that states start with; the file system reads them from space that was never written "
@@ -87,7 +87,7 @@ class OffloadOptimizer(Section):
         "From early releases.",
         unit="elements",
         minimum=0,
-        no_effect="buffers are sized from the largest piece that must pass through them",
+        no_effect="buffers are sized from the largest chunk that must pass through them",
     )
 
 

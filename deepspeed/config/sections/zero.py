@@ -161,7 +161,7 @@ class ZeroOptimization(Section):
     pipeline_loading_checkpoint: Bool = key(
         False,
         "Broadcast while reading optimizer state (stage 3).",
-        no_effect="every rank reads only the pieces it owns; nothing is broadcast",
+        no_effect="every rank reads only the slices it owns; nothing is broadcast",
     )
 
     stage3_prefetch_bucket_size: Int = key(

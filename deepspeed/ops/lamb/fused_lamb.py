@@ -30,7 +30,7 @@ class FusedLamb(KeepsStateDtypes):
 
     `Large Batch Optimization for Deep Learning <https://arxiv.org/abs/1904.00962>`_, algorithm 2, with the ratio kept
     within ``[min_coeff, max_coeff]``. Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs
-    that hold pieces of tensors: norms are then added over the ranks by one all-reduce per step of two numbers per
+    that hold segments of tensors: norms are then added over the ranks by one all-reduce per step of two numbers per
     tensor. State (``exp_avg``, ``exp_avg_sq``, fp32, and ``step``) is elementwise, as Adam's.
 
     The update direction is computed twice, for its norm and for the step, rather than stored: no buffer of the size
@@ -112,11 +112,11 @@ class FusedLamb(KeepsStateDtypes):
         """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
         Args:
-            table: Pieces start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
+            table: Segments start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
                 must attach, and from then on call :meth:`step` together.
 
         Raises:
-            ValueError: A piece is not aligned.
+            ValueError: A segment is not aligned.
             KeyError: A parameter is not in the table.
         """
         self._maps = {
@@ -221,7 +221,7 @@ class _Update:
         return any(self.group[name] != defaults[name] for name in ("min_coeff", "max_coeff"))
 
     def holds(self) -> Tensor:
-        """Per tensor, whether this parameter holds a piece of it."""
+        """Per tensor, whether this parameter holds a segment of it."""
         ones = torch.ones(1, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
         return self.block_map.sums(ones)[0] > 0
 
@@ -232,10 +232,10 @@ class _Update:
         grad = self.grad.contiguous().view(-1)
         if self.group.get("maximize", False):
             grad = -grad
-        for start, weight, exp_avg, exp_avg_sq in self._pieces():
-            piece = grad[start : start + weight.numel()].to(exp_avg.dtype)
-            exp_avg.lerp_(piece, 1 - beta1)
-            exp_avg_sq.mul_(beta2).addcmul_(piece, piece, value=1 - beta2)
+        for start, weight, exp_avg, exp_avg_sq in self._chunks():
+            chunk = grad[start : start + weight.numel()].to(exp_avg.dtype)
+            exp_avg.lerp_(chunk, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(chunk, chunk, value=1 - beta2)
             blocks = slice(start // BLOCK_NUMEL, -(-(start + weight.numel()) // BLOCK_NUMEL))
             block_squares(weight, squares[0, blocks])
             block_squares(self._direction(weight, exp_avg, exp_avg_sq), squares[1, blocks])
@@ -247,7 +247,7 @@ class _Update:
         lr = self.group["lr"]
         lr = lr.item() if isinstance(lr, Tensor) else lr
         flat = self.param.contiguous().view(-1)
-        for start, weight, exp_avg, exp_avg_sq in self._pieces(flat):
+        for start, weight, exp_avg, exp_avg_sq in self._chunks(flat):
             direction = self._direction(weight, exp_avg, exp_avg_sq)
             multiply_blocks(direction, factors[start // BLOCK_NUMEL :])
             weight.add_(direction, alpha=-lr)  # in place, unless the weights had to be widened
@@ -256,14 +256,14 @@ class _Update:
         if not self.param.is_contiguous():
             self.param.copy_(flat.view_as(self.param))
 
-    def _pieces(self, flat: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Start, weights in the dtype of the state, and moments of each cache-sized piece."""
+    def _chunks(self, flat: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Start, weights in the dtype of the state, and moments of each cache-sized chunk."""
         flat = self.param.contiguous().view(-1) if flat is None else flat
         exp_avg, exp_avg_sq = (self.state[name].view(-1) for name in ("exp_avg", "exp_avg_sq"))
-        chunk = default_chunk_numel(self.param.device)
-        for start in range(0, flat.numel(), chunk):
-            piece = slice(start, start + chunk)
-            yield start, flat[piece].to(exp_avg.dtype), exp_avg[piece], exp_avg_sq[piece]
+        numel = default_chunk_numel(self.param.device)
+        for start in range(0, flat.numel(), numel):
+            chunk = slice(start, start + numel)
+            yield start, flat[chunk].to(exp_avg.dtype), exp_avg[chunk], exp_avg_sq[chunk]
 
     def _direction(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
         beta1, beta2 = self.group["betas"]
@@ -306,8 +306,8 @@ class BlockMap:
         for segment in segments:
             if segment.start % BLOCK_NUMEL or segment.tensor_start % BLOCK_NUMEL:
                 raise ValueError(
-                    f"{segment.name}: pieces must start at multiples of {BLOCK_NUMEL} elements, in the run and in the "
-                    f"tensor, but this one starts at {segment.start} and {segment.tensor_start}"
+                    f"{segment.name}: segments must start at multiples of {BLOCK_NUMEL} elements, in the run and in "
+                    f"the tensor, but this one starts at {segment.start} and {segment.tensor_start}"
                 )
             first, last = segment.start // BLOCK_NUMEL, -(-segment.stop // BLOCK_NUMEL)
             owners += [num_tensors, segment.index]

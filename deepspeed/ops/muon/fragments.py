@@ -34,8 +34,8 @@ _FP32 = 4  # bytes of an element that travels
 
 
 @dataclass(frozen=True)
-class _PieceInterval:
-    """Where a piece lies on this rank."""
+class _SegmentInterval:
+    """Where a segment lies on this rank."""
 
     run: Tensor
     segment: Segment
@@ -45,15 +45,15 @@ class _ExchangeRound:
     """One round as this rank takes part in it.
 
     Attributes:
-        sent: Its pieces, in the order in which they lie in the send buffer.
-        received: Pieces of the matrices it orthogonalises, in the order in which they lie in the receive buffer.
+        sent: Its segments, in the order in which they lie in the send buffer.
+        received: Segments of the matrices it orthogonalises, in the order in which they lie in the receive buffer.
         send_numels: Elements for each rank.
         receive_numels: Elements from each rank.
     """
 
     def __init__(self, planned: MuonRound, table: SegmentTable) -> None:
-        def by_rank(piece: MatrixSegment) -> tuple[int, int]:
-            return table.ranks[piece.peer], piece.tensor.index
+        def by_rank(segment: MatrixSegment) -> tuple[int, int]:
+            return table.ranks[segment.peer], segment.tensor.index
 
         self.sent = sorted(planned.sent_by(table.position), key=by_rank)
         self.received = sorted(planned.received_by(table.position), key=by_rank)
@@ -61,10 +61,10 @@ class _ExchangeRound:
         self.receive_numels = self._numels(self.received, table)
 
     @staticmethod
-    def _numels(pieces: list[MatrixSegment], table: SegmentTable) -> list[int]:
+    def _numels(segments: list[MatrixSegment], table: SegmentTable) -> list[int]:
         numels = [0] * len(table.ranks)
-        for piece in pieces:
-            numels[table.ranks[piece.peer]] += piece.numel
+        for segment in segments:
+            numels[table.ranks[segment.peer]] += segment.numel
         return numels
 
 
@@ -83,7 +83,7 @@ class FragmentExchange:
         all_sent_bytes: What all ranks send.
 
     Args:
-        table: Which matrix pieces the runs hold.
+        table: Which matrix segments the runs hold.
         runs: The runs of the matrix groups.
         groups: Indices of the matrix groups.
         stacks: Those of them whose tensors are stacks of matrices.
@@ -110,7 +110,7 @@ class FragmentExchange:
                 if is_stack:
                     self._stack_of.update((matrix.index, tensor.index) for matrix in found)
         self._locations = {
-            part.index: _PieceInterval(run, part)
+            part.index: _SegmentInterval(run, part)
             for run in runs
             for segment in table.of(run)
             if segment.numel
@@ -128,9 +128,9 @@ class FragmentExchange:
 
     def _check_locations(self) -> None:
         wanted = {
-            piece.tensor.index: (piece.start, piece.stop)
+            segment.tensor.index: (segment.start, segment.stop)
             for exchange_round in self._tours
-            for piece in exchange_round.sent
+            for segment in exchange_round.sent
         }
         present = {
             index: (location.segment.tensor_start, location.segment.tensor_stop)
@@ -161,33 +161,33 @@ class FragmentExchange:
             self._run(exchange_round, update_of, orthogonalize, apply)
 
     def _run(self, exchange_round: _ExchangeRound, update_of: Any, orthogonalize: Any, apply: Any) -> None:
-        pieces = torch.empty(sum(exchange_round.send_numels), dtype=torch.float32, device=self._device)
-        for piece, view in zip(exchange_round.sent, _views(pieces, exchange_round.sent), strict=True):
-            location = self._locations[piece.tensor.index]
+        segments = torch.empty(sum(exchange_round.send_numels), dtype=torch.float32, device=self._device)
+        for segment, view in zip(exchange_round.sent, _views(segments, exchange_round.sent), strict=True):
+            location = self._locations[segment.tensor.index]
             view.copy_(update_of(location.run, slice(location.segment.start, location.segment.stop)))
 
-        matrices = pieces if self._group is None else pieces.new_empty(sum(exchange_round.receive_numels))
-        self._exchange(matrices, pieces, (exchange_round.receive_numels, exchange_round.send_numels))
+        matrices = segments if self._group is None else segments.new_empty(sum(exchange_round.receive_numels))
+        self._exchange(matrices, segments, (exchange_round.receive_numels, exchange_round.send_numels))
         self._orthogonalize_all(
             list(zip(exchange_round.received, _views(matrices, exchange_round.received), strict=True)), orthogonalize
         )
-        self._exchange(pieces, matrices, (exchange_round.send_numels, exchange_round.receive_numels))
+        self._exchange(segments, matrices, (exchange_round.send_numels, exchange_round.receive_numels))
 
-        for piece, view in zip(exchange_round.sent, _views(pieces, exchange_round.sent), strict=True):
-            location = self._locations[piece.tensor.index]
-            apply(location.run, slice(location.segment.start, location.segment.stop), view, piece.tensor.shape)
+        for segment, view in zip(exchange_round.sent, _views(segments, exchange_round.sent), strict=True):
+            location = self._locations[segment.tensor.index]
+            apply(location.run, slice(location.segment.start, location.segment.stop), view, segment.tensor.shape)
 
     def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]]) -> None:
         if self._group is not None:
             exchange_parts(incoming, outgoing, numels, self._group, "the matrices of Muon", self._axis)
 
     def _orthogonalize_all(
-        self, pieces: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[..., Tensor]
+        self, segments: list[tuple[MatrixSegment, Tensor]], orthogonalize: Callable[..., Tensor]
     ) -> None:
-        """Puts each matrix together, orthogonalises it, and writes the result back over its pieces."""
+        """Puts each matrix together, orthogonalises it, and writes the result back over its segments."""
         by_matrix: dict[int, list[tuple[MatrixSegment, Tensor]]] = {}
-        for piece, view in pieces:
-            by_matrix.setdefault(piece.tensor.index, []).append((piece, view))
+        for segment, view in segments:
+            by_matrix.setdefault(segment.tensor.index, []).append((segment, view))
         stacks: dict[int, list[list[tuple[MatrixSegment, Tensor]]]] = {}
         for index, parts in by_matrix.items():
             parts.sort(key=lambda part: part[0].start)
@@ -220,7 +220,7 @@ def _matrices_of(tensor: SharedTensor, first: int, *, is_stack: bool) -> list[Sh
 
 
 def _matrix_segments(segment: Segment, matrices: list[SharedTensor]) -> Iterator[Segment]:
-    """Cuts a piece of a tensor, which is not empty, at the ends of its matrices."""
+    """Cuts a segment of a tensor, which is not empty, at the ends of its matrices."""
     numel = matrices[0].numel if matrices else 0
     for number in range(segment.tensor_start // numel, -(-segment.tensor_stop // numel)) if numel else ():
         first, last = max(segment.tensor_start, number * numel), min(segment.tensor_stop, (number + 1) * numel)
@@ -243,12 +243,12 @@ def _joined(parts: list[tuple[MatrixSegment, Tensor]]) -> Tensor:
 
 def _write_back(parts: list[tuple[MatrixSegment, Tensor]], matrix: Tensor) -> None:
     flat = matrix.reshape(-1)
-    for piece, view in parts:
-        view.copy_(flat[piece.start : piece.stop])
+    for segment, view in parts:
+        view.copy_(flat[segment.start : segment.stop])
 
 
-def _views(buffer: Tensor, pieces: list[MatrixSegment]) -> tuple[Tensor, ...]:
-    return buffer.split([piece.numel for piece in pieces]) if pieces else ()
+def _views(buffer: Tensor, segments: list[MatrixSegment]) -> tuple[Tensor, ...]:
+    return buffer.split([segment.numel for segment in segments]) if segments else ()
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Muon(KeepsStateDtypes):
     group are stacks of matrices. A matrix group without it is divided: a parameter with three dimensions is a stack,
     unless its attribute ``muon_stacked`` says otherwise.
 
-    Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding pieces of tensors: each matrix
-    is gathered to one rank, orthogonalised there, and its pieces are sent back. State is elementwise:
+    Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding segments of tensors: each matrix
+    is gathered to one rank, orthogonalised there, and its segments are sent back. State is elementwise:
     ``momentum_buffer`` for matrices, Adam's for the rest.
 
     Args:
@@ -151,7 +151,7 @@ class Muon(KeepsStateDtypes):
         Every rank of a table's group must call it with its own table; they need not do it at the same time.
 
         Args:
-            *tables: The pieces, and how the tensors are cut over a group: a table for each group, in an order that is
+            *tables: The segments, and how the tensors are cut over a group: a table for each group, in an order that is
                 the same on all ranks.
 
         Raises:
@@ -268,7 +268,7 @@ class Muon(KeepsStateDtypes):
             for param in group["params"]
             if param.grad is not None
         }
-        # An owner need not hold a piece of its matrix, so how to orthogonalise cannot differ between groups.
+        # An owner need not hold a segment of its matrix, so how to orthogonalise cannot differ between groups.
         settings = self._part_defaults[True]
 
         def update_of(run: Tensor, elements: slice) -> Tensor:

@@ -415,9 +415,9 @@ class _PackedLinear(torch.autograd.Function):
                 return product[:, :out_features]
         out = x.new_empty(len(x), out_features)
         for part in how.columns(codes, scales, out_features, x.dtype):
-            piece = torch.mm(x, part.weight, out=out[:, part.start : part.stop])
+            columns = torch.mm(x, part.weight, out=out[:, part.start : part.stop])
             if part.scale is not None:
-                piece.mul_(part.scale)
+                columns.mul_(part.scale)
         return out
 
     @staticmethod
@@ -427,6 +427,6 @@ class _PackedLinear(torch.autograd.Function):
             return None, None, None, None, None
         wanted = grad.new_zeros(len(grad), codes.shape[1], dtype=torch.float32)  # a sum of many products
         for part in ctx.how.columns(codes, scales, ctx.out_features, grad.dtype):
-            piece = grad[:, part.start : part.stop]
-            wanted += torch.mm(piece if part.scale is None else piece * part.scale, part.weight.t())
+            columns = grad[:, part.start : part.stop]
+            wanted += torch.mm(columns if part.scale is None else columns * part.scale, part.weight.t())
         return wanted.to(grad.dtype), None, None, None, None

@@ -128,7 +128,7 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_c
 )
 
 
-def _pieces(plan: LayoutPlan, batch: int, heads: int) -> Iterator[tuple[TileStack, slice, slice]]:
+def _stack_parts(plan: LayoutPlan, batch: int, heads: int) -> Iterator[tuple[TileStack, slice, slice]]:
     """``(stack, samples, heads)``: as many heads of as many samples at once as fill the cache."""
     for part in plan.by_heads:
         for group in _heads_of(part, plan, heads):
@@ -159,7 +159,7 @@ class _Fused(torch.autograd.Function):
         output = torch.zeros_like(query)
         sums = []
         width = query.size(-1)
-        for stack, batch, heads in _pieces(plan, query.size(0), query.size(1)):
+        for stack, batch, heads in _stack_parts(plan, query.size(0), query.size(1)):
             q, k, v = (_blocks(tensor, batch, heads, plan) for tensor in (query, key, value))
             taken = _take(q, stack.rows, stack.tiles, width)
             bias, dead = _masks(added, stack, batch, heads, taken)
@@ -187,7 +187,9 @@ class _Fused(torch.autograd.Function):
         gradient = gradient.contiguous()
         width = query.size(-1)
         to_query, to_key, to_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-        for (stack, batch, heads), logsumexp in zip(_pieces(plan, query.size(0), query.size(1)), sums, strict=True):
+        for (stack, batch, heads), logsumexp in zip(
+            _stack_parts(plan, query.size(0), query.size(1)), sums, strict=True
+        ):
             g, q, k, v, o = (_blocks(tensor, batch, heads, plan) for tensor in (gradient, query, key, value, output))
             taken = _take(q, stack.rows, stack.tiles, width)
             arriving = _take(g, stack.rows, stack.tiles, width)

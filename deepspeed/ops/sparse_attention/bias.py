@@ -47,8 +47,8 @@ class Bias:
         batch, heads, length, _ = scores.shape
         blocks = length // self.block
         rows, columns = stack.rows.view(stack.tiles, -1, 1), stack.columns.view(stack.tiles, 1, -1)
-        boxes = scores.reshape(batch, heads, blocks, self.block, blocks, self.block).transpose(3, 4)
-        found = boxes[:, :, rows, columns]  # [batch, heads, tiles, rows, columns, block, block]
+        blocks_of_scores = scores.reshape(batch, heads, blocks, self.block, blocks, self.block).transpose(3, 4)
+        found = blocks_of_scores[:, :, rows, columns]  # [batch, heads, tiles, rows, columns, block, block]
         return found.transpose(4, 5).reshape(
             batch, heads, stack.tiles, rows.size(1) * self.block, columns.size(2) * self.block
         )

@@ -1,4 +1,4 @@
-"""A layout compiled into equal pieces of work.
+"""A layout compiled into equal units of work.
 
 Query blocks that see the same key blocks are one *tile*: their queries are multiplied with the keys together. Tiles of
 the same size are laid on a *stack*, which is one batched attention: gather the queries, gather the keys and values,

@@ -47,10 +47,10 @@ class Softmax:
         if rpe is not None:
             shape = x.size(0), self.layout.size(0), *side
             whole = position_bias(rpe, shape, x.dtype).expand(shape)
-            scores = scores + self._boxes(whole)[:, heads, rows, columns]
+            scores = scores + self._blocks(whole)[:, heads, rows, columns]
         if attn_mask is not None:
             added = additive(attn_mask.reshape(side), attn_mask_mode, "attn_mask", x.dtype)
-            scores = scores + self._boxes(added.view(1, 1, *side))[:, 0, rows, columns]
+            scores = scores + self._blocks(added.view(1, 1, *side))[:, 0, rows, columns]
         if key_padding_mask is not None:
             mask = key_padding_mask.reshape(-1, side[1]).expand(x.size(0), side[1])
             added = additive(mask, key_padding_mask_mode, "key_padding_mask", x.dtype)
@@ -58,7 +58,7 @@ class Softmax:
         row = heads * self.layout.size(1) + rows  # of blocks, over all heads
         return self._normalised(scores, row)
 
-    def _boxes(self, whole: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(3, (-1, self.block)).unflatten(2, (-1, self.block)).transpose(3, 4)
 
     def _normalised(self, scores: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from deepspeed.comm.job.groups import declare_expert_groups
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import rank_in
-from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -245,14 +245,14 @@ class _ExpertAssignment:
             return kept
         me, everyone = rank_in(), self._peers.ranks
         arrived = torch.empty_like(kept, device=self._device)
-        pieces = []
+        transfers = []
         for rank in self._firsts:
             if rank == everyone[0]:
                 continue
             values = weight[self._of(len(weight), self._place_of[rank])].to(self._device) if me == everyone[0] else None
             tensor = values if me == everyone[0] else arrived if me == rank else None
-            pieces.append(Piece(0, everyone.index(rank), None if tensor is None else tensor.contiguous()))
-        self._peers.move(pieces, label="the experts of the first rank")
+            transfers.append(TensorTransfer(0, everyone.index(rank), None if tensor is None else tensor.contiguous()))
+        self._peers.move(transfers, label="the experts of the first rank")
         if me in self._firsts and me != everyone[0]:
             kept.copy_(arrived)
         return kept

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from deepspeed.comm.transports import packing
-from deepspeed.comm.transports.packing import Pieces
+from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
 from deepspeed.comm.watch import backward_comm
 from deepspeed.uncompiled import uncompiled
@@ -232,7 +232,7 @@ def dispatch(
     gather_first: Sequence[torch.Tensor] = (),
     *,
     module: nn.Module,
-    in_pieces: bool = True,
+    per_expert: bool = True,
 ) -> torch.Tensor:
     """Sends the rows of ``x`` to their experts, and adds up for each token, in fp32, what comes back.
 
@@ -245,14 +245,14 @@ def dispatch(
             every rank gathers these units before it exchanges rows, also a rank whose experts got none; otherwise
             ranks would gather and exchange in different orders. Without stage 3: no effect.
         module: The module that calls it.
-        in_pieces: ``run`` gets a list of the rows ``[n, M]`` of each expert (0 are allowed); else one tensor with all
+        per_expert: ``run`` gets a list of the rows ``[n, M]`` of each expert (0 are allowed); else one tensor with all
             of them, sorted by expert.
 
     Returns:
         ``[S, M']`` in the dtype of what the experts return; zeros for a token without a route.
     """
-    rows = _ToExperts.apply(x, plan, module, in_pieces)
-    results = run(list(rows) if in_pieces else rows)
+    rows = _ToExperts.apply(x, plan, module, per_expert)
+    results = run(list(rows) if per_expert else rows)
     results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
     is_alone = plan.transport.size == 1
     # Requires a gradient where anything may, so that all ranks have the same two exchanges in their backward.
@@ -280,7 +280,7 @@ class _ToExperts(torch.autograd.Function):
     """The row of every kept route, at its expert; backward adds up, for each token, the gradients of its routes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, module: nn.Module, in_pieces: bool) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, module: nn.Module, per_expert: bool) -> Any:
         exchanges = ctx.needs_input_grad[0] and plan.transport.size > 1
         ctx.plan, ctx.pending = plan, backward_comm.note(module, uneven=True) if exchanges else None
 
@@ -288,7 +288,7 @@ class _ToExperts(torch.autograd.Function):
             torch.index_select(x, 0, plan.tokens[routes], out=out)
 
         rows = _there(plan, x, fill)
-        return rows.split(plan.load) if in_pieces else rows
+        return rows.split(plan.load) if per_expert else rows
 
     @staticmethod
     @once_differentiable
@@ -342,12 +342,12 @@ class _FromExperts(torch.autograd.Function):
             for_weights = weights.new_zeros(weights.shape)
             for routes, product in products:
                 for_weights.view(-1)[plan.order[routes]] = product
-        pieces = (rows,) if len(ctx.dtypes) == 1 else rows.split(plan.load)
-        back = (piece.to(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True))
+        tensors = (rows,) if len(ctx.dtypes) == 1 else rows.split(plan.load)
+        back = (tensor.to(dtype) for tensor, dtype in zip(tensors, ctx.dtypes, strict=True))
         return None, None, for_weights, None, None, None, *back, *(None for _ in range(ctx.num_gathered))
 
 
-# -- the pieces: rows in the order of routes and of experts ------------------------------------------------------------
+# -- rows in the order of routes and of experts ------------------------------------------------------------------------
 
 
 def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
@@ -392,8 +392,8 @@ def _there_coded(
     fill(slice(num_own, None), exact)
     leaving = encode_rows(exact)
     arriving = leaving.new_empty(sum(plan.received), leaving.shape[1])
-    arrivals: list[Pieces] = [[part] for part in arriving.split(plan.received)]
-    parts: list[Pieces] = [[part] for part in leaving.split(plan.sent)]
+    arrivals: list[Tensors] = [[part] for part in arriving.split(plan.received)]
+    parts: list[Tensors] = [[part] for part in leaving.split(plan.sent)]
     parts[transport.rank] = arrivals[transport.rank] = ()
     work = transport.exchange(parts, arrivals, leaving, label="tokens on their way to experts, in 8 bits")
     staying = x.new_empty(num_own, width)
@@ -428,14 +428,14 @@ def _back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) 
     own, *others = rows.split([plan.num_own, *plan.sent])
     of_experts = [result.split([counts[e] for counts in plan.arrived]) for e, result in enumerate(results)]
     leaving = list(zip(*of_experts, strict=True))
-    arriving: list[Pieces] = [[part] for part in others]
+    arriving: list[Tensors] = [[part] for part in others]
     arriving[plan.transport.rank] = own.split(plan.arrived[plan.transport.rank])
     plan.wait(plan.transport.exchange(leaving, arriving, rows, label="what experts made of tokens"))
     return rows
 
 
-def _joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    filled = [piece.to(dtype) for piece in pieces if len(piece)] or [pieces[0].to(dtype)]
+def _joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    filled = [tensor.to(dtype) for tensor in tensors if len(tensor)] or [tensors[0].to(dtype)]
     return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled)
 
 

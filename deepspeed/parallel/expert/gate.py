@@ -429,7 +429,7 @@ def dense(routes: Routes, locations: torch.Tensor) -> tuple[torch.Tensor, torch.
     return routes.l_aux, combine, combine.detach().bool(), routes.counts
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def _queue(experts: torch.Tensor, num_experts: int, order: torch.Tensor | None = None) -> torch.Tensor:

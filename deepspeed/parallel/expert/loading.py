@@ -167,9 +167,9 @@ class _ModelFiller:
             if mine is not None and len(sources) == mine.total:
                 chosen, is_cut = sources[mine.first : mine.stop], True
             for path, key in chosen:
-                piece, cut_here = self._read(path, key, None if is_cut or len(sources) > 1 else mine)
+                part, cut_here = self._read(path, key, None if is_cut or len(sources) > 1 else mine)
                 is_cut = is_cut or cut_here
-                target.conversion.add_tensor(target.name, key, pattern, lambda piece=piece: piece)
+                target.conversion.add_tensor(target.name, key, pattern, lambda part=part: part)
         made = target.conversion.convert(target.name, model=self._model, config=self._model.config)
         for name, value in made.items():
             self._put(name, value[0] if isinstance(value, list) else value, mine)
@@ -240,8 +240,8 @@ def _experts_of(module: nn.Module) -> _ExpertRange | None:
 
 def taken(found: Any, rows: slice) -> torch.Tensor:
     """Rows of a tensor in a file, as memory of this process."""
-    piece: torch.Tensor = found[rows] if found.get_shape() else found[...]
-    return piece
+    part: torch.Tensor = found[rows] if found.get_shape() else found[...]
+    return part
 
 
 @torch.no_grad()

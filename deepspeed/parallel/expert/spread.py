@@ -117,7 +117,7 @@ def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: 
         def run(rows: torch.Tensor) -> torch.Tensor:
             return experts.run_grouped(rows, plan.load_there)
 
-        return dispatch(x, weights, plan, run, needed, module=module, in_pieces=False)
+        return dispatch(x, weights, plan, run, needed, module=module, per_expert=False)
     return dispatch(x, weights, plan, experts.run_each, needed, module=module)
 
 

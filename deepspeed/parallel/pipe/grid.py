@@ -18,7 +18,7 @@ class PipelineParallelGrid:
     same layers are the *slice*.
 
     Args:
-        topology: How the ranks are laid out; None: the prime factors of their number, dealt to stages and copies.
+        topology: How the ranks are laid out; None: the prime factors of their number, assigned to stages and copies.
         process_group: Must be that of all ranks, or None.
 
     Attributes:

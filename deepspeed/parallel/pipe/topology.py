@@ -148,7 +148,7 @@ def mesh_of_topology(topology: ProcessTopology) -> Mesh:
 
 
 def usual_topology(world_size: int) -> PipeDataParallelTopology:
-    """Returns the prime factors of the number of ranks, dealt in turn to stages and copies."""
+    """Returns the prime factors of the number of ranks, assigned in turn to stages and copies."""
     sizes, rest, factor, turn = [1, 1], world_size, 2, 0
     while rest > 1:
         while rest % factor == 0:

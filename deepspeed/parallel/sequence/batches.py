@@ -81,13 +81,13 @@ def _exchanged(
 ) -> list[torch.Tensor]:
     ranks = len(descriptions)
     original, tensor = tensor.device, tensor.to(device)
-    pieces = [piece.reshape(-1) for piece in tensor.chunk(ranks, dim=1)]
+    parts = [part.reshape(-1) for part in tensor.chunk(ranks, dim=1)]
     shapes = [(rows, tokens // ranks) for rows, tokens in (one.shapes[name] for one in descriptions)]
     received = [rows * tokens for rows, tokens in shapes]
     out = tensor.new_empty(sum(received))
-    sent = [piece.numel() for piece in pieces]
+    sent = [part.numel() for part in parts]
     transport, label = transport_of(group, device), f"{name} of a batch (sequence parallel)"
-    transport.all_to_all(torch.cat(pieces), sent, out, received, label=label).wait()
+    transport.all_to_all(torch.cat(parts), sent, out, received, label=label).wait()
     return [part.view(shape).to(original) for part, shape in zip(out.split(received), shapes, strict=True)]
 
 

@@ -32,7 +32,7 @@ from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
 
 
 class SequenceParallelism(EngineFeature):
-    """Sequences of which each rank has a part, and layers that compute a sequence piece by piece."""
+    """Sequences of which each rank has a part, and layers that compute a sequence chunk by chunk."""
 
     title = "sequence parallelism"
     setting = "sequence_parallel_size, sequence_parallel"

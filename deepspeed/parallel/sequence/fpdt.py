@@ -1,8 +1,8 @@
 """Megatron-style layers for sequences of millions of tokens, computed chunk by chunk (FPDT, arXiv 2408.16978).
 
-The names and signatures are those that programs know. A chunk is a run of tokens of the whole sequence of which every
-rank has an equal part (``FPDT_InputConstruct`` deals them so); then a chunk's exchange gathers consecutive tokens, and
-causal work is the same on all ranks. Neither a fused kernel nor a GPU is needed.
+The names and signatures are those that programs know. A chunk is a run of tokens of the whole sequence. Every rank has
+an equal part of each chunk (``FPDT_InputConstruct`` splits them so). Thus the exchange of a chunk gathers consecutive
+tokens, and causal work is the same on all ranks. Neither a fused kernel nor a GPU is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.uncompiled import uncompiled
 
 
 class FPDT_InputConstruct(nn.Module):  # noqa: N801 - the name programs know
-    """Deals the tokens of whole sequences to the ranks that share them, an equal part of every chunk to each.
+    """Splits the tokens of whole sequences over the ranks that share them, an equal part of every chunk to each.
 
     Args:
         tokens: ``[batch, tokens]``.
@@ -146,7 +146,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         """Attends. Every rank of the group must call it, and run its backward.
 
         Args:
-            layernorm_output: ``[this rank's tokens, batch, hidden]``, dealt as ``FPDT_InputConstruct`` does.
+            layernorm_output: ``[this rank's tokens, batch, hidden]``, split as ``FPDT_InputConstruct`` does.
             attention_mask: None: attention is causal.
             inference_params: None.
             rotary_pos_emb: ``(cos, sin)`` of all tokens in the order of the sequence, ``[tokens, width]`` or

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transports.packing import Pieces
+from deepspeed.comm.transports.packing import Tensors
 from deepspeed.comm.transports.transport import Transport, Work
 from deepspeed.comm.watch import backward_comm
 from deepspeed.parallel.sequence.exchange import transport_of
@@ -135,8 +135,8 @@ class _RingTransfer:
         numels = [tensor.numel() for tensor in tensors]
         parts = tensors[0].new_empty(sum(numels)).split(numels)
         self._arriving = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        leaving: list[Pieces] = [()] * transport.size
-        arriving: list[Pieces] = [()] * transport.size
+        leaving: list[Tensors] = [()] * transport.size
+        arriving: list[Tensors] = [()] * transport.size
         leaving[(transport.rank + 1) % transport.size], arriving[(transport.rank - 1) % transport.size] = (
             tensors,
             self._arriving,

@@ -70,8 +70,8 @@ def cut_parameter(
 
 def _part(values: torch.Tensor, dim: int, intervals: list[tuple[int, int]]) -> torch.Tensor:
     """Returns a copy, so that the whole can be freed."""
-    pieces = [values.narrow(dim, low, high - low) for low, high in intervals]
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    parts = [values.narrow(dim, low, high - low) for low, high in intervals]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 class Maker:

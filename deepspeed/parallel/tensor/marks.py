@@ -2,7 +2,7 @@
 
 ``tensor_model_parallel`` (or ``model_parallel``) alone says that tensor ranks have different parts. Which part it is,
 ``partition_dim`` and ``partition_stride`` say beside it: along that dimension the whole is ``stride`` stretches, each
-shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors deal in whole parameters.
+shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors use whole parameters.
 """
 
 from __future__ import annotations

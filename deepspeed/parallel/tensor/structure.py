@@ -68,7 +68,7 @@ def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Itera
 
 
 def _per_head(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRule]:
-    """Bare parameters of attention modules with a number for every query head, where the heads are dealt out."""
+    """Bare parameters of attention modules with a number for every query head, where ranks share the heads."""
     cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is CutStyle.COLUMN}
     found = {}
     for name in cut:

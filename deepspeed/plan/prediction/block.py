@@ -16,7 +16,7 @@ from deepspeed.plan.prediction.network_model import NetworkModel
 
 _EAGER = 1.6  # bytes of elementwise operations without fusion, over those with it
 _FULL_SCORES = 5  # bytes per score that unfused attention with dropout keeps: softmax, mask, dropped scores
-_WAIT_OF_PIECES = 0.25  # part of an exchange in pieces beside its product that is still waited for
+_WAIT_OF_CHUNKS = 0.25  # part of an exchange in chunks beside its product that is still waited for
 _CUT_LOSS = 8  # bytes per score that a loss over tensor ranks has beside: exponentials and their product, in fp32
 _BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five products instead of two
 
@@ -222,8 +222,8 @@ class BlockCost:
             group = layout.tensor_group
             once = 2 * network.gather(nbytes, group) if layout.cuts_norms else network.all_reduce(nbytes, group)
             if layout.overlaps_tensor:
-                forward.exposed["tensor"] = 2 * max(_WAIT_OF_PIECES * once, once - of_output / 2)
-                backward.exposed["tensor"] = 2 * max(_WAIT_OF_PIECES * once, once - (of_input + of_weight) / 2)
+                forward.exposed["tensor"] = 2 * max(_WAIT_OF_CHUNKS * once, once - of_output / 2)
+                backward.exposed["tensor"] = 2 * max(_WAIT_OF_CHUNKS * once, once - (of_input + of_weight) / 2)
             else:
                 forward.exposed["tensor"] = 2 * once
                 # The gradient of an input travels while the gradient of its weight is computed; with cut norms inputs

@@ -25,7 +25,7 @@ class ParallelLayout:
         schedule: Of the pipeline.
         context: Ranks that share sequences.
         is_ring: They send keys and values round; otherwise they exchange tokens for heads.
-        balances_ring: Tokens are dealt so that all ranks of the ring have as many scores of a causal attention.
+        balances_ring: Tokens are assigned so that all ranks of the ring have as many scores of a causal attention.
         experts: Ranks that share experts; they are neighbours among those that share a batch.
         data: Ranks that share a batch.
         stage: ZeRO stage.
@@ -38,7 +38,7 @@ class ParallelLayout:
         has_fused_loss: One kernel computes the loss from 16-bit logits and writes their gradient there.
         cuts_norms: With ``tensor``, norms and residual sums work on a part of the sequence.
         cuts_vocabulary: With ``tensor``, embedding, head and loss are cut over the vocabulary.
-        overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in pieces.
+        overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in chunks.
         overlaps_data: Gradients travel while backward runs; at stages 1 and 2 updated parameters while forward runs.
         gradient_bytes: Of an element of the gradients that are kept over a step.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transports.transport import Piece
+from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.external import register_external_parameter
@@ -211,7 +211,7 @@ class GatheredBlock:
 
     def _start_loans(self, entries: list[Entry]) -> None:
         """Brings the parts of the parameters together in tensors of their own."""
-        pieces: list[Piece] = []
+        transfers: list[TensorTransfer] = []
         tensors = []
         for _, address in entries:
             bucket = address.bucket
@@ -220,9 +220,9 @@ class GatheredBlock:
             tensors.append(tensor)
             fragment = bucket.fragment(address.tile)
             mine = None if fragment is None else bucket.shard[fragment.in_slice]
-            pieces += assemble(bucket.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
+            transfers += assemble(bucket.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
         if entries:
-            self._transport.move(pieces, label=f"the values of {_label(entries)}")
+            self._transport.move(transfers, label=f"the values of {_label(entries)}")
         for (parameter, address), tensor in zip(entries, tensors, strict=True):
             loan = address.bucket.loans[address.tile]
             loan.tensor = tensor
@@ -333,7 +333,7 @@ class GatheredBlock:
     def _publish(self) -> None:
         """The modifier's values reach every rank that keeps them: everybody, or the owner of each part."""
         assert self._modifier is not None
-        pieces: list[Piece] = []
+        transfers: list[TensorTransfer] = []
         arriving: list[tuple[BucketBase, Fragment, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._loaned]:
             _back_in_place(parameter, address)
@@ -342,15 +342,15 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._loaned]:
             bucket, values = address.bucket, parameter.data.view(-1)
             if self._stays_full(address):
-                pieces.append(Piece(modifier, None, values))
+                transfers.append(TensorTransfer(modifier, None, values))
                 continue
             fragment = bucket.fragment(address.tile)
             place = None if fragment is None else values[fragment.in_tile]
             if fragment is not None and place is not None:
                 arriving.append((bucket, fragment, place))
-            pieces += scatter(bucket.layout, address.tile, self._transport.rank, modifier, values, place)
+            transfers += scatter(bucket.layout, address.tile, self._transport.rank, modifier, values, place)
         if self._present or self._loaned:  # every rank takes part, also one that has nothing to send or get
-            self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
+            self._transport.move(transfers, label=f"the changes of {_label(self._entries)}")
         for bucket, fragment, values in arriving:
             bucket.keep_fragment(fragment, values)
         for parameter, address in [*self._present, *self._loaned]:
@@ -367,8 +367,8 @@ class GatheredBlock:
         replicas = self._group.combine
         if replicas is not None and not self._group.spans_parts and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
-            pieces = [Piece(copy, None, values) for values in edited]
-            replicas.move(pieces, label=f"the changes of {_label(self._entries)}")
+            transfers = [TensorTransfer(copy, None, values) for values in edited]
+            replicas.move(transfers, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
         """Returns whether every rank goes on using the full values after this block."""

@@ -1,12 +1,16 @@
 """Reading and writing the fp32 master, the gradient and the optimizer state of single parameters, at every stage.
 
-*Full* functions deal in whole tensors of the parameter's shape. Where the state is sharded the owners' parts are
-brought together, so every rank of the group must call them; the ranks compare their calls first. Of a parameter that is
-cut over tensor-parallel ranks they deal in all of it, and these ranks must call them too; where nobody knows who holds
-the other parts (a program's own layers), in the part that this rank's model has. *Local* functions deal in this rank's
-part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty. Getters return
-copies; None where there is nothing: a parameter that is frozen or under no engine, a gradient before backward or after
-the update, a state before the first update. Of a destroyed engine they tell for as long as it is kept.
+*Full* functions take and return tensors of the parameter's shape. Where the state is sharded they gather the slices of
+all owners, so every rank of the group must call them; the ranks compare their calls first. Of a parameter that is cut
+over tensor-parallel ranks they take and return all of it, and these ranks must call them too. Where it is not known
+who holds the other parts (a program's own layers), they take and return the part that this rank's model has.
+
+*Local* functions take and return this rank's slice of the flattened parameter (all of it where the state is
+replicated): 1-D, possibly empty.
+
+Getters return copies, or None where there is nothing: for a parameter that is frozen or belongs to no engine, a
+gradient before backward or after the update, a state before the first update. They keep working after
+``engine.destroy()`` for as long as the program keeps the engine.
 """
 
 from __future__ import annotations
@@ -151,8 +155,8 @@ def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Ten
     if found.is_whole:
         return mine.to(found.bucket.device, copy=True).view(address.shape)
     flat = torch.empty(address.numel, dtype=mine.dtype, device=found.bucket.device)
-    pieces = assemble(master.layout, address.tile, master.transport.rank, mine, flat)
-    master.transport.move(pieces, label=f"{label} of {address.name}")
+    transfers = assemble(master.layout, address.tile, master.transport.rank, mine, flat)
+    master.transport.move(transfers, label=f"{label} of {address.name}")
     return flat.view(address.shape)
 
 

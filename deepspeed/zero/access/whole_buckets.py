@@ -77,14 +77,14 @@ class Source:
         return whole[start : start + described.numel].view(described.shape)
 
     def _read_some(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
-        found, pieces, rank = {}, [], self.transport.rank
+        found, transfers, rank = {}, [], self.transport.rank
         for tile in tiles:
             described, fragment = self.layout.tiles[tile], self.layout.fragment(tile, rank)
             flat = torch.empty(described.numel, dtype=self.flat.dtype, device=self.device)
             mine = None if fragment is None else self.flat[fragment.in_slice]
-            pieces += assemble(self.layout, tile, rank, mine, flat)
+            transfers += assemble(self.layout, tile, rank, mine, flat)
             found[tile] = flat.view(described.shape)
-        self.transport.move(pieces, label=self.label)
+        self.transport.move(transfers, label=self.label)
         return found
 
 

@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator.cpu import MallocTrimmer
-from deepspeed.comm.transports.transport import Piece
+from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.zero.address import BucketBase, Gatherer, State, set_address
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
@@ -180,7 +180,7 @@ def _shard_kind(
         group=group.name,
     )
     bucket = ProvisionalBucket(layout, dtype=dtype, device=device, shard_device=shard_device, group=group)
-    pieces: list[Piece] = []
+    transfers: list[TensorTransfer] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tile, (parameter, _) in enumerate(members):
         remember_class(parameter)
@@ -194,10 +194,10 @@ def _shard_kind(
         place = None if fragment is None else values[fragment.in_tile]
         if fragment is not None and place is not None:
             arriving.append((bucket.shard[fragment.in_slice], place))
-        pieces += scatter(layout, tile, group.gather.rank, 0, values, place)
+        transfers += scatter(layout, tile, group.gather.rank, 0, values, place)
     if not bucket.is_sharded:
         return bucket
-    group.gather.move(pieces, label=f"the first values of {layout.tiles[0].name}")
+    group.gather.move(transfers, label=f"the first values of {layout.tiles[0].name}")
     for place, values in arriving:
         place.copy_(values)
     for tile, (parameter, _) in enumerate(members):

@@ -9,7 +9,7 @@ handles whose gradients have arrived may be freed again.
 What is saved inside are bare views; memory that they see is left to them (``FlatBuffer.free``). A backward with
 ``create_graph`` saves as well, and no hook can be installed for it: it computes with copies, which live as its graph.
 
-In a model that ``torch.compile`` cut into pieces the hooks also run between the pieces, where the compiler follows
+In a model that ``torch.compile`` cut into graphs the hooks also run between the graphs, where the compiler follows
 every Python function. They are kept out of it, and what they call once in a while (a gather) with everything below it.
 """
 

@@ -1,4 +1,4 @@
-"""Tiles that are brought together from the ranks that share them, or dealt out to these from one of them.
+"""Gathers tiles from the ranks that share them, and scatters a tile from one rank to these.
 
 Both functions only plan: the caller moves what they return, that of many tiles in one round.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.transports.transport import Piece
+from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.zero.tiling.layout import BucketLayout
 
 
-def assemble(layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | None, out: torch.Tensor) -> list[Piece]:
+def assemble(
+    layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | None, out: torch.Tensor
+) -> list[TensorTransfer]:
     """Returns all of a tile on every rank, from everybody's fragment.
 
     Args:
@@ -21,19 +23,19 @@ def assemble(layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | No
         mine: 1-D, this rank's fragment, copied at once; may be None or empty where it has none.
         out: 1-D and contiguous, on every rank: the place of the whole flattened tile.
     """
-    pieces = []
+    transfers = []
     for fragment in layout.fragments_of(tile):
         place = out[fragment.in_tile]
         if fragment.rank == rank:
             assert mine is not None
             place.copy_(mine)
-        pieces.append(Piece(fragment.rank, None, place))
-    return pieces
+        transfers.append(TensorTransfer(fragment.rank, None, place))
+    return transfers
 
 
 def scatter(
     layout: BucketLayout, tile: int, rank: int, source: int, values: torch.Tensor | None, place: torch.Tensor | None
-) -> list[Piece]:
+) -> list[TensorTransfer]:
     """Everybody's fragment of a tile, from the one rank that has all of it; its own is left to the caller.
 
     Args:
@@ -45,7 +47,7 @@ def scatter(
         place: 1-D, where this rank's fragment goes; None where it has none.
     """
     if rank != source:
-        return [] if place is None or place.numel() == 0 else [Piece(source, rank, place)]
+        return [] if place is None or place.numel() == 0 else [TensorTransfer(source, rank, place)]
     assert values is not None
     others = (fragment for fragment in layout.fragments_of(tile) if fragment.rank != source)
-    return [Piece(source, fragment.rank, values[fragment.in_tile]) for fragment in others]
+    return [TensorTransfer(source, fragment.rank, values[fragment.in_tile]) for fragment in others]

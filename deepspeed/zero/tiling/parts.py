@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
+from deepspeed.zero.tiling.tiles import Tile, TilePart, TileRegion
 
 _MARK = "ds_tile_part"
 _OWNERS = "ds_part_owners"
@@ -47,18 +47,18 @@ class PartOwners:
         Returns:
             The whole tensor, in the parameter's full shape.
         """
-        packed = torch.cat([tile[box.in_tile].reshape(-1) for box in self.mine.boxes] or [tile.new_empty(0)])
+        packed = torch.cat([tile[region.in_tile].reshape(-1) for region in self.mine.regions] or [tile.new_empty(0)])
         gathered = [
-            packed if place == self.transport.rank else packed.new_empty(sum(box.numel for box in part.boxes))
+            packed if place == self.transport.rank else packed.new_empty(sum(region.numel for region in part.regions))
             for place, part in enumerate(self.parts)
         ]
-        self.transport.move([Piece(place, None, values) for place, values in enumerate(gathered)], label=label)
+        self.transport.move([TensorTransfer(place, None, values) for place, values in enumerate(gathered)], label=label)
         whole = tile.new_zeros(self.mine.global_shape)
         for part, values in zip(self.parts, gathered, strict=True):
             start = 0
-            for box in part.boxes:
-                whole[box.in_whole] = values[start : start + box.numel].view(box.shape)
-                start += box.numel
+            for region in part.regions:
+                whole[region.in_whole] = values[start : start + region.numel].view(region.shape)
+                start += region.numel
         return whole
 
     def tile_of(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -69,8 +69,8 @@ class PartOwners:
             shape: Of the tile.
         """
         tile = whole.new_zeros(shape)
-        for box in self.mine.boxes:
-            tile[box.in_tile] = whole[box.in_whole]
+        for region in self.mine.regions:
+            tile[region.in_tile] = whole[region.in_whole]
         return tile
 
 
@@ -147,5 +147,5 @@ def part_of_placements(
         low = min(place * chunk, extents[dim])
         first[dim] += low
         extents[dim] = min(chunk, extents[dim] - low)
-    boxes = () if 0 in extents else (Box(tuple(first), (0,) * len(extents), tuple(extents)),)
-    return TilePart(name, tuple(global_shape), boxes)
+    regions = () if 0 in extents else (TileRegion(tuple(first), (0,) * len(extents), tuple(extents)),)
+    return TilePart(name, tuple(global_shape), regions)

@@ -1,12 +1,12 @@
 """Parameters as this rank's model holds them, and which part of the logical parameter that is. Pure arithmetic.
 
 A **tile** is what one rank's model has of one logical parameter. As a rule that is all of it. Where a model is cut over
-ranks (tensor, expert), the tile's **part** names the logical parameter, its shape, and the **boxes** of it that lie in
-the tile: one for a cut of rows or columns; several where one tensor packs several (query, key and value; the halves of
-a gated MLP), where heads are uneven, or where experts are not side by side. Elements of a tile that lie in no box are
-padding (a vocabulary that was rounded up): they belong to no logical parameter.
+ranks (tensor, expert), the tile's **part** names the logical parameter, its shape, and the **regions** of it that lie
+in the tile: one for a cut of rows or columns; several where one tensor packs several (query, key and value; the halves
+of a gated MLP), where heads are uneven, or where experts are not side by side. Elements of a tile that lie in no region
+are padding (a vocabulary that was rounded up): they belong to no logical parameter.
 
-Boxes are all that is needed to find in one tiling what lies in another: :func:`spans`.
+Regions are all that is needed to find in one tiling what lies in another: :func:`spans`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Box:
-    """A box of a logical parameter, and where it lies in a tile.
+class TileRegion:
+    """A region of a logical parameter, and where it lies in a tile.
 
     Attributes:
         whole: Its first index in every dimension of the logical parameter.
@@ -58,17 +58,17 @@ class TilePart:
     Attributes:
         name: Of the logical parameter; the same for all of its tiles.
         global_shape: Its shape.
-        boxes: What of it lies in the tile; they do not overlap, neither there nor in the logical parameter.
+        regions: What of it lies in the tile; they do not overlap, neither there nor in the logical parameter.
     """
 
     name: str
     global_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    regions: tuple[TileRegion, ...]
 
     @classmethod
     def all_of(cls, name: str, shape: tuple[int, ...]) -> TilePart:
         """Returns a logical parameter as a whole, which has another name on its rank: one of several experts, say."""
-        return cls(name, shape, Tile(name, shape).boxes)
+        return cls(name, shape, Tile(name, shape).regions)
 
     @classmethod
     def cut(cls, name: str, global_shape: tuple[int, ...], dim: int, intervals: Sequence[tuple[int, int]]) -> TilePart:
@@ -80,15 +80,15 @@ class TilePart:
             dim: The dimension that is cut.
             intervals: First and last-plus-one index; empty ones are left out.
         """
-        boxes, place = [], 0
+        regions, place = [], 0
         for low, high in intervals:
             if low < high and 0 not in global_shape:
                 whole, tile = [0] * len(global_shape), [0] * len(global_shape)
                 whole[dim], tile[dim] = low, place
                 shape = (*global_shape[:dim], high - low, *global_shape[dim + 1 :])
-                boxes.append(Box(tuple(whole), tuple(tile), shape))
+                regions.append(TileRegion(tuple(whole), tuple(tile), shape))
             place += high - low
-        return cls(name, global_shape, tuple(boxes))
+        return cls(name, global_shape, tuple(regions))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Tile:
         part: What it is of its logical parameter; None: all of it, under the same name.
 
     Raises:
-        ValueError: The boxes do not fit the shapes, or overlap.
+        ValueError: The regions do not fit the shapes, or overlap.
     """
 
     name: str
@@ -130,17 +130,17 @@ class Tile:
         return self.shape if self.part is None else self.part.global_shape
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
+    def regions(self) -> tuple[TileRegion, ...]:
         """What of the logical parameter lies here."""
         if self.part is not None:
-            return self.part.boxes
+            return self.part.regions
         nowhere = (0,) * len(self.shape)
-        return (Box(nowhere, nowhere, self.shape),) if self.numel else ()
+        return (TileRegion(nowhere, nowhere, self.shape),) if self.numel else ()
 
     @property
     def is_padded(self) -> bool:
         """Returns whether some elements belong to no logical parameter."""
-        return self.part is not None and sum(box.numel for box in self.part.boxes) < self.numel
+        return self.part is not None and sum(region.numel for region in self.part.regions) < self.numel
 
     def whole(self) -> Tile:
         """Returns the logical parameter as one tile."""
@@ -148,27 +148,27 @@ class Tile:
 
     def holds_same(self, other: Tile) -> bool:
         """Returns whether two tiles of one logical parameter have every element at the same place."""
-        return self.shape == other.shape and (self.part == other.part or self.boxes == other.boxes)
+        return self.shape == other.shape and (self.part == other.part or self.regions == other.regions)
 
 
 def _check(name: str, shape: tuple[int, ...], part: TilePart) -> None:
-    for box in part.boxes:
-        if not len(box.whole) == len(box.tile) == len(box.shape) == len(shape) == len(part.global_shape):
+    for region in part.regions:
+        if not len(region.whole) == len(region.tile) == len(region.shape) == len(shape) == len(part.global_shape):
             raise ValueError(
-                f"tile {name!r}: shape {shape}, logical shape {part.global_shape} and {box} must have equally many "
+                f"tile {name!r}: shape {shape}, logical shape {part.global_shape} and {region} must have equally many "
                 "dimensions"
             )
-        for first, extents, what in ((box.whole, part.global_shape, "logical shape"), (box.tile, shape, "shape")):
+        for first, extents, what in ((region.whole, part.global_shape, "logical shape"), (region.tile, shape, "shape")):
             if any(
                 low < 0 or size < 1 or low + size > full
-                for low, size, full in zip(first, box.shape, extents, strict=True)
+                for low, size, full in zip(first, region.shape, extents, strict=True)
             ):
-                raise ValueError(f"tile {name!r}: {box} does not lie inside the {what} {extents}")
-    in_whole = first_overlap([(box.whole, box.shape) for box in part.boxes])
-    in_tile = first_overlap([(box.tile, box.shape) for box in part.boxes])
+                raise ValueError(f"tile {name!r}: {region} does not lie inside the {what} {extents}")
+    in_whole = first_overlap([(region.whole, region.shape) for region in part.regions])
+    in_tile = first_overlap([(region.tile, region.shape) for region in part.regions])
     for pair, what in ((in_whole, "the logical parameter"), (in_tile, "the tile")):
         if pair is not None:
-            raise ValueError(f"tile {name!r}: {part.boxes[pair[0]]} and {part.boxes[pair[1]]} overlap in {what}")
+            raise ValueError(f"tile {name!r}: {part.regions[pair[0]]} and {part.regions[pair[1]]} overlap in {what}")
 
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
@@ -206,13 +206,15 @@ def _common(one: Region, other: Region) -> Region | None:
     return (first, shape) if all(extent > 0 for extent in shape) else None
 
 
-def in_common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Returns what two boxes of one logical parameter share, as indices into the tile of each; None: nothing."""
+def in_common(one: TileRegion, other: TileRegion) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Returns what two regions of one logical parameter share, as indices into the tile of each; None: nothing."""
     common = _common((one.whole, one.shape), (other.whole, other.shape))
     if common is None:
         return None
     first, shape = common
-    places = [[low - w + t for low, w, t in zip(first, box.whole, box.tile, strict=True)] for box in (one, other)]
+    places = [
+        [low - w + t for low, w, t in zip(first, region.whole, region.tile, strict=True)] for region in (one, other)
+    ]
     return _slices(tuple(places[0]), shape), _slices(tuple(places[1]), shape)
 
 
@@ -234,16 +236,16 @@ def spans(tile: Tile, start: int, stop: int, other: Tile) -> Iterator[Span]:
     """Where what lies in elements ``[start, stop)`` of the flattened ``tile`` lies in the flattened ``other``.
 
     Both are tiles of one logical parameter, cut in any way; what ``other`` does not have, and padding, is left out.
-    The spans of two boxes come in order.
+    The spans of two regions come in order.
     """
     if start < stop:
-        for mine in tile.boxes:
-            for theirs in other.boxes:
+        for mine in tile.regions:
+            for theirs in other.regions:
                 yield from _spans(mine, tile.shape, start, stop, theirs, other.shape)
 
 
 def _spans(
-    mine: Box, shape: tuple[int, ...], start: int, stop: int, theirs: Box, other_shape: tuple[int, ...]
+    mine: TileRegion, shape: tuple[int, ...], start: int, stop: int, theirs: TileRegion, other_shape: tuple[int, ...]
 ) -> Iterator[Span]:
     common = _common((mine.whole, mine.shape), (theirs.whole, theirs.shape))
     if common is None:

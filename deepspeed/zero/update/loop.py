@@ -1,10 +1,10 @@
-"""The loop of the update: one pass over pieces of masters, wherever they live.
+"""The loop of the update: one pass over chunks of masters, wherever they live.
 
-A *piece* is a stretch of one master that is updated at once: the whole master on the device, a bounded stretch where it
-must travel. A :class:`UpdateStrategy` knows one tier: it brings the operands of a piece to where the kernel runs and
+A *chunk* is a stretch of one master that is updated at once: the whole master on the device, a bounded stretch where it
+must travel. A :class:`UpdateStrategy` knows one tier: it brings the operands of a chunk to where the kernel runs and
 takes the results back. The loop is the same for all tiers::
 
-    fetch piece i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete
+    fetch chunk i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UpdateSlice:
 
 @dataclass
 class Operands:
-    """What the kernel works on: 1-D tensors as long as the piece, all on one device.
+    """What the kernel works on: 1-D tensors as long as the chunk, all on one device.
 
     Attributes:
         master: Updated in place.
@@ -73,80 +73,80 @@ class PendingCopy(Protocol):
 class UpdateStrategy:
     """Masters that the kernel can work on where they are; this class alone serves the device."""
 
-    piece_numel: int | None = None
-    """Most elements of a piece; None: a whole master."""
+    chunk_numel: int | None = None
+    """Most elements of a chunk; None: a whole master."""
 
-    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
-        """Announces the pieces of one update, in the order in which they will be fetched."""
+    def begin(self, chunks: Sequence[UpdateSlice]) -> None:
+        """Announces the chunks of one update, in the order in which they will be fetched."""
 
-    def fetch(self, piece: UpdateSlice) -> Operands:
-        """Returns the operands of the next piece, ready to be worked on."""
-        grad = piece.gradients.result
-        assert grad is not None, f"{piece.master.bucket!r} has no gradient although one was counted"
-        part = slice(piece.start, piece.stop)
-        return Operands(piece.master.flat[part], grad[part], None, self._out(piece))
+    def fetch(self, chunk: UpdateSlice) -> Operands:
+        """Returns the operands of the next chunk, ready to be worked on."""
+        grad = chunk.gradients.result
+        assert grad is not None, f"{chunk.master.bucket!r} has no gradient although one was counted"
+        part = slice(chunk.start, chunk.stop)
+        return Operands(chunk.master.flat[part], grad[part], None, self._out(chunk))
 
-    def _out(self, piece: UpdateSlice) -> torch.Tensor | None:
+    def _out(self, chunk: UpdateSlice) -> torch.Tensor | None:
         """Where the kernel writes the compute parameters: in place if it can reach them, else a staging tensor."""
-        master = piece.master
+        master = chunk.master
         if master.out is None:
             return None
-        out = master.out[piece.start : piece.stop]
+        out = master.out[chunk.start : chunk.stop]
         return out if master.writes_out_in_place else torch.empty_like(out, device=master.flat.device)
 
-    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
+    def store(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
         """Starts to take back what the kernel wrote into staging tensors.
 
         Args:
-            piece: What was updated.
+            chunk: What was updated.
             operands: Of it.
-            updated: The stretches of the piece that the kernel worked on; of the others a staging tensor for compute
+            updated: The stretches of the chunk that the kernel worked on; of the others a staging tensor for compute
                 parameters holds nothing.
         """
-        master = piece.master
+        master = chunk.master
         if operands.out is not None and not master.writes_out_in_place:
             assert master.out is not None
-            target = master.out[piece.start : piece.stop]
-            for part in self._complete(piece, operands, updated):
+            target = master.out[chunk.start : chunk.stop]
+            for part in self._complete(chunk, operands, updated):
                 master.bucket.memory.write(target[part], operands.out[part])
 
-    def store_whole(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
+    def store_whole(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> PendingCopy | None:
         """Starts to bring compute parameters that were made before this update to where forwards read them.
 
         Args:
-            piece: The whole master.
+            chunk: The whole master.
             operands: Of it; ``out`` has all new compute parameters.
             updated: The stretches that the update worked on.
 
         Returns:
             What the host must wait for before it writes ``out`` again; None for nothing.
         """
-        master = piece.master
+        master = chunk.master
         assert master.out is not None and operands.out is not None
-        for part in self._complete(piece, operands, updated):
+        for part in self._complete(chunk, operands, updated):
             if master.writes_out_in_place:
                 master.out[part].copy_(operands.out[part])
             else:
                 master.bucket.memory.write(master.out[part], operands.out[part])
         return None
 
-    def _complete(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
+    def _complete(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
         """Returns the stretches of staged compute parameters that are to be stored.
 
-        Those that were updated; parameters without a gradient are left as they are. Only to a file the piece goes as a
+        Those that were updated; parameters without a gradient are left as they are. Only to a file the chunk goes as a
         whole, in whole pages, so what is missing is made from the master, which rounds to it.
         """
-        if piece.master.bucket.memory.tier is not Tier.FILE or not updated:
+        if chunk.master.bucket.memory.tier is not Tier.FILE or not updated:
             return updated
         assert operands.out is not None
         starts = [0, *(part.stop for part in updated)]
-        for start, stop in zip(starts, [*(part.start for part in updated), piece.numel], strict=True):
+        for start, stop in zip(starts, [*(part.start for part in updated), chunk.numel], strict=True):
             if start < stop:
                 operands.out[start:stop].copy_(operands.master[start:stop])
-        return [slice(0, piece.numel)]
+        return [slice(0, chunk.numel)]
 
     def before_publish(self, master: MasterBucket) -> None:
-        """All pieces of ``master`` were stored; its compute tensor is about to be sent to other ranks."""
+        """All chunks of ``master`` were stored; its compute tensor is about to be sent to other ranks."""
 
     def finish(self) -> None:
         """Waits for every transfer; also called when the update failed."""
@@ -155,8 +155,8 @@ class UpdateStrategy:
         """Blocks the host until its staging memory may be freed."""
 
 
-class PieceUpdater:
-    """Runs the update of one optimizer over pieces.
+class ChunkUpdater:
+    """Runs the update of one optimizer over chunks.
 
     Args:
         flat: The optimizer's update of a 1-D run.
@@ -202,15 +202,15 @@ class PieceUpdater:
             (master, [] if master in store else self._cut(master, gradients, used)) for master, gradients, used in work
         ]
         for tier, strategy in self._strategies.items():
-            strategy.begin([piece for master, pieces in by_master if master.tier is tier for piece in pieces])
+            strategy.begin([chunk for master, chunks in by_master if master.tier is tier for chunk in chunks])
         try:
-            for master, pieces in by_master:
+            for master, chunks in by_master:
                 strategy = self._strategies[master.tier]
                 if master in store:
                     store[master]()
-                for piece in pieces:
-                    operands = strategy.fetch(piece)
-                    strategy.store(piece, operands, self._update(piece, operands, factor))
+                for chunk in chunks:
+                    operands = strategy.fetch(chunk)
+                    strategy.store(chunk, operands, self._update(chunk, operands, factor))
                 strategy.before_publish(master)
                 publish(master)
         finally:
@@ -220,9 +220,9 @@ class PieceUpdater:
                 master.bucket.memory.settle()
 
     def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[UpdateSlice]:
-        """Returns the pieces of a master with something to update: none where others own all that got a gradient."""
+        """Returns the chunks of a master with something to update: none where others own all that got a gradient."""
         numel = master.flat.numel()
-        step = self._strategies[master.tier].piece_numel or numel
+        step = self._strategies[master.tier].chunk_numel or numel
         spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
         return [
             UpdateSlice(master, gradients, used, start, min(start + step, numel))
@@ -245,44 +245,44 @@ class PieceUpdater:
                     initial[key] = first_state(self._flat, group, master.flat.dtype)
                 master.keep_state(run, self._optimizer.state[run.param], initial[key])
 
-    def _update(self, piece: UpdateSlice, operands: Operands, factor: float | None) -> list[slice]:
+    def _update(self, chunk: UpdateSlice, operands: Operands, factor: float | None) -> list[slice]:
         optimizer = self._optimizer
         number = self._number if self._rounds else None
-        return update_piece(self._flat, optimizer.param_groups, optimizer.state, piece, operands, factor, number)
+        return update_chunk(self._flat, optimizer.param_groups, optimizer.state, chunk, operands, factor, number)
 
 
-def update_piece(
+def update_chunk(
     flat: FlatUpdate,
     groups: Sequence[dict[str, Any]],
     states: Mapping[torch.Tensor, dict[str, Any]],
-    piece: UpdateSlice,
+    chunk: UpdateSlice,
     operands: Operands,
     factor: float | None,
     number: int | None = None,
 ) -> list[slice]:
-    """Updates the runs of a piece that got gradients.
+    """Updates the runs of a chunk that got gradients.
 
     Args:
         flat: The optimizer's update of a 1-D run.
         groups: Hyperparameters, by number of the param group.
         states: By run; changed.
-        piece: What is updated.
+        chunk: What is updated.
         operands: Of it.
         factor: Multiplier of the gradient; None is exactly 1.
         number: Of the update, where results of 16 bit are rounded stochastically; None: to nearest.
 
     Returns:
-        The stretches of the piece that the runs fill.
+        The stretches of the chunk that the runs fill.
     """
-    master = piece.master
+    master = chunk.master
     updated: list[slice] = []
     for run in master.runs:
         span = run.span
-        start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
-        if start >= stop or not piece.used[master.tile_spans(span)[0][0]]:
+        start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
+        if start >= stop or not chunk.used[master.tile_spans(span)[0][0]]:
             continue
         state = states[run.param]
-        part = slice(start - piece.start, stop - piece.start)
+        part = slice(start - chunk.start, stop - chunk.start)
         is_whole = (start, stop) == (span.start, span.stop) and operands.states is None
         local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
         if operands.states is not None:

@@ -30,7 +30,7 @@ from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
 from deepspeed.zero.update.driver import UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.drivers import driver_of
-from deepspeed.zero.update.loop import PieceUpdater, UpdateStrategy
+from deepspeed.zero.update.loop import ChunkUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_tables, split_state
 from deepspeed.zero.update.norm import norm_from_squares
 from deepspeed.zero.update.speculation import SpeculativeUpdater
@@ -122,7 +122,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._updater = (
             None
             if self._flat is None
-            else PieceUpdater(self._flat, optimizer, strategies, rounds=placement.narrow_masters)
+            else ChunkUpdater(self._flat, optimizer, strategies, rounds=placement.narrow_masters)
         )
         self.driver.open(
             UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),

@@ -28,7 +28,7 @@ from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind
-from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy, first_state, update_piece
+from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy, first_state, update_chunk
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _LONGEST_PAUSE = 64  # updates without speculation after several in a row that were wrong
@@ -213,14 +213,14 @@ class SpeculativeUpdate:
         for start in range(0, numel, step):
             if self.is_withdrawn:
                 return
-            piece = UpdateSlice(master, self.gradients, self.used, start, min(start + step, numel))
-            part = slice(piece.start, piece.stop)
+            chunk = UpdateSlice(master, self.gradients, self.used, start, min(start + step, numel))
+            part = slice(chunk.start, chunk.stop)
             shadow.flat[part].copy_(master.flat[part])
             for key, state in shadow.states.items():
                 state[part].copy_(master.states[key][part])
             out = None if shadow.out is None else shadow.out[part]
-            for made in update_piece(
-                flat, self.groups, self.states, piece, Operands(shadow.flat[part], grad[part], None, out), self.factor
+            for made in update_chunk(
+                flat, self.groups, self.states, chunk, Operands(shadow.flat[part], grad[part], None, out), self.factor
             ):
                 self._note_updated(slice(start + made.start, start + made.stop))
         self.is_complete = True
@@ -432,9 +432,9 @@ class SpeculativeUpdater:
         one.keep(self._optimizer)
         shadow, master = one.shadow, one.shadow.master
         if shadow.out is not None:
-            piece = UpdateSlice(master, one.gradients, one.used, 0, master.flat.numel())
+            chunk = UpdateSlice(master, one.gradients, one.used, 0, master.flat.numel())
             operands = Operands(master.flat, master.flat, None, shadow.out)
-            shadow.copy = self._strategies[master.tier].store_whole(piece, operands, one.updated)
+            shadow.copy = self._strategies[master.tier].store_whole(chunk, operands, one.updated)
 
     def close(self) -> None:
         """Ends the worker and gives the memory back. May be called twice."""

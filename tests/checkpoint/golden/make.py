@@ -57,9 +57,9 @@ def main(version: int) -> None:
     for name, (ranks, stage, precision, exclude_frozen) in MADE.items():
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            told = run_ranks(write, ranks, place, stage, precision, exclude_frozen, timeout=200)
-            held = digests(joined([entry[0] for entry in told]))
-            values = {"held": held, "other": plain(told[0][1])}
+            result = run_ranks(write, ranks, place, stage, precision, exclude_frozen, timeout=200)
+            held = digests(joined([entry[0] for entry in result]))
+            values = {"held": held, "other": plain(result[0][1])}
             (folder / "values.json").write_text(json.dumps(values, indent=1, sort_keys=True))
             (HERE / f"version{version}").mkdir(exist_ok=True)
             target = HERE / f"version{version}" / f"{name}.zip"

@@ -23,7 +23,7 @@ def values(round_: int, of_rank: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=made) + 0.3
 
 
-def said(codec: Codec, due: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+def decoded(codec: Codec, due: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     codes = torch.empty(coded_nbytes(codec, due.numel()), dtype=torch.uint8)
     encode(codec, due, error, codes)
     out = torch.empty_like(due)
@@ -42,8 +42,8 @@ def simulated(
         total = torch.zeros(length)
         for of_rank in range(ranks):
             place = slice(owner * length, (owner + 1) * length)
-            total += said(fitted[of_rank], given[of_rank][place], sent[of_rank, place])
-        whole.append(said(codec, total * (1.0 / ranks), owned[owner]))
+            total += decoded(fitted[of_rank], given[of_rank][place], sent[of_rank, place])
+        whole.append(decoded(codec, total * (1.0 / ranks), owned[owner]))
     return torch.cat(whole)
 
 

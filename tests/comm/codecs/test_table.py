@@ -60,7 +60,7 @@ def test_equals_the_definition_for_any_length(kind: type[BlockCodec]) -> None:
 
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_are_as_one_piece(kind: type[BlockCodec], dtype: torch.dtype) -> None:
+def test_chunks_are_as_one_chunk(kind: type[BlockCodec], dtype: torch.dtype) -> None:
     values = torch.randn(2 * CHUNK + 3 * BLOCK + 5, dtype=torch.float32).to(dtype)
     whole, codec = through(kind(), values), kind()
     for first in (0, CHUNK, 2 * CHUNK):
@@ -85,16 +85,16 @@ def test_nothing_is_lost_for_good(kind: type[BlockCodec]) -> None:
     """What was said so far and the error together are what there was; without the error it drifts away."""
     made = torch.Generator().manual_seed(6)
     bias = torch.randn(1000, generator=made)
-    error, total, said, without = (torch.zeros(1000) for _ in range(4))
+    error, total, decoded, without = (torch.zeros(1000) for _ in range(4))
     codec = kind()
     for _ in range(300):
         values = bias + 0.5 * torch.randn(1000, generator=made)
         total += values
-        said += through(codec, values, error)
+        decoded += through(codec, values, error)
         without += through(codec, values)
-    torch.testing.assert_close(said + error, total, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(decoded + error, total, rtol=1e-4, atol=1e-2)
     if kind is SignCodec:
-        assert (said - total).norm() < 0.35 * (without - total).norm()
+        assert (decoded - total).norm() < 0.35 * (without - total).norm()
 
 
 @pytest.mark.parametrize("kind", CODECS)

@@ -96,7 +96,7 @@ def at_once(*actions: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def test_messages_keep_their_order_in_a_box_and_boxes_never_meet():
+def test_messages_of_one_tag_keep_their_order_and_tags_never_mix():
     lengths = (0, 1, 7, 4096, LONGEST)
     with mails(3) as (one, two, three):
         for round_ in range(3):
@@ -211,7 +211,7 @@ def test_a_wait_ends_at_the_time_limit_and_with_a_rank_that_leaves():
         assert one.is_over and not three.is_over
 
 
-def test_those_who_ask_for_a_box_get_its_messages_in_the_order_in_which_they_asked():
+def test_those_who_ask_for_a_tag_get_its_messages_in_the_order_in_which_they_asked():
     with mails(3) as (one, two, three):
         buffers = [{peer: memoryview(bytearray(1)) for peer in (1, 2)} for _ in range(4)]
         places = [dict(buffer) for buffer in buffers]
@@ -276,14 +276,14 @@ def _is_shared() -> None:
                 torch.full((LONGEST + 1,), rank, dtype=torch.uint8),
                 torch.full((2,), float(rank), requires_grad=True),
             ):
-                told = []
+                result = []
                 queue = first.watched.queue
                 for first.watched.queue in (queue, None):
                     with counted() as books:
                         rows = first.gather_small(value, channel="step", label="a step")
-                    told.append((rows.detach(), books.ran["send"].nbytes, books.ran["send"].calls))
+                    result.append((rows.detach(), books.ran["send"].nbytes, books.ran["send"].calls))
                 first.watched.queue = queue
-                assert torch.equal(told[0][0], told[1][0]) and told[0][1:] == told[1][1:], (value.dtype, told)
+                assert torch.equal(result[0][0], result[1][0]) and result[0][1:] == result[1][1:], (value.dtype, result)
     dist.barrier()
 
 
@@ -488,23 +488,23 @@ def test_a_wait_ends_at_the_time_limit_of_the_group():
 def _late_stage() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
     mail_module._ROOM = 1 << 17
-    wires = StageTransports(Mesh((("pipe", 3),)), torch.device("cpu"))
+    transports = StageTransports(Mesh((("pipe", 3),)), torch.device("cpu"))
     transport = Job.current().axis_of().transport()
-    assert wires._queue is open_message_queue(transport)
+    assert transports._queue is open_message_queue(transport)
     message = torch.ones(16000)
-    if wires.stage == 0:
-        incoming = wires.incoming("gradients", 1)
+    if transports.stage == 0:
+        incoming = transports.incoming("gradients", 1)
         incoming.expect(20)
         for number in range(20):
             if number == 5:
                 time.sleep(1.5)
             assert torch.equal(incoming.take(number), number * message)
-    if wires.stage == 1:
+    if transports.stage == 1:
         for number in range(20):
-            wires.outgoing("gradients", 0).send(number, number * message)
-        assert wires._queue.has_unsent
-        wires.drain()
-        assert not wires._queue.has_unsent
+            transports.outgoing("gradients", 0).send(number, number * message)
+        assert transports._queue.has_unsent
+        transports.drain()
+        assert not transports._queue.has_unsent
     assert small(transport, 1.0) == [1.0] * 3
 
 

@@ -33,8 +33,8 @@ def _values(round_: int, source: int, target: int, numel: int, dtype: torch.dtyp
     return torch.randint(0, 2 if dtype is torch.bool else 100, (numel,), generator=draws).to(dtype)
 
 
-def _in_pieces(flat: torch.Tensor, draws: random.Random) -> list[torch.Tensor]:
-    """The same elements in pieces of any strides, as rows of one width or of none."""
+def _in_tensors(flat: torch.Tensor, draws: random.Random) -> list[torch.Tensor]:
+    """The same elements in tensors of any strides, as rows of one width or of none."""
     width = draws.choice((1, 2, 3))
     if draws.random() < 0.3 or flat.numel() % width:
         return list(flat.split(max(flat.numel() // 2, 1)))
@@ -43,8 +43,8 @@ def _in_pieces(flat: torch.Tensor, draws: random.Random) -> list[torch.Tensor]:
 
 
 def _places(numel: int, dtype: torch.dtype, draws: random.Random) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    pieces = _in_pieces(torch.zeros(numel, dtype=dtype), draws)
-    return pieces, [piece.reshape(-1) for piece in pieces]
+    tensors = _in_tensors(torch.zeros(numel, dtype=dtype), draws)
+    return tensors, [tensor.reshape(-1) for tensor in tensors]
 
 
 def _exchanges(large: int) -> None:
@@ -79,18 +79,18 @@ def _rounds() -> None:
         else:
             arriving = [list(torch.zeros(numel, dtype=dtype)[None]) for numel in received]
             if kind == 1:
-                leaving = [_in_pieces(flat, own) for flat in flats]
+                leaving = [_in_tensors(flat, own) for flat in flats]
                 arriving = [_places(numel, dtype, own)[0] for numel in received]
                 leaving[rank], arriving[rank] = [flats[rank]], [torch.zeros(received[rank], dtype=dtype)]
             else:
                 others = [flat for target, flat in enumerate(flats) if target != rank]
-                staging_buffer = transport.staging_buffer(sum(flat.numel() for flat in others), like, label="pieces")
+                staging_buffer = transport.staging_buffer(sum(flat.numel() for flat in others), like, label="tensors")
                 places = iter(staging_buffer.split([flat.numel() for flat in others]))
                 leaving = [[flats[rank]] if target == rank else [next(places)] for target in range(size)]
                 for part, flat in zip((p for t, p in enumerate(leaving) if t != rank), others, strict=True):
                     part[0].copy_(flat)
-            work = transport.exchange(leaving, arriving, like, label="pieces")
-            found = [piece for part in arriving for piece in part]
+            work = transport.exchange(leaving, arriving, like, label="tensors")
+            found = [tensor for part in arriving for tensor in part]
         pending.append((work, found, expected))
         while len(pending) > shapes.randrange(3):
             work, found, expected = pending.pop(own.randrange(len(pending)))
@@ -98,7 +98,7 @@ def _rounds() -> None:
                 time.sleep(late.random() * 0.01)  # the others are ahead: they must not write where this one reads
             work.wait()
             work.wait()
-            assert torch.equal(torch.cat([piece.reshape(-1) for piece in found] or [expected[:0]]), expected), round_
+            assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in found] or [expected[:0]]), expected), round_
 
 
 @pytest.mark.parametrize(("size", "large"), [(2, 2**26), (3, 600), (4, 2**26)])
@@ -323,7 +323,7 @@ def _logged() -> None:
         try:
             _exchange(transport, (2, 2), "tokens")
             x = torch.arange(4.0)
-            transport.exchange([[x[:2]], [x[2:]]], [[x.new_empty(2)], [x.new_empty(2)]], x, label="pieces").wait()
+            transport.exchange([[x[:2]], [x[2:]]], [[x.new_empty(2)], [x.new_empty(2)]], x, label="tensors").wait()
             exchanges = [(size, len(found.seconds)) for name, size, found in log.rows() if name == "all_to_all_single"]
             assert exchanges == [(8, 1), (16, 1)], (place, exchanges)
         finally:

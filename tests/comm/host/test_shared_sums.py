@@ -99,8 +99,8 @@ def _other_layers() -> None:
     """Sums of one size but of different things: gloo would have added them."""
     sums = same_host_sums(Job.current().axis_of().transport())
     mine = ("the output of a", "the output of b")[dist.get_rank()]
-    said = "rank 0 sums the output of a .3 elements.*; rank 1 sums the output of b"
-    with pytest.raises(DivergenceError, match=said):
+    text = "rank 0 sums the output of a .3 elements.*; rank 1 sums the output of b"
+    with pytest.raises(DivergenceError, match=text):
         sums.start(torch.ones(3), mine).wait()
     with pytest.raises(CommunicationError, match="closed after an earlier failure"):
         sums.start(torch.ones(3), "the output of c").wait()

@@ -35,11 +35,11 @@ class Listener:
         self.outcome = self._pool.submit(meeting._answer, self.socket, {1, 2}, TOKEN)
         self.kept = []
 
-    def stranger(self, said=None):
+    def stranger(self, text=None):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.connect(self.address)
-        if said is not None:
-            made.send(said)
+        if text is not None:
+            made.send(text)
         self.kept.append(made)
         return made
 
@@ -58,7 +58,7 @@ def listener():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         None,
         b"x",
@@ -68,8 +68,8 @@ def listener():
         *(struct.pack("=q16s", rank, TOKEN) for rank in (0, -1, 3, 1 << 40)),
     ],
 )
-def test_a_stranger_is_dropped_and_holds_nobody_up(listener, said):
-    listener.stranger(said)
+def test_a_stranger_is_dropped_and_holds_nobody_up(listener, text):
+    listener.stranger(text)
     ended = listener.stranger()
     ended.close()
     own = {rank: listener.rank(rank) for rank in (2, 1)}

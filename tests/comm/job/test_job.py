@@ -1,4 +1,4 @@
-"""The job: one per life of the process group, with all that belongs to it; played ones; and one after another."""
+"""The job: one per life of the process group, with all that belongs to it; simulated ones; and one after another."""
 
 from __future__ import annotations
 

@@ -153,11 +153,11 @@ def test_a_taken_port_is_named_with_a_free_one():
         )
         _, err = job.communicate(timeout=120)
     assert job.returncode == 1
-    said = err.splitlines()[-1]
-    assert f"cannot open 127.0.0.1:{port}, where the ranks were to meet: the port is held by " in said
-    assert "Set MASTER_PORT to a free port, such as " in said and err.count("Traceback") == 1
+    text = err.splitlines()[-1]
+    assert f"cannot open 127.0.0.1:{port}, where the ranks were to meet: the port is held by " in text
+    assert "Set MASTER_PORT to a free port, such as " in text and err.count("Traceback") == 1
     if sys.platform.startswith("linux"):
-        assert f"process {os.getpid()} on host {socket.gethostname()} (`" in said
+        assert f"process {os.getpid()} on host {socket.gethostname()} (`" in text
 
 
 def test_a_program_that_takes_the_connection_and_says_nothing_is_named():
@@ -180,14 +180,14 @@ def test_two_runs_at_one_port_do_not_mix():
     rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     stranger = start(code, RANK="1", LOCAL_RANK="1", DS_RUN_ID="other", **rendezvous)
     host = start(code, RANK="0", LOCAL_RANK="0", DS_RUN_ID="ours", **rendezvous)
-    other_pid, told = stranger.communicate(timeout=120)
+    other_pid, reason = stranger.communicate(timeout=120)
     own = start(code, RANK="1", LOCAL_RANK="1", DS_RUN_ID="ours", **rendezvous)
-    out, said = host.communicate(timeout=120)
+    out, text = host.communicate(timeout=120)
     pid, *rest = out.split()
-    assert (host.returncode, rest) == (0, ["ours"]), said
+    assert (host.returncode, rest) == (0, ["ours"]), text
     assert own.communicate(timeout=120)[0].split()[1:] == ["ours"] and stranger.returncode == 1
-    assert f"refused process {other_pid.strip()} on host" in said
-    assert f"another run meets: that of process {pid} on host" in told.splitlines()[-1]
+    assert f"refused process {other_pid.strip()} on host" in text
+    assert f"another run meets: that of process {pid} on host" in reason.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as torch_dist
 
-from benchmarks.start import PlayedStore, play_start, play_wait
+from benchmarks.start import SimulatedStore, simulate_start, simulate_wait
 from deepspeed.comm.start import admission, startup
 from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, receive_ranks
 from deepspeed.comm.start.batched_store import longest_pause, read_many, those_there, write_many
@@ -52,7 +52,7 @@ def joining(rank, ranks):
     return JoiningProcess(rank, ranks, "Slurm step 4711.0", "python train.py", "0123456789abcdef", 1, facts)
 
 
-def play(ranks, monkeypatch):
+def simulate_post(ranks, monkeypatch):
     """Rank 0's part, with all the others already there; returns (messages, bytes, read by another rank)."""
     store = CountingStore()
     identity = "0" * 32
@@ -70,8 +70,8 @@ def play(ranks, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [4096, pytest.param(16384, marks=pytest.mark.slow)])
 def test_rank_0_needs_few_messages_however_many_ranks_there_are(ranks, monkeypatch):
-    messages, total = play(ranks, monkeypatch)
-    few, _ = play(64, monkeypatch)
+    messages, total = simulate_post(ranks, monkeypatch)
+    few, _ = simulate_post(64, monkeypatch)
     assert messages <= few + 4 * (ranks // 2048) + 2  # one for 2,048 keys
     assert total / ranks < 1000  # bytes per rank
 
@@ -161,27 +161,27 @@ def test_a_start_costs_a_rank_the_same_at_any_number_of_ranks(tmp_path):
     assert max(calls for calls, _, _ in found[8]) < 100
 
 
-# --- the whole start, and long waits, played (benchmarks/start.py) ---------------------------------------------------
+# --- the whole start, and long waits, simulated (benchmarks/start.py) ------------------------------------------------
 
 
 def test_a_start_costs_operations_in_proportion_to_the_ranks(monkeypatch):
     """Of ranks that wait at the store, as more than a thousand do."""
     for module in (admission, watchdog):
         monkeypatch.setattr(module, "MOST_THAT_POLL", 64)
-    few, many = play_start(80), play_start(240)
+    few, many = simulate_start(80), simulate_start(240)
     assert few.operations / 80 == pytest.approx(many.operations / 240, rel=0.1)
     assert many.operations / 240 < 60 and many.bytes / 240 < 10_000
 
 
 def test_ranks_that_ask_again_and_again_ask_more_rarely_the_more_they_are():
-    few = play_start(40, spread=20.0)  # most of them wait for the last one for long
+    few = simulate_start(40, spread=20.0)  # most of them wait for the last one for long
     assert few.operations / 40 < 300 and few.seconds < 21
     assert longest_pause(1024, 0.1) * 4_000 == 1024 and longest_pause(8, 0.1) == 0.1
 
 
 def test_a_simulated_start_takes_no_notice_of_other_threads_of_the_process():
     """An earlier test's watch sleeps by the real time, and gets no turn of the simulated clock."""
-    alone, is_over = play_start(40), threading.Event()
+    alone, is_over = simulate_start(40), threading.Event()
 
     def look_again_and_again():
         while not is_over.is_set():
@@ -191,7 +191,7 @@ def test_a_simulated_start_takes_no_notice_of_other_threads_of_the_process():
     other = threading.Thread(target=look_again_and_again)
     other.start()
     try:
-        assert play_start(40) == alone
+        assert simulate_start(40) == alone
     finally:
         is_over.set()
         other.join()
@@ -201,13 +201,13 @@ def test_a_simulated_start_takes_no_notice_of_other_threads_of_the_process():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [4096, 10_000, 16_384])
 def test_thousands_of_ranks_start_in_seconds(ranks):
-    start = play_start(ranks)
+    start = simulate_start(ranks)
     assert start.operations / ranks < 60
     assert start.seconds < 45 * ranks / 10_000, start
 
 
 def test_ranks_that_wait_for_a_late_one_load_the_store_in_proportion_to_their_number():
-    few, many = play_wait(80), play_wait(320)
+    few, many = simulate_wait(80), simulate_wait(320)
     assert few.found_after is None and many.found_after is None
     assert many.operations[-1] < 6 * few.operations[-1]
     assert many.operations[-1] / many.period < 15_000
@@ -237,7 +237,7 @@ def test_a_circle_among_few_of_many_ranks_is_named_by_whoever_reads_everything(s
     """Only 3 and 150 wait for each other and read nothing: the others wait for 3, and find the circle."""
     everyone = tuple(range(200))
     waits = {3: ("a", (3, 150)), 150: ("b", (3, 150))}
-    watches = waiting(PlayedStore(), 200, lambda rank: waits.get(rank, ("all", everyone)))
+    watches = waiting(SimulatedStore(), 200, lambda rank: waits.get(rank, ("all", everyone)))
     stopped(watches)
     for rank in waits:
         watches[rank]._reader.read = lambda members, everything: {}
@@ -253,7 +253,7 @@ def test_a_circle_among_few_of_many_ranks_is_named_by_whoever_reads_everything(s
 
 def test_a_late_rank_of_many_is_no_circle_and_one_that_has_left_is_named_to_all(stopped):
     everyone = tuple(range(66))
-    watches = waiting(PlayedStore(), 66, lambda rank: None if rank == 65 else ("all", everyone))
+    watches = waiting(SimulatedStore(), 66, lambda rank: None if rank == 65 else ("all", everyone))
     stopped(watches)
     for _ in range(17):  # every rank reads everything at least once
         assert all(watch.look_after_long_wait() for watch in watches[:65])

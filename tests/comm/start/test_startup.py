@@ -27,7 +27,7 @@ def test_equal_ranks_match():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "text"),
     [
         ("version", "0.9", "version of deepspeed differs .*: rank 2 .host b. has 0.9; the other 3 rank.s. have 1.0"),
         ("device", "cpu", "accelerator differs .*: rank 2 .host b. has cpu; .* check the drivers"),
@@ -35,13 +35,13 @@ def test_equal_ranks_match():
         ("device_count", 3, "number of visible devices differs .*: rank 2 .host b. has 3; the other 3 rank.s. have 4"),
     ],
 )
-def test_the_rank_that_differs_is_named(field, value, said):
+def test_the_rank_that_differs_is_named(field, value, text):
     import re
 
     ranks = [FACTS] * 4
     ranks[2] = replace(FACTS, host="b", **{field: value})
     decision = compare_facts(ranks)
-    assert decision is not None and re.search(said, decision)
+    assert decision is not None and re.search(text, decision)
 
 
 def test_machines_of_different_size_are_fine_with_a_rank_per_device():
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_match_is_named_on_all_ranks(field, value):
 def configs():
     """Several configurations that only one rank has, one after the other, then a common one."""
     rank = dist.get_rank()
-    told = []
+    reasons = []
     base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     for own in (
         {"zero_optimization": {"stage": 2}},
@@ -97,17 +97,17 @@ def configs():
         started = time.monotonic()
         with pytest.raises(DeepSpeedConfigError) as raised:
             deepspeed.initialize(model=model, config={**base, **(own if rank == 1 else {})})
-        told.append(str(raised.value))
+        reasons.append(str(raised.value))
         assert time.monotonic() - started < 60
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as strange:
         patch.setenv("DS_RUN_ID", f"run{rank}")  # torch's own rendezvous has let both in
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=base)
-    told.append(str(strange.value))
+    reasons.append(str(strange.value))
     engine, *_ = deepspeed.initialize(
         model=torch.nn.Linear(2, 2), config={**base, "steps_per_print": 7 + rank, "wall_clock_breakdown": rank == 1}
     )
     engine.destroy()
-    return told
+    return reasons
 
 
 def test_a_rank_with_another_configuration_is_named_on_all_ranks():
@@ -123,7 +123,7 @@ def test_a_rank_with_another_configuration_is_named_on_all_ranks():
 def models():
     """Models that only one rank has, one after the other, then a common one."""
     odd = dist.get_rank() == 1
-    told = []
+    reasons = []
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
     def build(width=4, layers=2, frozen=False, tied=False):
@@ -139,12 +139,12 @@ def models():
         started = time.monotonic()
         with pytest.raises(DivergenceError) as raised:
             deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        told.append(str(raised.value))
+        reasons.append(str(raised.value))
         assert time.monotonic() - started < 60
     model, optimizer = build()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     engine.destroy()
-    return told
+    return reasons
 
 
 def test_a_rank_with_another_model_is_named_on_all_ranks():

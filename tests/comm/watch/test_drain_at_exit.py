@@ -24,21 +24,21 @@ def _named() -> None:
 
 
 def test_returns_when_the_last_has_come_to_rest():
-    said: list[str] = []
+    texts: list[str] = []
     started, end = threading.Event(), threading.Event()
 
     def work() -> None:
         _named()
         started.set()
         hashlib.sha256(BUSY)
-        said.append("done")
+        texts.append("done")
         end.wait(60)
 
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
     wait_for_gloo_threads()
-    assert said == ["done"]
+    assert texts == ["done"]
     start = time.monotonic()
     wait_for_gloo_threads()  # it waits for something else now
     assert time.monotonic() - start < 1.0

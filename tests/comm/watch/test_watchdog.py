@@ -223,8 +223,8 @@ def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_
     mine._patience = 0.2  # it is seconds otherwise
     with pytest.raises(CommunicationError) as raised:
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
-    said = "waiting for the gather of a failed; a peer has probably died or timed out: Connection closed by peer"
-    assert str(raised.value) == f"{said} [10.0.0.1]:99."
+    texts = "waiting for the gather of a failed; a peer has probably died or timed out: Connection closed by peer"
+    assert str(raised.value) == f"{texts} [10.0.0.1]:99."
     with pytest.raises(CommunicationError, match="probably died"):
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
     assert mine._patience == 0
@@ -261,12 +261,12 @@ def test_one_number_for_two_transfers():
         assert aborted.wait(60), "nobody aborted the wait"
         broken()
 
-    said = []
+    texts = []
 
     def wait_for_the_other_one():
         with pytest.raises(DivergenceError) as raised:
             other.wait(wait, "gathers", 2, "the gather of b", BOTH)
-        said.append(str(raised.value))
+        texts.append(str(raised.value))
 
     thread = threading.Thread(target=wait_for_the_other_one)
     thread.start()
@@ -274,7 +274,7 @@ def test_one_number_for_two_transfers():
         mine.wait(wait, "gathers", 2, "the gather of a", BOTH)
     thread.join()
     assert "rank 0 waits for the gather of a; rank 1 waits for the gather of b" in str(raised.value)
-    assert said == [str(raised.value)]
+    assert texts == [str(raised.value)]
 
 
 def test_only_the_latest_keys_are_kept():

@@ -32,8 +32,8 @@ def _closed() -> str:
 
 
 def test_a_gather_over_connections_that_are_closed():
-    for said in run_ranks(_closed, 2):
-        assert said.startswith("waiting for number 0 failed; a peer has probably died or timed out"), said
+    for text in run_ranks(_closed, 2):
+        assert text.startswith("waiting for number 0 failed; a peer has probably died or timed out"), text
 
 
 def _fails(*_given: object) -> None:

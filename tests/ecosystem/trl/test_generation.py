@@ -75,10 +75,10 @@ def _prepared_for_reference(folder):
             lines.clear()
             engine = prepare_deepspeed(trainer_runs.new_model(place), accelerator)
             assert not engine.training and engine.zero_optimization_stage() == (3 if stage == 3 else 0)
-            told = [line for line in lines if "zero_optimization." in line and "no effect" in line]
+            notices = [line for line in lines if "zero_optimization." in line and "no effect" in line]
             if stage == 3:
                 if dist.get_rank() == 0:
-                    assert len(told) == 3, lines
+                    assert len(notices) == 3, lines
                 assert engine.zero_param_persistence_threshold() == 100_000
             forget_runs()
             plain = trainer_runs.new_model_plain(place).eval()

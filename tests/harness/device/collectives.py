@@ -150,10 +150,10 @@ class _Mirrored(NativeTransport):
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         self.group.broadcast(tensor, source).wait()
 
-    def move(self, pieces: Any, *, label: str) -> None:
-        for piece in pieces:
-            if piece.tensor is not None and piece.tensor.numel():
-                self.group.broadcast(piece.tensor, piece.source).wait()
+    def move(self, transfers: Any, *, label: str) -> None:
+        for transfer in transfers:
+            if transfer.tensor is not None and transfer.tensor.numel():
+                self.group.broadcast(transfer.tensor, transfer.source).wait()
 
 
 class MirrorJob(FakeJob):

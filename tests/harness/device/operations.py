@@ -74,12 +74,12 @@ def ranges_of(tensor: torch.Tensor) -> Ranges:
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     dims = sorted((stride, extent) for stride, extent in pairs if extent > 1 and stride)
     length = 1
-    while dims and dims[0][0] == length:  # together they are one piece
+    while dims and dims[0][0] == length:  # together they are one range
         length *= dims.pop(0)[1]
-    pieces = 1
+    ranges = 1
     for _, extent in dims:
-        pieces *= extent
-    if pieces > _MOST_RANGES:
+        ranges *= extent
+    if ranges > _MOST_RANGES:
         span = length + sum(stride * (extent - 1) for stride, extent in dims)
         return ((start, start + span * size),)
     starts = [0]

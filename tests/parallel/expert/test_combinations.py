@@ -140,10 +140,10 @@ def _traffic() -> None:
         out, _, counts = layer(x)
         out.sum().backward()
     away = int(counts[2:].sum() if rank() == 0 else counts[:2].sum())
-    told = [None, None]
-    dist.all_gather_object(told, away)
+    result = [None, None]
+    dist.all_gather_object(result, away)
     # Forward: tokens out (mine away), results back (what came); backward the same again; and one exchange of counts.
-    assert traffic.asked_along["all_to_all", "expert"].nbytes == 2 * sum(told) * 8 * 4 + 2 * 8
+    assert traffic.asked_along["all_to_all", "expert"].nbytes == 2 * sum(result) * 8 * 4 + 2 * 8
     assert traffic.asked_along["all_to_all", "expert"].calls == 5
     assert 0 < away < 128
 

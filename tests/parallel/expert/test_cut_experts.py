@@ -88,18 +88,18 @@ def _tokens(step: int, of_data: int) -> torch.Tensor:
 def _reference() -> list[tuple[list[float], float]]:
     model = CutNet(1, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    told = []
+    result = []
     for step in range(4):
         optimizer.zero_grad()
         losses = [model(_tokens(step, of_data)) for of_data in range(2)]
         (sum(losses) / 2).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         optimizer.step()
-        told.append(([loss.item() for loss in losses], norm.item()))
-    return told
+        result.append(([loss.item() for loss in losses], norm.item()))
+    return result
 
 
-def _cut(told: list[tuple[list[float], float]]) -> None:
+def _cut(result: list[tuple[list[float], float]]) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     CutExpert.groups["tensor"] = pairs[dist.get_rank() // 2]
     mesh = Mesh(((DATA, 2), (TENSOR, 2)))
@@ -116,7 +116,7 @@ def _cut(told: list[tuple[list[float], float]]) -> None:
             },
             mesh_param=mesh,
         )[0]
-        for step, (losses, norm) in enumerate(told):
+        for step, (losses, norm) in enumerate(result):
             loss = engine(_tokens(step, dist.get_rank() // 2))
             assert loss.item() == pytest.approx(losses[dist.get_rank() // 2], abs=1e-6), f"stage {stage}, step {step}"
             engine.backward(loss)

@@ -48,7 +48,7 @@ def _experts(rows: Sequence[torch.Tensor], first: int, counter: Rows) -> list[to
     return [own * (first + number + 2) if len(own) else own for number, own in enumerate(rows)]
 
 
-def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float, in_pieces: bool) -> None:
+def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float, per_expert: bool) -> None:
     draws = torch.Generator().manual_seed(10 * k + tokens + rank())
     x = torch.randn(tokens, M, generator=draws, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(k, tokens, generator=draws, dtype=torch.float64).requires_grad_()
@@ -61,14 +61,14 @@ def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float
     counter = Rows()
 
     def run(rows: Any) -> Any:
-        made = _experts(rows if in_pieces else rows.split(plan.load), first, counter)
-        if in_pieces:
+        made = _experts(rows if per_expert else rows.split(plan.load), first, counter)
+        if per_expert:
             return made
         counter.written -= 2 * sum(plan.load)  # the cat, and the split's backward
         return torch.cat(made)
 
     with counter:
-        out = dispatch(x, weights, plan, run, module=nn.Identity(), in_pieces=in_pieces)
+        out = dispatch(x, weights, plan, run, module=nn.Identity(), per_expert=per_expert)
     forward, counter.written = counter.written, 0
     gradient = torch.randn(tokens, M, generator=draws, dtype=torch.float64)
     with counter:
@@ -82,7 +82,7 @@ def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float
     # which those of others once for them to read and once by the rank that they are for, summed. Backward also the
     # products with the weights and for their gradient.
     each_way = routes + arrived * (2 if size > 1 else 1) + sum(plan.sent) + tokens
-    assert forward + counter.written <= 2 * each_way + 2 * routes, (k, size, share_dropped, in_pieces)
+    assert forward + counter.written <= 2 * each_way + 2 * routes, (k, size, share_dropped, per_expert)
 
 
 def _cells(ep_size: int) -> None:
@@ -91,8 +91,8 @@ def _cells(ep_size: int) -> None:
     )
     for k in (1, 2, 4):
         for share in (0.0, 0.4, 1.0):
-            for in_pieces in (True, False):
-                _cell(transport, k, 9 * rank() if k == 2 else 7 + 3 * rank(), share, in_pieces)
+            for per_expert in (True, False):
+                _cell(transport, k, 9 * rank() if k == 2 else 7 + 3 * rank(), share, per_expert)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
@@ -155,8 +155,8 @@ def _trained(dispatch: str | None, stage: int) -> tuple[list[float], int, int]:
             loss = engine(**batch(step, rank())).loss
             engine.backward(loss)
         engine.step()
-        dist.all_reduce(told := loss.detach().clone())
-        losses.append(told.item() / dist.get_world_size())
+        dist.all_reduce(result := loss.detach().clone())
+        losses.append(result.item() / dist.get_world_size())
     engine.destroy()
     exchanged = traffic.asked_along["all_to_all", "expert"]
     dist.all_reduce(nbytes := torch.tensor(exchanged.nbytes))

@@ -26,7 +26,7 @@ from tests.parallel.expert.test_auto import adamw as adamw_of
 from tests.parallel.expert.test_auto import config, of_this_rank
 from tests.parallel.expert.test_combinations import _losses, _net
 from tests.parallel.expert.test_parity import Net, close, logical, tokens, told_apart
-from tests.parallel.pipe.test_never_hang import SOON, said_by
+from tests.parallel.pipe.test_never_hang import SOON, raised_by
 
 
 class Summed(Net):
@@ -275,7 +275,7 @@ def test_experts_in_files() -> None:
         run_ranks(_in_files, 2, folder, timeout=200)
 
 
-def _dies(said: str) -> None:
+def _dies(text: str) -> None:
     """Rank 1 ends before its second layer's experts, where the other waits for what they make of its tokens."""
     model = build("mixtral")
     engine = deepspeed.initialize(model=model, optimizer=adamw_of(model), config=config(1))[0]
@@ -286,16 +286,16 @@ def _dies(said: str) -> None:
     try:
         engine(**batch(0, rank()))
     except CommunicationError as error:
-        Path(said).write_text(f"{time.monotonic() - begun} {error}")
+        Path(text).write_text(f"{time.monotonic() - begun} {error}")
         raise
 
 
 def test_a_rank_that_ends_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(RankDied):
-        run_ranks(_dies, 2, str(tmp_path / "said"), fresh=True)
-    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+        run_ranks(_dies, 2, str(tmp_path / "text"), fresh=True)
+    seconds, _, text = (tmp_path / "text").read_text().partition(" ")
     words = r"process of rank 1 has died .* while rank 0 waits for .*how many tokens go to each expert"
-    assert float(seconds) < SOON and re.search(words, said), said
+    assert float(seconds) < SOON and re.search(words, text), text
 
 
 def _evaluates_alone() -> tuple[str, float]:
@@ -311,11 +311,11 @@ def _evaluates_alone() -> tuple[str, float]:
             engine.backward(engine(x))
             engine.step()
 
-    return said_by(train)
+    return raised_by(train)
 
 
 def test_a_rank_that_evaluates_alone_is_named():
     """Its counts would meet the other's rows, of another size, which ends the process."""
-    for said, seconds in run_ranks(_evaluates_alone, 2):
-        assert said.startswith("DivergenceError: ranks took different branches") and seconds < SOON
-        assert "how many tokens go to each expert" in said
+    for text, seconds in run_ranks(_evaluates_alone, 2):
+        assert text.startswith("DivergenceError: ranks took different branches") and seconds < SOON
+        assert "how many tokens go to each expert" in text

@@ -70,10 +70,10 @@ def _loaded(folder: str, cells: list[tuple[str, int]]) -> None:
             usual = loading.taken
 
             def counted(found: Any, rows: slice, peak: Peak = peak, usual: Any = usual) -> torch.Tensor:
-                piece = usual(found, rows)
-                peak.read += piece.nbytes
-                peak.take(piece)
-                return piece
+                part = usual(found, rows)
+                peak.read += part.nbytes
+                peak.take(part)
+                return part
 
             loading.taken = counted
             try:
@@ -136,6 +136,6 @@ def _check(tmp_path: Path, cells: list[tuple[str, int]]) -> None:
         build("mixtral").save_pretrained(tmp_path / name)
     weights = load_file(tmp_path / "torn" / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "norm" not in k}, tmp_path / "torn" / "model.safetensors")
-    told = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**told, "hidden_size": 32}))
+    written = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**written, "hidden_size": 32}))
     run_ranks(_loaded, 2, str(tmp_path), cells, timeout=200)

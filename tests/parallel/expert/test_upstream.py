@@ -147,14 +147,14 @@ def write_stacks(folder: Path, stage: int) -> None:
         {name: tuple(held["fp32"].shape) for name, held in dense.items()},
         {name: tuple(value.shape) for name, value in taken_apart(values, "fp32", 0).items()},
     ]
-    told = {"num_experts": [4, 4], "buffer_names": [], "param_shapes": shapes, "dp_world_size": 2, "global_steps": 7}
-    told |= {"ds_autoep_layers": [{"moe_layer_id": 0}], "global_samples": 28, "skipped_steps": 0}
+    facts = {"num_experts": [4, 4], "buffer_names": [], "param_shapes": shapes, "dp_world_size": 2, "global_steps": 7}
+    facts |= {"ds_autoep_layers": [{"moe_layer_id": 0}], "global_samples": 28, "skipped_steps": 0}
     if stage == 3:
         empty = {name: torch.zeros(0) for name in module}
         for place in range(2):
-            torch.save({"module": empty, **told}, tag / f"zero_pp_rank_{place}_mp_rank_00_model_states.pt")
+            torch.save({"module": empty, **facts}, tag / f"zero_pp_rank_{place}_mp_rank_00_model_states.pt")
     else:
-        torch.save({"module": module, **told}, tag / "mp_rank_00_model_states.pt")
+        torch.save({"module": module, **facts}, tag / "mp_rank_00_model_states.pt")
         for expert in range(4):
             stacks = taken_apart(values, "fp32", expert // 2)
             for layer in range(2):

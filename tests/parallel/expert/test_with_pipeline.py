@@ -89,7 +89,7 @@ def reference(sizes: tuple[int, ...], steps: int = 3) -> tuple[list[tuple[float,
     torch.manual_seed(3)
     model = PipelineModule(layers(tuple(map(bool, sizes))), num_stages=1, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    told = []
+    result = []
     for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
@@ -100,8 +100,8 @@ def reference(sizes: tuple[int, ...], steps: int = 3) -> tuple[list[tuple[float,
                 total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        told.append((total, norm.item()))
-    return told, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        result.append((total, norm.item()))
+    return result, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def logical(name: str, ep_size: int) -> str:
@@ -127,9 +127,9 @@ def _native(cells: list[tuple[tuple[int, ...], int, dict[str, Any]]], wanted: di
                 "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
             },
         )[0]
-        told, weights = wanted[sizes]
+        result, weights = wanted[sizes]
         what = f"ep {sizes}, stage {stage}, {more}"
-        for step, (loss, norm) in enumerate(told):
+        for step, (loss, norm) in enumerate(result):
             assert engine.train_batch(iter(items(step, engine.grid.data_parallel_id))).item() == pytest.approx(
                 loss, abs=1e-6
             ), f"{what}, step {step}"
@@ -183,7 +183,7 @@ def model_reference(kind: str, copies: int = COPIES) -> tuple[list[tuple[float, 
     """The model itself in plain torch, with its own loss, routers' part included."""
     model = build(kind)
     optimizer = adamw(model)
-    told = []
+    result = []
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -195,8 +195,8 @@ def model_reference(kind: str, copies: int = COPIES) -> tuple[list[tuple[float, 
                 total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        told.append((total, norm.item()))
-    return told, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        result.append((total, norm.item()))
+    return result, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _models(cells: list[tuple[str, int]], wanted: dict[str, Any], tensor: int = 1, copies: int = COPIES) -> None:
@@ -216,9 +216,9 @@ def _models(cells: list[tuple[str, int]], wanted: dict[str, Any], tensor: int = 
                 **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             },
         )[0]
-        told, weights = wanted[kind]
+        result, weights = wanted[kind]
         copy = engine.grid.data_parallel_id
-        for step, (loss, norm) in enumerate(told):
+        for step, (loss, norm) in enumerate(result):
             found = engine.train_batch(iter([_item(step, copy, micro) for micro in range(COUNT)])).item()
             assert found == pytest.approx(loss, abs=1e-5), f"{kind}, stage {stage}, step {step}"
             assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4), f"{kind}, stage {stage}, {step}"

@@ -74,9 +74,9 @@ def _check(stage: int, sequence: int, ep_size: int, far: bool) -> None:
         loss = mean_loss(each, labels)
         engine.backward(loss)
         engine.step()
-        told = loss.detach().clone()
-        dist.all_reduce(told)
-        assert told.item() / dist.get_world_size() == pytest.approx(losses[step], rel=1e-5)
+        result = loss.detach().clone()
+        dist.all_reduce(result)
+        assert result.item() / dist.get_world_size() == pytest.approx(losses[step], rel=1e-5)
         assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-5)
     sharing = groups._get_expert_parallel_group_ranks(f"ep_size_{ep_size}")
     assert len(sharing) == ep_size

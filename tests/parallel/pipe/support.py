@@ -86,12 +86,12 @@ def engine_of(stages: int, stage: int, count: int, more: dict[str, Any] | None =
 
 def train(engine: Any, count: int, steps: int = 3, first: int = 0) -> list[tuple[float, float]]:
     """Loss and norm of each step."""
-    told = []
+    losses = []
     for step in range(first, first + steps):
         loss = engine.train_batch(iter(items(step, engine.grid.data_parallel_id, count)))
         assert loss.shape == () and loss.dtype == torch.float32
-        told.append((loss.item(), engine.get_global_grad_norm()))
-    return told
+        losses.append((loss.item(), engine.get_global_grad_norm()))
+    return losses
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def reference(copies: int, count: int, steps: int = 3) -> tuple[list[tuple[float
     module = PipelineModule(layers(), num_stages=1, loss_fn=loss_fn)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
-    told = []
+    losses = []
     for step in range(steps):
         total = 0.0
         for copy in range(copies):
@@ -116,5 +116,5 @@ def reference(copies: int, count: int, steps: int = 3) -> tuple[list[tuple[float
         norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        told.append((total, norm.item()))
-    return told, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        losses.append((total, norm.item()))
+    return losses, {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

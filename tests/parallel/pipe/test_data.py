@@ -8,7 +8,7 @@ from torch.nn import functional
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.parallel.pipe.data import different_samples, fingerprints
 from tests.harness.pool import run_ranks
-from tests.parallel.pipe.test_never_hang import SOON, engine_of, linears, said_by
+from tests.parallel.pipe.test_never_hang import SOON, engine_of, linears, raised_by
 
 SAMPLES = [(torch.full((2, 4), number + 2.0), torch.full((2, 4), number + 3.0)) for number in range(4)]
 
@@ -35,10 +35,10 @@ def test_who_must_have_the_same():
     assert "0 (stage 0) and 1 (stage 1)" in different_samples([_row(one), _row(two)], stages)
     # Ranks that share a layer use the inputs, or the labels, of their stage, each its own.
     assert different_samples([_row(one)] * 4, shared) is None
-    said = different_samples([_row(one), _row((two[0], one[1])), _row(one), _row(one)], shared)
-    assert said == "the ranks 0 and 1 share the layers of stage 0, but have different inputs"
-    said = different_samples([_row(one), _row(one), _row(one), _row((one[0], two[1]))], shared)
-    assert said == "the ranks 2 and 3 share the layers of stage 1, but have different labels"
+    text = different_samples([_row(one), _row((two[0], one[1])), _row(one), _row(one)], shared)
+    assert text == "the ranks 0 and 1 share the layers of stage 0, but have different inputs"
+    text = different_samples([_row(one), _row(one), _row(one), _row((one[0], two[1]))], shared)
+    assert text == "the ranks 2 and 3 share the layers of stage 1, but have different labels"
     # Copies of the model have samples of their own, and a rank without items says nothing.
     assert different_samples([_row(one), _row(two), _row(one), _row(two)], Mesh((("pipe", 2), ("data", 2)))) is None
     assert different_samples([_row(one), (*fingerprints([two]), False)], stages) is None
@@ -47,13 +47,13 @@ def test_who_must_have_the_same():
 def _another_order():
     engine = engine_of(linears(2), 2, 2, loss_fn=functional.mse_loss)
     order = SAMPLES if engine.is_first_stage() else SAMPLES[::-1]
-    said = said_by(lambda: engine.train_batch(iter(order)))
-    return said, engine.train_batch(iter(SAMPLES)).item()  # nothing was computed, so the engine goes on
+    text = raised_by(lambda: engine.train_batch(iter(order)))
+    return text, engine.train_batch(iter(SAMPLES)).item()  # nothing was computed, so the engine goes on
 
 
 def test_loaders_in_another_order():
-    for (said, seconds), loss in run_ranks(_another_order, 2):
-        assert "0 (stage 0) and 1 (stage 1) work on one copy of the model, but have different samples" in said
+    for (text, seconds), loss in run_ranks(_another_order, 2):
+        assert "0 (stage 0) and 1 (stage 1) work on one copy of the model, but have different samples" in text
         assert seconds < SOON and loss > 0
 
 

@@ -55,9 +55,9 @@ def test_forms():
     expected, _ = run_ranks(support.reference, 1, 1, 3)[0]
     alone = run_ranks(_forms, 1, 1)
     for found in (alone, run_ranks(_forms, 2, 2), run_ranks(_forms, 2, 2, schedule="zbv")):
-        for mean, told in found:
+        for mean, result in found:
             _close(mean, alone[0][0])
-            _close(told, expected)
+            _close(result, expected)
 
 
 def _mean_over_copies():
@@ -82,7 +82,7 @@ def test_outputs_are_averaged_over_copies_and_booked():
 
 def _labels_from_the_first_stage():
     engine = support.engine_of(2, 1, 3)
-    told = [
+    result = [
         engine.train_batch(iter(support.items(step, 0, 3)) if engine.is_first_stage() else None).item()
         for step in range(2)
     ]
@@ -91,7 +91,7 @@ def _labels_from_the_first_stage():
     items = iter(support.items(2, 0, 3))
     engine.set_dataiterator(None)
     engine.set_batch_fn(lambda item: next(items) if item is None else item)
-    return [*told, engine.train_batch().item()]
+    return [*result, engine.train_batch().item()]
 
 
 def _from_training_data():
@@ -111,8 +111,8 @@ def _with_metrics(logits, labels):
 
 def test_data():
     expected, _ = run_ranks(support.reference, 1, 1, 3)[0]
-    for told in run_ranks(_labels_from_the_first_stage, 2):
-        _close(told, [loss for loss, _ in expected])
+    for result in run_ranks(_labels_from_the_first_stage, 2):
+        _close(result, [loss for loss, _ in expected])
     (losses, metrics), other = run_ranks(_from_training_data, 2)
     assert other == (losses, metrics) and losses[-1] < losses[0] and 0 <= metrics["right"] <= 1
 
@@ -149,5 +149,5 @@ def test_metrics_count_where_they_are_given():
 
 @pytest.mark.parametrize(("kind", "what"), [("text", "'name', .* 'a word'"), ("several", "'scores', .* shape .3,.")])
 def test_metrics_that_are_no_numbers(kind, what):
-    for said in run_ranks(_metrics_of, 2, kind):
-        assert re.match(f"train_batch: stage 1 .*micro-batch 0.*the metric {what}.* expected a number", said), said
+    for text in run_ranks(_metrics_of, 2, kind):
+        assert re.match(f"train_batch: stage 1 .*micro-batch 0.*the metric {what}.* expected a number", text), text

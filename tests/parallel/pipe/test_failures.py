@@ -16,7 +16,7 @@ from tests.harness.pool import run_ranks
 from tests.parallel.pipe import support
 
 
-def _what_is_said(action):
+def _error_of(action):
     begun = time.monotonic()
     with pytest.raises(PipelineError) as caught:
         action()
@@ -27,31 +27,31 @@ def _missing_data(world):
     engine = support.engine_of(2, 1, 4)
     copy = engine.grid.data_parallel_id
     count = 3 if engine.is_last_stage() else 4
-    said = _what_is_said(lambda: engine.train_batch(iter(support.items(0, copy, count))))
-    without = _what_is_said(lambda: engine.train_batch(None if engine.is_last_stage() else iter([])))
+    error = _error_of(lambda: engine.train_batch(iter(support.items(0, copy, count))))
+    without = _error_of(lambda: engine.train_batch(None if engine.is_last_stage() else iter([])))
     if engine.is_first_stage():
         engine.set_train_batch_size(2 * 3)
-    number = _what_is_said(lambda: engine.train_batch(iter(support.items(0, copy, 4))))
+    number = _error_of(lambda: engine.train_batch(iter(support.items(0, copy, 4))))
     if engine.is_first_stage():
         engine.set_train_batch_size(2 * 4)
     # No weight has changed, so the training goes on.
     engine.set_dataiterator(None)
-    told = support.train(engine, 4, 3)
-    return said[0], without[0], number[0], told
+    losses = support.train(engine, 4, 3)
+    return error[0], without[0], number[0], losses
 
 
 def test_missing_data_is_told_before_the_step():
     results = run_ranks(_missing_data, 2, 2)
-    said, without, number, told = results[0]
-    assert all(result[0] == said and result[1] == without and result[3] == told for result in results)
-    assert said == (
+    error, without, number, losses = results[0]
+    assert all(result[0] == error and result[1] == without and result[3] == losses for result in results)
+    assert error == (
         "train_batch: the data of stage 1 (rank 1) ended after 3 of 4 micro-batches, so micro-batch 3 is missing. "
         "No weight has changed; give the ranks that load data loaders of equal length, or a RepeatingLoader"
     )
     assert "the data of stage 0 (rank 0) ended after 0 of 4" in without
     assert "rank 0 has 3 micro-batches, rank 1 4" in number
     expected, _ = run_ranks(support.reference, 1, 1, 4)[0]
-    torch.testing.assert_close(torch.tensor(told), torch.tensor(expected), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-6, atol=1e-6)
 
 
 class Raises(support.Block):
@@ -78,18 +78,18 @@ def _raises(stages, where):
     layers = support.layers()
     layers[1 if where == "forward" else 4] = LayerSpec(Raises, where)
     engine = support.engine_of(stages, 1, 4, layers=layers)
-    said, seconds = _what_is_said(lambda: support.train(engine, 4, 1))
+    error, seconds = _error_of(lambda: support.train(engine, 4, 1))
     assert seconds < 60, f"{seconds} s"
-    return said
+    return error
 
 
 @pytest.mark.parametrize(("where", "stage", "what"), [("forward", 0, "bad sample"), ("backward", 1, "bad gradient")])
 def test_an_exception_is_told_to_all(where, stage, what):
-    said = run_ranks(_raises, 2, 2, where, fresh=True)
-    assert len(set(said)) == 1
+    error = run_ranks(_raises, 2, 2, where, fresh=True)
+    assert len(set(error)) == 1
     layer = ", layer 1, Raises, input ((2, 6, 7), (2, 6))" if where == "forward" else ""
-    assert said[0].startswith(f"train_batch: stage {stage} (rank {stage}), {where} of micro-batch 2{layer}: ")
-    assert f"ValueError: a {what.split(' ', 0)[0]}" in said[0]
+    assert error[0].startswith(f"train_batch: stage {stage} (rank {stage}), {where} of micro-batch 2{layer}: ")
+    assert f"ValueError: a {what.split(' ', 0)[0]}" in error[0]
 
 
 class Dies(support.Block):

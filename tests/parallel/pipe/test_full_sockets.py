@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.comm.host import message_queue
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from tests.harness.pool import run_ranks
-from tests.parallel.pipe.test_never_hang import SOON, said_by
+from tests.parallel.pipe.test_never_hang import SOON, raised_by
 
 ROWS = 4000  # of four numbers: a packet of nearly 64 KiB
 
@@ -76,26 +76,26 @@ SHAPES = [*[ROWS] * 20, *[4094, 4095] * 4, 4095, 4095, 4095, 0, 0, 0, 1, ROWS, R
 
 def _all_schedules(stages: int) -> dict[str, list[float]]:
     """Two engines at a time take turns, in training and in evaluation, where nothing travels back."""
-    told = {}
+    result = {}
     for pair in (("gpipe", "1f1b"), ("zbv", "dualpipev"), ("interleaved", "zb-h1")):
         engines = {}
         for name in pair:
             engines[name] = engine_of([nn.Linear(4, 4) for _ in range(4)], stages, len(SHAPES), name)
         for name in engines:
-            told[name] = []
+            result[name] = []
         for _ in range(2 if "gpipe" in pair else 1):
             for name, engine in engines.items():
-                told[name].append(engine.train_batch(iter(items(*SHAPES))).item())
+                result[name].append(engine.train_batch(iter(items(*SHAPES))).item())
             for name, engine in engines.items():
                 evaluated = engine.eval_batch(iter(items(*SHAPES[:40])), num_micro_batches=40)
-                told[name].append(evaluated.item())
-    return told
+                result[name].append(evaluated.item())
+    return result
 
 
 def test_every_schedule_is_as_one_stage_when_sockets_are_full():
     (alone,) = run_ranks(_all_schedules, 1, 1)
-    for told in run_ranks(_all_schedules, 2, 2):
-        for name, losses in told.items():
+    for result in run_ranks(_all_schedules, 2, 2):
+        for name, losses in result.items():
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone[name]), rtol=1e-6, atol=0), name
 
 
@@ -115,10 +115,10 @@ class Raises:
 
 def _raising() -> tuple[str, float]:
     engine = engine_of([nn.Linear(4, 4) for _ in range(3)], 3, 30, "gpipe", Raises())
-    return said_by(lambda: engine.train_batch(iter(items(*[ROWS] * 30))))
+    return raised_by(lambda: engine.train_batch(iter(items(*[ROWS] * 30))))
 
 
 def test_a_loss_that_fails_while_sockets_are_full_is_told_to_all():
-    for said, seconds in run_ranks(_raising, 3):
-        assert said.startswith("PipelineError: train_batch: stage 2 (rank 2)") and "no such loss" in said, said
+    for text, seconds in run_ranks(_raising, 3):
+        assert text.startswith("PipelineError: train_batch: stage 2 (rank 2)") and "no such loss" in text, text
         assert seconds < SOON

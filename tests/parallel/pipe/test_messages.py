@@ -26,7 +26,7 @@ def _engine(layers, loss_fn=nn.functional.mse_loss, micro_batch=4, steps=1):
     return deepspeed.initialize(model=module, config=config)[0]
 
 
-def _said(engine, inputs, labels):
+def _raised(engine, inputs, labels):
     with pytest.raises(PipelineError) as caught:
         engine.train_batch(iter([(inputs, labels)]))
     return str(caught.value)
@@ -38,24 +38,24 @@ def _mistakes():
 
     rows = torch.ones(4, 16)
     return {
-        "no loss_fn": _said(_engine([nn.Linear(16, 16)], None), rows, rows),
-        "not reduced": _said(_engine([nn.Linear(16, 16)], forgets_to_reduce), rows, rows),
-        "width": _said(_engine([nn.Linear(8, 8), nn.ReLU()]), rows, rows),
-        "labels": _said(_engine([nn.Linear(16, 4)], nn.functional.nll_loss), rows, torch.ones(3, dtype=torch.long)),
+        "no loss_fn": _raised(_engine([nn.Linear(16, 16)], None), rows, rows),
+        "not reduced": _raised(_engine([nn.Linear(16, 16)], forgets_to_reduce), rows, rows),
+        "width": _raised(_engine([nn.Linear(8, 8), nn.ReLU()]), rows, rows),
+        "labels": _raised(_engine([nn.Linear(16, 4)], nn.functional.nll_loss), rows, torch.ones(3, dtype=torch.long)),
     }
 
 
 def test_mistakes_name_what_to_change():
-    said = run_ranks(_mistakes, 1)[0]
+    text = run_ranks(_mistakes, 1)[0]
     begin = "train_batch: stage 0 (rank 0), forward of micro-batch 0"
-    assert said["no loss_fn"] == (
+    assert text["no loss_fn"] == (
         f"{begin}: PipelineModule(loss_fn=None): the output of the last layer is the loss then, expected a tensor of "
         "one element, found shape (4, 16). Pass PipelineModule(..., loss_fn=...), called as loss_fn(outputs, labels)"
     )
-    assert "PipelineModule(loss_fn=...): expected a tensor of one element" in said["not reduced"]
-    assert "returned shape (4, 16). Reduce it in loss_fn" in said["not reduced"]
-    assert said["width"].startswith(f"{begin}, layer 0, Linear, input (4, 16): RuntimeError: ")
-    assert said["labels"].startswith(f"{begin}, loss_fn nll_loss, outputs (4, 4), labels (3,): ValueError: ")
+    assert "PipelineModule(loss_fn=...): expected a tensor of one element" in text["not reduced"]
+    assert "returned shape (4, 16). Reduce it in loss_fn" in text["not reduced"]
+    assert text["width"].startswith(f"{begin}, layer 0, Linear, input (4, 16): RuntimeError: ")
+    assert text["labels"].startswith(f"{begin}, loss_fn nll_loss, outputs (4, 4), labels (3,): ValueError: ")
 
 
 def test_every_instruction_has_words():
@@ -79,8 +79,8 @@ def _asked_for_train_batch():
 
 
 def test_train_batch_without_a_pipeline():
-    said = run_ranks(_asked_for_train_batch, 1)[0]
-    assert said == (
+    text = run_ranks(_asked_for_train_batch, 1)[0]
+    assert text == (
         "neither the engine nor the wrapped Linear has 'train_batch'. engine.train_batch is for pipelines: expected a "
         "deepspeed.pipe.PipelineModule in initialize(model=...). For any other model call loss = engine(...), "
         "engine.backward(loss), engine.step()"
@@ -138,5 +138,5 @@ def _outputs_of_copies():
 
 
 def test_the_mean_of_outputs_is_over_micro_batches_and_copies():
-    for said in run_ranks(_outputs_of_copies, 2):
-        assert "found (4, 2) in micro-batch 0 of rank 0 and (5, 2) in micro-batch 0 of rank 1. Pad the inputs" in said
+    for text in run_ranks(_outputs_of_copies, 2):
+        assert "found (4, 2) in micro-batch 0 of rank 0 and (5, 2) in micro-batch 0 of rank 1. Pad the inputs" in text

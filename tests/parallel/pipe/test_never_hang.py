@@ -55,22 +55,22 @@ def linears(count: int) -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(count)]
 
 
-def said_by(call: Any) -> tuple[str, float]:
+def raised_by(call: Any) -> tuple[str, float]:
     """What it raised, and after how long. Returns when all ranks have it: nobody learns it from a rank that ends."""
-    start, said = time.monotonic(), "nothing"
+    start, text = time.monotonic(), "nothing"
     try:
         call()
     except PipelineError as error:
-        said = f"PipelineError: {error}"
+        text = f"PipelineError: {error}"
     except DeepSpeedError as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
     store, world = torch.distributed.distributed_c10d._get_default_store(), int(os.environ["WORLD_SIZE"])
     number = store.add(f"said by {os.environ['RANK']}", 1)
     deadline = time.monotonic() + 2 * SOON
     while any(store.add(f"said by {rank}", 0) < number for rank in range(world)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return said, seconds
+    return text, seconds
 
 
 def fail_in_a_layer(schedule: str, at: int, **how: int) -> tuple[str, float]:
@@ -78,7 +78,7 @@ def fail_in_a_layer(schedule: str, at: int, **how: int) -> tuple[str, float]:
     layers[at] = Fails(**how)
     engine = engine_of(layers, 3, 4, schedule=schedule)
     engine.train_batch(iter(items(2, 2, 2, 2)))
-    return said_by(lambda: engine.train_batch(iter(items(2, 2, 5, 2))))
+    return raised_by(lambda: engine.train_batch(iter(items(2, 2, 5, 2))))
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,20 @@ def fail_in_a_layer(schedule: str, at: int, **how: int) -> tuple[str, float]:
     ],
 )
 def test_an_exception_on_one_stage(schedule, at, how, place, cause):
-    for said, seconds in run_ranks(fail_in_a_layer, 3, schedule, at, **how):
-        assert said.startswith("PipelineError: train_batch: ") and "ArithmeticError" in said and cause in said
-        assert all(word in said for word in place), said
+    for text, seconds in run_ranks(fail_in_a_layer, 3, schedule, at, **how):
+        assert text.startswith("PipelineError: train_batch: ") and "ArithmeticError" in text and cause in text
+        assert all(word in text for word in place), text
         assert seconds < SOON
 
 
 def run_out_of_data() -> list[tuple[str, float] | float]:
     engine = engine_of(linears(2), 2, 3)
     here = engine.is_first_stage()
-    said: list[Any] = [said_by(lambda: engine.train_batch(iter(items(2, 2) if here else items(2, 2, 2))))]
+    text: list[Any] = [raised_by(lambda: engine.train_batch(iter(items(2, 2) if here else items(2, 2, 2))))]
     # No weight has changed: the engine goes on.
-    said.append(engine.train_batch(iter(items(2, 2, 2))).item())
-    said.append(said_by(lambda: engine.train_batch(iter(items(2, 2, 2)) if here else iter(_broken()))))
-    return said
+    text.append(engine.train_batch(iter(items(2, 2, 2))).item())
+    text.append(raised_by(lambda: engine.train_batch(iter(items(2, 2, 2)) if here else iter(_broken()))))
+    return text
 
 
 def _broken() -> Any:
@@ -119,12 +119,12 @@ def test_the_end_of_the_data_and_a_loader_that_fails():
 
 def give_what_is_no_pair() -> list[tuple[str, float]]:
     engine = engine_of(linears(2), 2, 2)
-    return [said_by(lambda: engine.train_batch(iter([torch.ones(2, 4)] * 2)))]
+    return [raised_by(lambda: engine.train_batch(iter([torch.ones(2, 4)] * 2)))]
 
 
 def test_items_that_are_no_pairs():
-    for ((said, seconds),) in run_ranks(give_what_is_no_pair, 2):
-        assert "expected pairs (inputs, labels)" in said and "PipelineError" in said and seconds < SOON
+    for ((text, seconds),) in run_ranks(give_what_is_no_pair, 2):
+        assert "expected pairs (inputs, labels)" in text and "PipelineError" in text and seconds < SOON
 
 
 def lose_in_another_way(kind: str) -> tuple[str, float]:
@@ -134,39 +134,39 @@ def lose_in_another_way(kind: str) -> tuple[str, float]:
         "no gradient": lambda outputs, labels: (outputs.detach() - labels).mean(),
     }
     engine = engine_of(linears(2), 2, 2, losses[kind])
-    return said_by(lambda: engine.train_batch(iter(items(2, 2))))
+    return raised_by(lambda: engine.train_batch(iter(items(2, 2))))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"), [("raises", "KeyError: 'no such key'"), ("not scalar", "loss"), ("no gradient", "gradient")]
 )
 def test_a_loss_function_that_is_wrong(kind, words):
-    for said, seconds in run_ranks(lose_in_another_way, 2, kind):
-        assert said.startswith("PipelineError: train_batch: stage 1 (rank 1)") and words in said and seconds < SOON
+    for text, seconds in run_ranks(lose_in_another_way, 2, kind):
+        assert text.startswith("PipelineError: train_batch: stage 1 (rank 1)") and words in text and seconds < SOON
 
 
 def count_differently() -> tuple[str, float]:
     engine = engine_of(linears(2), 2, 2)
     if engine.is_last_stage():
         engine.set_train_batch_size(6)
-    return said_by(lambda: engine.train_batch(iter(items(2, 2, 2))))
+    return raised_by(lambda: engine.train_batch(iter(items(2, 2, 2))))
 
 
 def test_another_number_of_micro_batches_on_one_stage():
-    for said, seconds in run_ranks(count_differently, 2):
-        assert "micro-batches" in said and "PipelineError" in said and seconds < SOON
-        assert "all ranks of a pipeline need the same number" in said
+    for text, seconds in run_ranks(count_differently, 2):
+        assert "micro-batches" in text and "PipelineError" in text and seconds < SOON
+        assert "all ranks of a pipeline need the same number" in text
 
 
 def tie_differently() -> tuple[str, float]:
     width = 5 + int(os.environ["RANK"])
     layers = [TiedLayerSpec("key", nn.Linear, 4, width), nn.Linear(width, 4), TiedLayerSpec("key", nn.Linear, 4, width)]
-    return said_by(lambda: engine_of([*layers, nn.Identity()], 2, 2))
+    return raised_by(lambda: engine_of([*layers, nn.Identity()], 2, 2))
 
 
 def test_tied_weights_of_another_shape_on_one_stage():
-    for said, seconds in run_ranks(tie_differently, 2):
-        assert "key" in said and "(5, 4)" in said and "(6, 4)" in said and seconds < SOON
+    for text, seconds in run_ranks(tie_differently, 2):
+        assert "key" in text and "(5, 4)" in text and "(6, 4)" in text and seconds < SOON
 
 
 def tie_under_other_seeds() -> torch.Tensor:
@@ -184,37 +184,37 @@ def test_tied_weights_begin_equal_whatever_the_ranks_drew():
 def fail_in_evaluation() -> list[Any]:
     engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
     first = engine.train_batch(iter(items(2, 2))).item()
-    said = said_by(lambda: engine.eval_batch(iter(items(2, 5))))
-    return [first, said]
+    text = raised_by(lambda: engine.eval_batch(iter(items(2, 5))))
+    return [first, text]
 
 
 def test_an_exception_in_evaluation():
-    for first, (said, seconds) in run_ranks(fail_in_evaluation, 2):
+    for first, (text, seconds) in run_ranks(fail_in_evaluation, 2):
         assert first > 0 and seconds < SOON
-        assert said.startswith("PipelineError: eval_batch: stage 1 (rank 1)") and "this layer cannot take it" in said
+        assert text.startswith("PipelineError: eval_batch: stage 1 (rank 1)") and "this layer cannot take it" in text
 
 
 def call_after_a_failure() -> list[Any]:
     engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
     return [
-        said_by(lambda: engine.train_batch(iter(items(2, 5)))),
-        said_by(lambda: engine.train_batch(iter(items(2, 2)))),
-        said_by(lambda: engine.eval_batch(iter(items(2, 2)))),
+        raised_by(lambda: engine.train_batch(iter(items(2, 5)))),
+        raised_by(lambda: engine.train_batch(iter(items(2, 2)))),
+        raised_by(lambda: engine.eval_batch(iter(items(2, 2)))),
     ]
 
 
 def test_calls_after_a_failure_name_its_cause():
     for first, *later in run_ranks(call_after_a_failure, 2):
-        for call, (said, seconds) in zip(("train_batch", "eval_batch"), later, strict=True):
-            assert said.startswith(f"PipelineError: {call}: an earlier call failed, and the ranks are no longer connec")
-            assert first[0].removeprefix("PipelineError: ") in said and seconds < SOON
+        for call, (text, seconds) in zip(("train_batch", "eval_batch"), later, strict=True):
+            assert text.startswith(f"PipelineError: {call}: an earlier call failed, and the ranks are no longer connec")
+            assert first[0].removeprefix("PipelineError: ") in text and seconds < SOON
 
 
 def call_differently() -> list[Any]:
     engine = engine_of(linears(2), 2, 2)
     call = engine.train_batch if engine.is_first_stage() else engine.eval_batch
-    said = said_by(lambda: call(iter(items(2, 2))))
-    return [said, engine.train_batch(iter(items(2, 2))).item()]  # nothing was computed: the engine goes on
+    text = raised_by(lambda: call(iter(items(2, 2))))
+    return [text, engine.train_batch(iter(items(2, 2))).item()]  # nothing was computed: the engine goes on
 
 
 def test_another_call_on_one_stage():
@@ -235,10 +235,10 @@ class Gives(nn.Module):
 
 def send_what_cannot_be_sent() -> tuple[str, float]:
     engine = engine_of([Gives(lambda: (i for i in range(3))), nn.Linear(4, 4)], 2, 2)
-    return said_by(lambda: engine.train_batch(iter(items(2, 2))))
+    return raised_by(lambda: engine.train_batch(iter(items(2, 2))))
 
 
 def test_what_cannot_be_sent():
-    for said, seconds in run_ranks(send_what_cannot_be_sent, 2):
-        assert "stage 0 (rank 0), sending the activations of micro-batch 0" in said and seconds < SOON
-        assert "cannot be sent (cannot pickle 'generator' object); let its last layer return tensors" in said
+    for text, seconds in run_ranks(send_what_cannot_be_sent, 2):
+        assert "stage 0 (rank 0), sending the activations of micro-batch 0" in text and seconds < SOON
+        assert "cannot be sent (cannot pickle 'generator' object); let its last layer return tensors" in text

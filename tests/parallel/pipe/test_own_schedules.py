@@ -27,12 +27,12 @@ class _Annotated(published.TrainSchedule):
 
     def steps(self) -> Any:
         for step in super().steps():
-            told: list[Any] = []
+            result: list[Any] = []
             for instruction in step:
                 if isinstance(instruction, published.ForwardPass):
-                    told.append(_Note(text=f"buffer {instruction.buffer_id}"))
-                told.append(instruction)
-            yield told
+                    result.append(_Note(text=f"buffer {instruction.buffer_id}"))
+                result.append(instruction)
+            yield result
 
 
 def _by_itself(stages: int) -> tuple[list[float], list[str], int, str]:

@@ -53,7 +53,7 @@ def test_no_part_is_empty(method, parts):
 
 
 @pytest.mark.parametrize(
-    ("method", "parts", "said"),
+    ("method", "parts", "text"),
     [
         ("uniform", 8, "7 layers cannot be cut into 8 parts"),
         ("type:attention", 2, "no layer's class name matches; the layers are Embed, Block, Norm, Head"),
@@ -62,8 +62,8 @@ def test_no_part_is_empty(method, parts):
         ([0, 3, 6], 2, "end with the number of layers, 7"),
     ],
 )
-def test_what_cannot_be_cut(method, parts, said):
-    with pytest.raises(DeepSpeedConfigError, match=said):
+def test_what_cannot_be_cut(method, parts, text):
+    with pytest.raises(DeepSpeedConfigError, match=text):
         chunk_bounds(method, SIZES, NAMES, parts)
 
 

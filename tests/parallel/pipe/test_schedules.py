@@ -19,7 +19,7 @@ from deepspeed.parallel.pipe.schedule import (
     make_schedule,
     place_chunks,
 )
-from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.schedule import instructions as instr
 from deepspeed.parallel.pipe.schedule.simulate import ScheduleError, Times, simulate
 
 # Milliseconds per stage and micro-batch, as in the benchmark.
@@ -165,12 +165,12 @@ def test_what_the_instructions_say():
             flat = [instruction for step in steps for instruction in step]
             counts = Counter(type(instruction) for instruction in flat)
             reads = bool({0, schedule.chunks - 1} & {*schedule.chunks_of(stage)})
-            assert counts[told.LoadMicroBatch] == reads * schedule.micro_batches
-            assert [type(i) for i in steps[-1]] == [told.ReduceTiedGrads, told.ReduceGrads, told.OptimizerStep]
+            assert counts[instr.LoadMicroBatch] == reads * schedule.micro_batches
+            assert [type(i) for i in steps[-1]] == [instr.ReduceTiedGrads, instr.ReduceGrads, instr.OptimizerStep]
             for chunk in schedule.chunks_of(stage):
-                forwards = [i for i in flat if isinstance(i, told.ForwardPass) and i.chunk == chunk]
+                forwards = [i for i in flat if isinstance(i, instr.ForwardPass) and i.chunk == chunk]
                 weights = [
-                    i for i in flat if isinstance(i, (told.BackwardPass, told.BackwardWeight)) and i.chunk == chunk
+                    i for i in flat if isinstance(i, (instr.BackwardPass, instr.BackwardWeight)) and i.chunk == chunk
                 ]
                 for passes in (forwards, weights):
                     assert [i.is_first for i in passes] == [True] + [False] * (schedule.micro_batches - 1)
@@ -180,16 +180,16 @@ def test_what_the_instructions_say():
 def test_a_buffer_holds_one_micro_batch_at_a_time():
     for schedule in every_schedule(4, 6):
         for stage in range(schedule.stages):
-            told_here = StageSchedule(schedule, stage)
+            result_here = StageSchedule(schedule, stage)
             used: dict[int, tuple[int, int]] = {}
-            for instruction in (i for step in told_here for i in step):
-                if isinstance(instruction, told.ForwardPass):
+            for instruction in (i for step in result_here for i in step):
+                if isinstance(instruction, instr.ForwardPass):
                     assert instruction.buffer_id not in used
-                    assert 0 <= instruction.buffer_id < told_here.num_pipe_buffers()
+                    assert 0 <= instruction.buffer_id < result_here.num_pipe_buffers()
                     used[instruction.buffer_id] = (instruction.chunk, instruction.micro_batch)
-                elif isinstance(instruction, (told.BackwardPass, told.BackwardInput, told.BackwardWeight)):
+                elif isinstance(instruction, (instr.BackwardPass, instr.BackwardInput, instr.BackwardWeight)):
                     assert used[instruction.buffer_id] == (instruction.chunk, instruction.micro_batch)
-                    if not isinstance(instruction, told.BackwardInput):
+                    if not isinstance(instruction, instr.BackwardInput):
                         del used[instruction.buffer_id]
             assert not used
 

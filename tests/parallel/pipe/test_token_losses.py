@@ -59,9 +59,9 @@ def _reference(adds: bool) -> Any:
     rows = []
     for step in range(STEPS):
         tokens, labels = _batch(step)
-        loss, counted, pieces = 0.0, (labels != -100).sum(), zip(tokens.split(1), labels.split(1), strict=True)
+        loss, counted, samples = 0.0, (labels != -100).sum(), zip(tokens.split(1), labels.split(1), strict=True)
         if adds:  # weighed by the tokens of a micro-batch; here each has one sample
-            for one, label in pieces:
+            for one, label in samples:
                 total, count = _sum(module(one), label)
                 loss = loss + (total + count * module.added_losses["size"]) / counted
         else:

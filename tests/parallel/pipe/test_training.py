@@ -14,8 +14,8 @@ from tests.parallel.pipe import support
 
 def _train(stages: int, stage: int, count: int, **given: Any) -> tuple[Any, dict[str, torch.Tensor], bool]:
     engine = support.engine_of(stages, stage, count, **given)
-    told = support.train(engine, count)
-    return told, support.weights(engine), not engine.pipe_buffers["inputs"]
+    losses = support.train(engine, count)
+    return losses, support.weights(engine), not engine.pipe_buffers["inputs"]
 
 
 @cache
@@ -24,14 +24,14 @@ def _expected(copies: int, count: int) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def check(world: int, stages: int, stage: int, count: int, **given: Any) -> None:
-    told, values = _expected(world // stages, count)
+    losses, values = _expected(world // stages, count)
     results = run_ranks(_train, world, stages, stage, count, **given)
     merged: dict[str, torch.Tensor] = {}
     for losses_and_norms, weights, is_clean in results:
         assert is_clean and losses_and_norms == results[0][0]
         for name, value in weights.items():
             assert torch.equal(merged.setdefault(name, value), value), f"{name} differs between its copies"
-    torch.testing.assert_close(torch.tensor(results[0][0]), torch.tensor(told), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(results[0][0]), torch.tensor(losses), rtol=2e-6, atol=1e-6)
     assert merged.keys() == values.keys()
     for name, value in values.items():
         torch.testing.assert_close(merged[name], value, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: name + text)

@@ -51,7 +51,7 @@ def _items(step):
 def _plain(name):
     model = _model(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = []
+    means = []
     for step in range(2):
         losses = []
         for tokens, mask in _items(step):
@@ -60,8 +60,8 @@ def _plain(name):
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        told.append(sum(losses) / COUNT)
-    return told, {key: value.detach() for key, value in model.named_parameters()}
+        means.append(sum(losses) / COUNT)
+    return means, {key: value.detach() for key, value in model.named_parameters()}
 
 
 def _pipeline(name, stages, folder):
@@ -76,16 +76,16 @@ def _pipeline(name, stages, folder):
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     engine, *_ = deepspeed.initialize(model=module, config=config)
-    told = []
+    means = []
     for step in range(2):
         data = [((tokens, mask), tokens) for tokens, mask in _items(step)]
-        told.append(engine.train_batch(iter(data)).item())
+        means.append(engine.train_batch(iter(data)).item())
     engine.save_checkpoint(folder)
     weights = {}
     for own, value in engine.iter_full("fp32"):
         beginning = next(one for one in names if own.startswith(one))
         weights[names[beginning] + own.removeprefix(beginning)] = value.clone()
-    return told, weights
+    return means, weights
 
 
 FIVE = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 4}
@@ -138,11 +138,11 @@ def test_models_that_skip_blocks_are_refused():
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_like_the_model(name, tmp_path):
-    told, weights = run_ranks(_plain, 1, name)[0]
+    means, weights = run_ranks(_plain, 1, name)[0]
     results = run_ranks(_pipeline, 2, name, 2, str(tmp_path))
     found = {}
     for losses, part in results:
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(told), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(means), rtol=2e-6, atol=1e-6)
         found |= part
     assert found.keys() == weights.keys()
     for key, value in weights.items():
@@ -191,11 +191,11 @@ def _shared_heads(stages, tensor):
         **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
     }
     engine, *_ = deepspeed.initialize(model=module, config=config)
-    told = []
+    means = []
     for step in range(2):
         loss = engine.train_batch(iter([((tokens, mask), tokens) for tokens, mask in _items(step)])).item()
-        told.append((loss, engine.get_global_grad_norm()))
-    return told
+        means.append((loss, engine.get_global_grad_norm()))
+    return means
 
 
 def test_shared_key_heads_beside_a_stage_without_attention():

@@ -45,7 +45,7 @@ MORE_COMPILED: dict[str, dict[str, Any]] = {
 
 
 def _train(stages: int, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    told = {}
+    means = {}
     for name, cell in cells.items():
         given = dict(cell)
         backend = given.pop("backend", None)
@@ -53,9 +53,9 @@ def _train(stages: int, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if backend is not None:
             torch._dynamo.reset()
             engine.module.compile(backend=backend)
-        told[name] = support.train(engine, 3, 3)
+        means[name] = support.train(engine, 3, 3)
         engine.destroy()
-    return told
+    return means
 
 
 @pytest.mark.parametrize("more", [None, pytest.param(MORE_COMPILED, marks=pytest.mark.slow)])
@@ -203,8 +203,8 @@ def test_adapters():
     (losses, weights, _), *_ = run_ranks(_adapted, 1, 1)
     results = run_ranks(_adapted, 2, 2)
     found: dict[str, torch.Tensor] = {}
-    for told, part, _ in results:
-        torch.testing.assert_close(torch.tensor(told), torch.tensor(losses), rtol=2e-6, atol=1e-6)
+    for means, part, _ in results:
+        torch.testing.assert_close(torch.tensor(means), torch.tensor(losses), rtol=2e-6, atol=1e-6)
         found |= part
     assert losses[-1] < losses[0] and found.keys() == weights.keys() and len(found) == 12
     for name, value in weights.items():

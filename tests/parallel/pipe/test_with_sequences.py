@@ -19,12 +19,12 @@ from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
 from tests.harness.pool import run_ranks
-from tests.parallel.pipe.test_never_hang import SOON, said_by
+from tests.parallel.pipe.test_never_hang import SOON, raised_by
 from tests.parallel.sequence import net
 from tests.parallel.sequence.llama import llama, packed_batch, padded_batch, plain_batch
 
 COUNT, STEPS, SHARERS = 3, 3, 2
-Told = list[tuple[float, float]]
+Results = list[tuple[float, float]]
 
 
 def _config(stage: int, sharers: int, **more: Any) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def _config(stage: int, sharers: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _updated(model: nn.Module, copies: int, loss_of: Any) -> Told:
+def _updated(model: nn.Module, copies: int, loss_of: Any) -> Results:
     """Plain torch: ``loss_of(step, copy, number)`` is the mean over the tokens of a micro-batch that count."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, weight_decay=0.1)
-    told = []
+    result = []
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -53,11 +53,11 @@ def _updated(model: nn.Module, copies: int, loss_of: Any) -> Told:
                 total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
         optimizer.step()
-        told.append((total, norm.item()))
-    return told
+        result.append((total, norm.item()))
+    return result
 
 
-def _near(found: Told, wanted: Told, what: Any) -> None:
+def _near(found: Results, wanted: Results, what: Any) -> None:
     torch.testing.assert_close(
         torch.tensor(found), torch.tensor(wanted), rtol=2e-5, atol=1e-6, msg=lambda text: f"{what} {text}"
     )
@@ -99,7 +99,7 @@ def _plain(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _whole() -> tuple[Told, dict[str, torch.Tensor]]:
+def _whole() -> tuple[Results, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     module = PipelineModule(_layers(None), num_stages=1, seed_layers=True, partition_method="uniform")
 
@@ -107,28 +107,28 @@ def _whole() -> tuple[Told, dict[str, torch.Tensor]]:
         whole = _item(step, copy, number)
         return _plain(module((whole["ids"], whole["positions"])), whole["labels"])
 
-    told = _updated(module, 1, loss_of)
-    return told, {name: parameter.detach() for name, parameter in module.named_parameters()}
+    result = _updated(module, 1, loss_of)
+    return result, {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def _own(cells: list[tuple[int, dict[str, int], dict[str, Any]]], wanted: Any) -> None:
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), SHARERS)]
     group, place = pairs[dist.get_rank() // SHARERS], dist.get_rank() % SHARERS
     for stage, sizes, given in cells:
-        room = (
+        stages = (
             {"topology": ProcessTopology(axes=list(sizes), dims=list(sizes.values()))} if sizes else {"num_stages": 2}
         )
         module = PipelineModule(
-            _layers(group), loss_fn=_mean, seed_layers=True, partition_method="uniform", **room, **given
+            _layers(group), loss_fn=_mean, seed_layers=True, partition_method="uniform", **stages, **given
         )
         engine = deepspeed.initialize(model=module, config=_config(stage, SHARERS))[0]
         assert (engine.sequence_parallel_size, engine.dp_world_size, engine.num_stages) == (SHARERS, 1, 2)
-        told = []
+        result = []
         for step in range(STEPS):
             parts = [net.cut(_item(step, 0, number), place, SHARERS) for number in range(COUNT)]
             items = [((part["ids"], part["positions"]), part["labels"]) for part in parts]
-            told.append((engine.train_batch(iter(items)).item(), engine.get_global_grad_norm()))
-        _near(told, wanted[0], (stage, given))
+            result.append((engine.train_batch(iter(items)).item(), engine.get_global_grad_norm()))
+        _near(result, wanted[0], (stage, given))
         for name, value in engine.iter_full("fp32"):
             torch.testing.assert_close(value, wanted[1][name], rtol=1e-4, atol=1e-5)
         engine.destroy()
@@ -153,7 +153,7 @@ def _batch(step: int, copy: int, number: int) -> dict[str, torch.Tensor]:
     return padded_batch(sample + 100 * step, left=True) if number % 3 == 1 else plain_batch(sample, step)
 
 
-def _whole_model(kind: dict[str, Any], copies: int) -> tuple[Told, float, dict[str, torch.Tensor]]:
+def _whole_model(kind: dict[str, Any], copies: int) -> tuple[Results, float, dict[str, torch.Tensor]]:
     model = llama(num_hidden_layers=4, **kind)
 
     def loss_of(step: int, copy: int, number: int) -> torch.Tensor:
@@ -161,11 +161,11 @@ def _whole_model(kind: dict[str, Any], copies: int) -> tuple[Told, float, dict[s
         labels = given.pop("shift_labels")
         return _plain(model(**given, use_cache=False).logits, labels)
 
-    told = _updated(model, copies, loss_of)
+    result = _updated(model, copies, loss_of)
     with torch.no_grad():
         later = [loss_of(STEPS, copy, number) for copy in range(copies) for number in range(COUNT)]
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return told, torch.stack(later).mean().item(), weights
+    return result, torch.stack(later).mean().item(), weights
 
 
 def _items(step: int, copy: int, place: int) -> list[tuple[Any, Any]]:
@@ -191,10 +191,10 @@ def _model(cells: Cells, wanted: list[Any], tensor: int = 1) -> None:
         names = transformers_names(module._layer_specs)
         engine = deepspeed.initialize(model=module, config=_config(stage, SHARERS, **more))[0]
         assert (engine.sequence_parallel_size, engine.dp_world_size) == (SHARERS, copies)
-        told = []
+        result = []
         for step in range(STEPS):
-            told.append((engine.train_batch(iter(_items(step, copy, place))).item(), engine.get_global_grad_norm()))
-        _near(told, expected, (stage, kind, more, given))
+            result.append((engine.train_batch(iter(_items(step, copy, place))).item(), engine.get_global_grad_norm()))
+        _near(result, expected, (stage, kind, more, given))
         assert engine.eval_batch(iter(_items(STEPS, copy, place))).item() == pytest.approx(later, rel=1e-4)
         for own, value in engine.iter_full("fp32"):
             beginning = next(one for one in names if own.startswith(one))
@@ -253,7 +253,7 @@ def _in_turn(number: int) -> dict[str, torch.Tensor]:
     return {"input_ids": whole["input_ids"], "labels": whole["input_ids"], "position_ids": whole["position_ids"]}
 
 
-def _whole_loader() -> Told:
+def _whole_loader() -> Results:
     from deepspeed.parallel.pipe.transformers_models import next_token_loss
 
     model = llama()
@@ -269,7 +269,7 @@ def _taken_apart(batch: dict[str, torch.Tensor]) -> Any:
     return batch, {"shift_labels": batch.pop("shift_labels")}
 
 
-def _by_the_adapter() -> Told:
+def _by_the_adapter() -> Results:
     engine = deepspeed.initialize(
         model=PipelineModule.from_transformers(llama(), num_stages=2), config=_config(1, SHARERS)
     )[0]
@@ -302,17 +302,17 @@ def _fails(bad: int) -> tuple[str, float]:
     for layer in module.modules():
         if type(layer).__name__ == "_Block":
             layer.register_forward_pre_hook(fail)
-    return said_by(lambda: engine.train_batch(iter(_items(0, 0, place))))
+    return raised_by(lambda: engine.train_batch(iter(_items(0, 0, place))))
 
 
 @needs_transformers
 @pytest.mark.parametrize("bad", [1, 2])
 def test_an_exception_on_one_rank_ends_all_with_its_words(bad):
-    for said, seconds in run_ranks(_fails, 4, bad):
-        assert said.startswith(f"PipelineError: train_batch: stage {bad // 2} (rank {bad}), forward of micro-batch "), (
-            said
+    for text, seconds in run_ranks(_fails, 4, bad):
+        assert text.startswith(f"PipelineError: train_batch: stage {bad // 2} (rank {bad}), forward of micro-batch "), (
+            text
         )
-        assert "ArithmeticError: this layer cannot take it" in said
+        assert "ArithmeticError: this layer cannot take it" in text
         assert seconds < SOON
 
 

@@ -62,13 +62,13 @@ def test_batches_are_cut(capfd):
 def _same_samples():
     from deepspeed import logging as ours
 
-    said = []
-    ours.logger.addHandler(type("Kept", (__import__("logging").Handler,), {"emit": lambda _, r: said.append(r.msg)})())
+    logs = []
+    ours.logger.addHandler(type("Kept", (__import__("logging").Handler,), {"emit": lambda _, r: logs.append(r.msg)})())
     list(_adapter([_row(0, 5)]))
-    return said
+    return logs
 
 
 def test_the_same_samples_on_all_ranks_are_remarked():
-    said = run_ranks(_same_samples, 2)[0]
-    assert any("brought the same samples, so each is trained on 2 times" in line for line in said)
-    assert any("padded at the end" in line for line in said)
+    logs = run_ranks(_same_samples, 2)[0]
+    assert any("brought the same samples, so each is trained on 2 times" in line for line in logs)
+    assert any("padded at the end" in line for line in logs)

@@ -17,7 +17,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.torch_groups import counts_sends
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.program_calls import program_calls
-from deepspeed.comm.transports.transport import Piece
+from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 from deepspeed.parallel.sequence.loss import mean_loss
@@ -152,7 +152,7 @@ def _counts() -> None:
     channel = channel_along(world, torch.device("cpu"), "sequence")
     channel.sum(torch.ones(3), "a sum")
     transport.broadcast(torch.ones(3), 0, label="values")
-    transport.move([Piece(0, 1, torch.ones(3))], label="values")
+    transport.move([TensorTransfer(0, 1, torch.ones(3))], label="values")
     assert program_calls([0, 1]) == begin
     dist.all_reduce(torch.ones(3), group=mixed)
     assert program_calls([0, 1]) == begin + 1

@@ -95,8 +95,8 @@ class _Reduce(torch.autograd.Function):
 def _cut(mpu, whole: torch.Tensor, dim: int, stride: int = 1, mark: str = "tensor_model_parallel") -> nn.Parameter:
     """This rank's part of an initial weight that every rank draws whole."""
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    pieces = whole.chunk(size * stride, dim)
-    parameter = nn.Parameter(torch.cat(pieces[rank::size], dim).detach().clone())
+    chunks = whole.chunk(size * stride, dim)
+    parameter = nn.Parameter(torch.cat(chunks[rank::size], dim).detach().clone())
     if size > 1:
         setattr(parameter, mark, True)
         parameter.partition_dim, parameter.partition_stride = dim, stride

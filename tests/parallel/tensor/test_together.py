@@ -40,18 +40,18 @@ def _batches():
         with pytest.raises(DivergenceError, match=f"share the layers .* but were given different batches: {what}"):
             engine(**others)
     state = torch.get_rng_state()
-    told = [torch.empty_like(state) for _ in range(4)]
-    dist.all_gather(told, state)
-    assert torch.equal(told[rank], told[rank // 2 * 2])
+    gathered = [torch.empty_like(state) for _ in range(4)]
+    dist.all_gather(gathered, state)
+    assert torch.equal(gathered[rank], gathered[rank // 2 * 2])
     engine.destroy()
     loader = deepspeed.initialize(
         model=llama(), config=config(2, 0), training_data=[torch.tensor(n) for n in range(16)]
     )[2]
     seen = torch.cat(list(loader)).sort().values
-    told = [torch.empty_like(seen) for _ in range(4)]
-    dist.all_gather(told, seen)
-    assert torch.equal(told[0], told[1]) and torch.equal(told[2], told[3])
-    assert sorted(torch.cat([told[0], told[2]]).tolist()) == list(range(16))
+    gathered = [torch.empty_like(seen) for _ in range(4)]
+    dist.all_gather(gathered, seen)
+    assert torch.equal(gathered[0], gathered[1]) and torch.equal(gathered[2], gathered[3])
+    assert sorted(torch.cat([gathered[0], gathered[2]]).tolist()) == list(range(16))
 
 
 def test_tensor_ranks_see_the_same_batch():
@@ -90,9 +90,9 @@ def _random_numbers():
     (first, mask), (again, mask_again) = model.seen
     assert torch.equal(first, again) and torch.equal(mask, mask_again)
     for mine, is_whole in ((first, True), (mask, False)):
-        told = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(told, mine)
-        assert torch.equal(*told) == is_whole
+        gathered = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(gathered, mine)
+        assert torch.equal(*gathered) == is_whole
 
 
 def test_random_numbers_are_alike_where_all_is_whole_and_differ_where_it_is_cut():

@@ -136,8 +136,8 @@ def test_slices_that_do_not_fit_together_are_refused():
         join_slices(ones, INFO, "here")
     with pytest.raises(CheckpointError, match="nothing in it says how their slices fit together"):
         join_slices(ones, None, "here")
-    piece = {"shape": [3], "source": [4, [1]], "dest": [0, [1]], "locations": [1]}
-    ranks = {0: {"shard_shape": [3], "pieces": []}, 1: {"shard_shape": [3], "pieces": [piece]}}
+    run = {"shape": [3], "source": [4, [1]], "dest": [0, [1]], "locations": [1]}
+    ranks = {0: {"shard_shape": [3], "pieces": []}, 1: {"shard_shape": [3], "pieces": [run]}}
     beyond = {"affine_map": {"params": {"^norm$": {"logical_shape": [6], "ranks": ranks}}}}
     with pytest.raises(CheckpointError, match=r"do not make up \(6,\)"):
         join_slices(ones, beyond, "here")

@@ -132,8 +132,8 @@ def _dropped(ranks, threshold, bf16):
         assert torch.equal(before[name], after[name]), name
     with GatheredParameters(list(params.values())):
         assert torch.equal(params["last.weight"].float(), before["last.weight"].to(params["last.weight"].dtype).float())
-    told = [line for line in lines.lines if "modifier_rank is None" in line]
-    found = [next(name for name in params if f"'{name}'" in line) for line in told]
+    notices = [line for line in lines.lines if "modifier_rank is None" in line]
+    found = [next(name for name in params if f"'{name}'" in line) for line in notices]
     assert found[0] == "blocks.0.rise.weight" and found.count("blocks.0.rise.weight") == 1
     assert "frozen" not in found
     if ranks == 1 or threshold:

@@ -211,9 +211,9 @@ def _state_dicts():
     assert all(type(p) is nn.Parameter and p.numel() == 0 for p in whole.parameters())
     whole.state_dict()
     if dist.get_rank() == 0:
-        told = [line for line in lines.lines if "placeholder" in line or "size 0" in line]
-        assert sum(line.startswith("state_dict()") for line in told) == 1
-        assert sum(line.startswith("pickling") for line in told) == 1
+        notices = [line for line in lines.lines if "placeholder" in line or "size 0" in line]
+        assert sum(line.startswith("state_dict()") for line in notices) == 1
+        assert sum(line.startswith("pickling") for line in notices) == 1
     for name, value in engine.iter_full("fp32"):
         assert torch.equal(value, full[name] * 2), name
 

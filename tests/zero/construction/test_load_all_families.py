@@ -54,9 +54,9 @@ def _compared(folder, most):
                 kind(copy.deepcopy(config)).save_pretrained(place, max_shard_size="300KB")
             except Exception:
                 problem = "unsaveable"
-        told = [problem]
-        dist.broadcast_object_list(told, 0)
-        outcome[name] = told[0] or _difference(kind, place)
+        problems = [problem]
+        dist.broadcast_object_list(problems, 0)
+        outcome[name] = problems[0] or _difference(kind, place)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)

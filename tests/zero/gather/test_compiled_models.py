@@ -1,6 +1,6 @@
 """Compiled models: ``torch.compile`` before ``initialize`` and ``engine.compile``.
 
-At stage 3 gathers lie between the compiled pieces, also where the root's own forward uses a parameter of somebody else.
+At stage 3 gathers lie between the compiled graphs, also where the root's own forward uses a parameter of somebody else.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_compiled(form):
     run_ranks(FORMS[form], 2, "aot_eager", stages)
 
 
-def _pieces(form, limits):
+def _graphs(form, limits):
     """Trains, and returns what the compiler got: the operations of each of its graphs."""
     from torch._dynamo.backends.debugging import aot_eager
 
@@ -124,7 +124,7 @@ def _pieces(form, limits):
 )
 def test_a_root_that_uses_parameters_itself(form, limits):
     """The numbers are those of plain torch, and what is between two gathers is compiled."""
-    graphs = run_ranks(_pieces, 2, form, limits)[0]
+    graphs = run_ranks(_graphs, 2, form, limits)[0]
     operations = [operation for graph in graphs for operation in graph]
     assert {"matmul", "tanh", "mean"} <= set(operations), graphs
     # Torch 2.11 leaves a library layer alone where a hook of it may not be compiled.

@@ -285,10 +285,10 @@ class _Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.texts.append(record.getMessage())
 
 
 def load_elsewhere(folder: str, stages: tuple[int, ...]) -> None:
@@ -302,7 +302,7 @@ def load_elsewhere(folder: str, stages: tuple[int, ...]) -> None:
         assert path is not None and engine.global_steps == 2
         if torch.distributed.get_world_size() > 1:
             assert not any(bool(one.any()) for one in _errors(engine))
-            assert rank() or sum("error feedback" in line for line in lines.said) == 1
+            assert rank() or sum("error feedback" in line for line in lines.texts) == 1
         _train(engine, range(2, 3), rank())
         engine.destroy()
 

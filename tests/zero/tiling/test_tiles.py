@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.zero.tiling.parts import part_of_placements
-from deepspeed.zero.tiling.tiles import Box, Span, Tile, TilePart, first_overlap, spans
+from deepspeed.zero.tiling.tiles import Span, Tile, TilePart, TileRegion, first_overlap, spans
 
 SHAPES = st.one_of(
     st.just(()),
@@ -28,14 +28,14 @@ def numbers(tile: Tile) -> torch.Tensor:
     """The slow way: the flattened tile, each element the number of the logical element that lies there, or -1."""
     whole = torch.arange(prod(tile.global_shape)).view(tile.global_shape)
     out = torch.full(tile.shape, -1)
-    for box in tile.boxes:
-        out[box.in_tile] = whole[box.in_whole]
+    for region in tile.regions:
+        out[region.in_tile] = whole[region.in_whole]
     return out.view(-1)
 
 
 @st.composite
 def tilings(draw, shape: tuple[int, ...]) -> list[Tile]:
-    """Tiles that together hold a parameter: every dimension cut anywhere, the boxes dealt and stacked with padding."""
+    """Tiles that together hold a parameter: every dimension cut anywhere, regions stacked with padding."""
     cuts = []
     for extent in shape:
         inner = draw(st.lists(st.integers(1, max(extent - 1, 1)), max_size=2)) if extent > 1 else []
@@ -49,23 +49,23 @@ def tilings(draw, shape: tuple[int, ...]) -> list[Tile]:
     made = []
     for number, mine in enumerate(assignment):
         if not shape:
-            boxes = [Box((), (), ()) for _ in mine]
-            made.append(Tile(f"t{number}", (), part=TilePart("p", (), tuple(boxes))))
+            regions = [TileRegion((), (), ()) for _ in mine]
+            made.append(Tile(f"t{number}", (), part=TilePart("p", (), tuple(regions))))
             continue
         mine = draw(st.permutations(mine))
-        axis = draw(st.integers(0, len(shape) - 1))  # along which the boxes are put down
-        boxes, place = [], 0
+        axis = draw(st.integers(0, len(shape) - 1))  # along which the regions are put down
+        regions, place = [], 0
         widest = [1] * len(shape)
         for cell in mine:
             place += draw(st.integers(0, 2))
             at = [draw(st.integers(0, 1)) for _ in shape]
             at[axis] = place
             extents = tuple(high - low for low, high in cell)
-            boxes.append(Box(tuple(low for low, _ in cell), tuple(at), extents))
+            regions.append(TileRegion(tuple(low for low, _ in cell), tuple(at), extents))
             place += extents[axis]
             widest = [max(w, a + e) for w, a, e in zip(widest, at, extents, strict=True)]
         widest[axis] = max(widest[axis], place) + draw(st.integers(0, 2))
-        made.append(Tile(f"t{number}", tuple(widest), part=TilePart("p", shape, tuple(boxes))))
+        made.append(Tile(f"t{number}", tuple(widest), part=TilePart("p", shape, tuple(regions))))
     return made
 
 
@@ -100,8 +100,8 @@ def test_any_tiling_is_filled_from_any_other(both, data):
     held = []
     for tile in theirs:
         values = torch.full(tile.shape, 7.0)  # padding of the others is nobody's value
-        for box in tile.boxes:
-            values[box.in_tile] = whole[box.in_whole]
+        for region in tile.regions:
+            values[region.in_tile] = whole[region.in_whole]
         held.append(values.view(-1))
     for tile in ours:
         ranks = data.draw(st.integers(1, 3))
@@ -113,15 +113,15 @@ def test_any_tiling_is_filled_from_any_other(both, data):
                     part = values[span.other_start : span.other_start + span.numel]
                     out[span.start : span.start + span.numel] = part
         expected = torch.zeros(tile.shape)
-        for box in tile.boxes:
-            expected[box.in_tile] = whole[box.in_whole]
+        for region in tile.regions:
+            expected[region.in_tile] = whole[region.in_whole]
         assert torch.equal(out.view(tile.shape), expected)
-        assert tile.is_padded == (sum(box.numel for box in tile.boxes) < tile.numel)
+        assert tile.is_padded == (sum(region.numel for region in tile.regions) < tile.numel)
 
 
 @given(SHAPES.flatmap(tilings))
-def test_no_two_boxes_of_a_tiling_overlap(tiling):
-    regions = [(box.whole, box.shape) for tile in tiling for box in tile.boxes]
+def test_no_two_regions_of_a_tiling_overlap(tiling):
+    regions = [(region.whole, region.shape) for tile in tiling for region in tile.regions]
     assert first_overlap(regions) is None
     assert sum(prod(extents) for _, extents in regions) == prod(tiling[0].global_shape)
 
@@ -150,30 +150,30 @@ def test_how_many_spans_a_cut_costs():
 def test_packed_uneven_and_padded():
     """Query, key and value in one tensor, the heads cut 2 : 1; a vocabulary of 7 rows rounded up to 8."""
     first = TilePart.cut("qkv", (9, 2), 0, [(0, 2), (3, 5), (6, 8)])
-    assert [box.whole for box in first.boxes] == [(0, 0), (3, 0), (6, 0)]
-    assert [box.tile for box in first.boxes] == [(0, 0), (2, 0), (4, 0)]
+    assert [region.whole for region in first.regions] == [(0, 0), (3, 0), (6, 0)]
+    assert [region.tile for region in first.regions] == [(0, 0), (2, 0), (4, 0)]
     tile = Tile("qkv", (6, 2), part=first)
     assert not tile.is_padded and [s.other_start for s in spans(tile, 0, 12, tile.whole())] == [0, 6, 12]
     last = Tile("wte", (4, 2), part=TilePart.cut("wte", (7, 2), 0, [(4, 7)]))
     assert last.is_padded and list(spans(last, 0, 8, last.whole())) == [Span(0, 8, 6)]
     nothing = Tile("wte", (0, 2), part=TilePart.cut("wte", (7, 2), 0, [(7, 7)]))
-    assert nothing.boxes == () and list(spans(nothing, 0, 0, last)) == []
+    assert nothing.regions == () and list(spans(nothing, 0, 0, last)) == []
 
 
 @pytest.mark.parametrize(
-    ("shape", "boxes", "words"),
+    ("shape", "regions", "words"),
     [
-        ((2, 2), [Box((0,), (0,), (2,))], "equally many"),
-        ((2, 2), [Box((3, 0), (0, 0), (2, 2))], "logical shape"),
-        ((2, 2), [Box((0, 0), (1, 0), (2, 2))], "inside the shape"),
-        ((2, 2), [Box((0, 0), (0, 0), (0, 2))], "inside"),
-        ((4, 2), [Box((0, 0), (0, 0), (2, 2)), Box((1, 0), (2, 0), (2, 2))], "overlap in the logical"),
-        ((3, 2), [Box((0, 0), (0, 0), (2, 2)), Box((2, 0), (1, 0), (2, 2))], "overlap in the tile"),
+        ((2, 2), [TileRegion((0,), (0,), (2,))], "equally many"),
+        ((2, 2), [TileRegion((3, 0), (0, 0), (2, 2))], "logical shape"),
+        ((2, 2), [TileRegion((0, 0), (1, 0), (2, 2))], "inside the shape"),
+        ((2, 2), [TileRegion((0, 0), (0, 0), (0, 2))], "inside"),
+        ((4, 2), [TileRegion((0, 0), (0, 0), (2, 2)), TileRegion((1, 0), (2, 0), (2, 2))], "overlap in the logical"),
+        ((3, 2), [TileRegion((0, 0), (0, 0), (2, 2)), TileRegion((2, 0), (1, 0), (2, 2))], "overlap in the tile"),
     ],
 )
-def test_impossible_parts_are_refused(shape, boxes, words):
+def test_impossible_parts_are_refused(shape, regions, words):
     with pytest.raises(ValueError, match=words):
-        Tile("w", shape, part=TilePart("w", (4, 2), tuple(boxes)))
+        Tile("w", shape, part=TilePart("w", (4, 2), tuple(regions)))
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(1, 5)), st.data())

@@ -218,7 +218,7 @@ NARROW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimize
 
 
 def test_masters_on_the_host_of_a_device(tmp_path):
-    """There they are no longer the compute parameters, and updates are cut into pieces."""
+    """There they are no longer the compute parameters, and updates are cut into chunks."""
     from tests.device.support import engine_at, step
     from tests.harness.device import simulated_device
 

@@ -215,7 +215,7 @@ def _failing(*_: Any, **__: Any) -> None:
 def _an_error_in_the_worker() -> None:
     engine = make_engine(_settings(2, speculates=True, clip=0.0))
     train_some(engine, range(3))
-    with mock.patch("deepspeed.zero.update.speculation.update_piece", _failing), pytest.raises(ArithmeticError):
+    with mock.patch("deepspeed.zero.update.speculation.update_chunk", _failing), pytest.raises(ArithmeticError):
         for step in range(3, 9):  # until the thread has begun one before the update takes it away
             train_some(engine, range(step, step + 1))
     engine.destroy()

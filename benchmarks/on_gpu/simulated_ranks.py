@@ -1,4 +1,4 @@
-"""Part C: one rank of eight whose others are played, at real sizes: real memory, streams, kernels and waits.
+"""Part C: one rank of eight whose others are simulated, at real sizes: real memory, streams, kernels and waits.
 
 No NCCL is needed. Where a rank would talk to the others, a stream of its own is busy for as long as the bytes would
 take, and the engine waits for it as it would for NCCL. Nothing is exchanged, so losses mean nothing.
@@ -10,7 +10,7 @@ from functools import partial
 
 from on_gpu.part import Report, Settings, Table, run_python
 
-TITLE = "C. One rank of eight, played"
+TITLE = "C. One rank of eight, simulated"
 RATE = 350e9  # bytes per second and direction: all-gather over NVLink 4 on eight devices
 CONTESTS = (("1.3B", ("ours-0", "ours-1", "ours-2", "ours-3", "fsdp2")), ("8B", ("ours-3", "fsdp2")))
 
@@ -29,7 +29,7 @@ def run(settings: Settings, report: Report) -> None:
 
 
 def _row(settings: Settings, report: Report, table: Table, shape: str, name: str) -> None:
-    found = run_python("played_program", name, shape, str(RATE), settings=settings, seconds=150)
+    found = run_python("simulated_ranks_program", name, shape, str(RATE), settings=settings, seconds=150)
     columns = ("ms", "peak", "planned", "transfers", "hidden", "waits", "launches")
     report.row(table, name, *(found[column] for column in columns))
     if found["planned"] and found["peak"] and abs(found["peak"] / found["planned"] - 1) > 0.05:

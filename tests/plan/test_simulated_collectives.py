@@ -1,4 +1,4 @@
-"""What losses and optimizers exchange is played where ranks do not exist, and lies in the books of its axis."""
+"""What losses and optimizers exchange is simulated where ranks do not exist, and is counted by its axis."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_groups_of_one_axis_have_channels_of_their_own() -> None:
         assert channel_along(FakeGroup((0, 1)), torch.device("cpu"), "tensor") is first
 
 
-def test_torchs_own_collectives_are_played_or_refused_by_name() -> None:
+def test_torchs_own_collectives_are_simulated_or_refused_by_name() -> None:
     with world("gloo").as_current():
         whole = torch.zeros(4)
         comm.all_gather_into_tensor(whole, torch.ones(2), group=SEQUENCE)

@@ -1,4 +1,4 @@
-"""``python -m on_gpu.played_program WHO SHAPE RATE``: one rank of eight; prints times, memory, waits and launches."""
+"""``python -m on_gpu.simulated_ranks_program WHO SHAPE RATE``: one of eight ranks; times, memory, waits, launches."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class QueuedJob(SimulatedJob):
 
     def __init__(self, device: torch.device, rate: float) -> None:
         super().__init__(0, Mesh(((DATA, RANKS),)), "nccl")
-        self._played_on = device
+        self._simulated_on = device
         self._group = QueuedGroup(torch.cuda.Stream() if device.type == "cuda" else None, rate)
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Any:
-        """Returns the played transport over the queue; small exchanges pass through the device, as with NCCL."""
+        """Returns the simulated transport over the queue; small exchanges pass through the device, as with NCCL."""
         made: Any = super().transport(device, ranks)
         if made.name == "native":
-            made.group, made.device = self._group, self._played_on
+            made.group, made.device = self._group, self._simulated_on
         return made
 
 
