@@ -23,7 +23,7 @@ from deepspeed.engine_feature import (
     takes_keyword,
 )
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.zero.gather.block_map import ParameterBlockMap
+from deepspeed.zero.gather.units import ParameterBlockMap
 from deepspeed.zero.runtime import ZeroRuntime
 
 _IN_A_STAGE = "a stage has some of the layers, and several micro-batches are on their way at once"

@@ -22,8 +22,7 @@ from deepspeed.engine.placing import place_model
 from deepspeed.engine.runtime_options import placement_for, precision_for
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.update.drivers import driver_of
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, driver_of
 
 
 def initialize(

@@ -16,7 +16,7 @@ from deepspeed.engine.runtime_options import runtime_options
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.gather.leaf import mark_configured_leaves
+from deepspeed.zero.gather.units import mark_configured_leaves
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime, build_runtime

@@ -19,7 +19,7 @@ from typing_extensions import override
 from deepspeed.comm.transports.transport import Work
 from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyHandle, CopyStream
-from deepspeed.zero.gradient.destination import GradientDestination, add_into
+from deepspeed.zero.gradient.gradient_sum import GradientDestination, add_into
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import FlatBuffer, Memory, MemoryTracker, StorageKind
 from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy

@@ -20,7 +20,7 @@ from deepspeed.offload.host import HostGradientDestination, HostMemory, HostUpda
 from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.update.loop import UpdateStrategy

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.chunks import run_in_chunks
@@ -231,3 +233,25 @@ def check_hyperparameters(
     for position, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"{name}: betas[{position}] must lie in [0, 1), but is {beta}")
+
+
+@contextmanager
+def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Calls the hooks of ``register_step_pre_hook`` and ``register_step_post_hook``, as ``step()`` would.
+
+    They find the parameters of the groups, which are flat runs, without ``.grad``: the update reads its gradients from
+    buffers of its own.
+
+    Args:
+        optimizer: Whose step it is.
+    """
+    _call_each(torch_optimizer._global_optimizer_pre_hooks, optimizer)
+    _call_each(optimizer._optimizer_step_pre_hooks, optimizer)
+    yield
+    _call_each(optimizer._optimizer_step_post_hooks, optimizer)
+    _call_each(torch_optimizer._global_optimizer_post_hooks, optimizer)
+
+
+def _call_each(hooks: dict, optimizer: torch.optim.Optimizer) -> None:  # type: ignore[type-arg]
+    for hook in list(hooks.values()):
+        hook(optimizer, (), {})

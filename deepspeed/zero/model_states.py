@@ -32,7 +32,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.provisional import note_freed
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.gather.units import Unit
-from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import MemoryTracker

@@ -23,10 +23,9 @@ from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.gather.hooks import ForwardHooks
-from deepspeed.zero.gather.leaf import get_z3_leaf_modules
 from deepspeed.zero.gather.outputs import tensors_in
 from deepspeed.zero.gather.schedule import GatherSchedule
-from deepspeed.zero.gather.units import buckets_of_leaves, find_units, gathering_modules
+from deepspeed.zero.gather.units import buckets_of_leaves, find_units, gathering_modules, get_z3_leaf_modules
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups

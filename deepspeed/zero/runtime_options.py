@@ -9,8 +9,8 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits

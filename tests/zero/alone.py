@@ -13,8 +13,8 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine.optimizers import group_indices, move_to_runs
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime, build_runtime

@@ -22,7 +22,7 @@ from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime, build_runtime

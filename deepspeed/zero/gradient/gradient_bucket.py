@@ -19,9 +19,8 @@ from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, catch_up, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
-from deepspeed.zero.gradient.gradient_sum import GradientSum, pack_and_square
+from deepspeed.zero.gradient.gradient_sum import GradientDestination, GradientSum, pack_and_square
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.update.norm import squared_norm
 

@@ -4,6 +4,7 @@ Up to three sums wait for the update: *local* (this rank's own micro-batches, th
 ranks that share slices; those with the same slices have not been asked yet) and *reduced* (over all ranks: what the
 update reads). With one micro-batch there is one, reduced. A backward is compared with the :class:`GradientSumState`
 that was taken when it began: so it is known what it has been added to, and what is left when it is taken out again.
+A :class:`GradientDestination` brings a reduced gradient to where the update reads it, and adds further ones there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed.zero.gradient.destination import CHUNK, GradientDestination, add_into
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.norm import Squares, squared_norm
+
+#: Elements that are worked on while they are in the cache: whole blocks of 64.
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -316,3 +319,57 @@ def _copy_in_chunks(target: torch.Tensor, source: torch.Tensor, squares: Squares
         part = source[low : low + CHUNK]
         target[low : low + part.numel()].copy_(part)
         squares.add(target[low : low + CHUNK])
+
+
+class GradientDestination:
+    """Brings reduced gradients to the memory in which the update reads them.
+
+    This class serves gradients that are reduced right there: on the device, and in host memory where that is what the
+    model computes in. ``deepspeed.offload`` has the one that copies them down from an accelerator.
+
+    Args:
+        tier: The memory, for the books.
+    """
+
+    def __init__(self, tier: Tier = Tier.DEVICE) -> None:
+        self.tier = tier
+
+    @property
+    def incoming_tier(self) -> Tier:
+        """Where the reduction itself leaves its result."""
+        return self.tier
+
+    def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
+        """Returns the reduced gradient in its memory; ``reduced`` is given up."""
+        return reduced
+
+    def add(
+        self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
+    ) -> FlatBuffer:
+        """Adds a reduced gradient to one that has landed; both are given up.
+
+        Args:
+            result: What :meth:`to_destination` or this method returned.
+            reduced: What is added.
+            dtype: Of the sum.
+            squares: Receives the squares of the sum, once :meth:`wait` has returned.
+
+        Returns:
+            The sum.
+        """
+        add_into(result.tensor, reduced.tensor, squares)
+        reduced.free()
+        return result
+
+    def wait(self, result: FlatBuffer) -> None:
+        """Returns when ``result`` holds everything that was landed in it or added to it."""
+
+
+def add_into(total: torch.Tensor, part: torch.Tensor, squares: Squares | None) -> None:
+    """Adds ``part`` to ``total`` (both 1-D); ``squares`` takes the squares of the sum while it is in the cache."""
+    if squares is None:
+        total.add_(part)
+        return
+    chunk = CHUNK if total.device.type == "cpu" else max(total.numel(), 1)
+    for one, other in zip(total.split(chunk), part.split(chunk), strict=True):
+        squares.add(one.add_(other))

@@ -29,8 +29,8 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.logging import log_dist, logger
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.gradient.trial import Trial
 from deepspeed.zero.storage import MemoryTracker
 

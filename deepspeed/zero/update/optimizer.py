@@ -18,9 +18,9 @@ from deepspeed.comm.transports.transport import Work
 from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError, NonFiniteError
 from deepspeed.logging import log_dist
-from deepspeed.ops.base import evaluate
+from deepspeed.ops.base import evaluate, step_hooks
 from deepspeed.ops.flat import FlatUpdate, NarrowStates, flat_updater
-from deepspeed.ops.step_hooks import step_hooks
+from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
@@ -28,8 +28,7 @@ from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
-from deepspeed.zero.update.driver import UpdateDriver, UpdateParts, gradient_factor
-from deepspeed.zero.update.drivers import driver_of
+from deepspeed.zero.update.driver import MeanGradient, UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.loop import ChunkUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_tables, split_state
 from deepspeed.zero.update.norm import norm_from_squares
@@ -555,3 +554,12 @@ class FP16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
 
 class FP16_UnfusedOptimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
     """The optimizer at stage 0 in fp16, around one that needs whole tensors, such as LAMB."""
+
+
+def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
+    """Returns the driver for what the updates of an optimizer exchange."""
+    if isinstance(optimizer, ExchangesMomentum):
+        from deepspeed.zero.onebit import momentum_driver_of  # few train with it
+
+        return momentum_driver_of(optimizer)
+    return MeanGradient()

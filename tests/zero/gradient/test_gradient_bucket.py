@@ -12,9 +12,9 @@ from torch import nn
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import CallOrderError
-from deepspeed.zero.gradient.destination import GradientDestination
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, GradientState
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind

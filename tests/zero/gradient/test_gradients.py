@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.zero.gradient.destination import GradientDestination
+from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.storage import MemoryTracker
 from tests.harness.loopback import LoopbackTransport, run_threads
