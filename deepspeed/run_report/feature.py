@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -18,6 +19,8 @@ from typing_extensions import override
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mesh import PIPE
+from deepspeed.comm.job.torch_groups import rendezvous_store
+from deepspeed.comm.start.batched_store import read_many, those_there
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, TrackingHooks
 from deepspeed.errors import DeepSpeedConfigError
@@ -26,7 +29,7 @@ from deepspeed.logging import log_dist
 from deepspeed.release import VERSION
 from deepspeed.run_report.analysis import SlowRank, slow_ranks
 from deepspeed.run_report.page import report_at_end
-from deepspeed.run_report.rank_file import open_folder, rank_path
+from deepspeed.run_report.rank_file import RecentSteps, open_folder, rank_path
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import PLAN, Line, RankRun, RunData
 from deepspeed.zero.group import Groups
@@ -57,14 +60,18 @@ class RunReportFeature(EngineFeature):
 
     @override
     def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
-        if setup.root.run_report.path is None:
-            return None
-        rank, folder = comm.get_rank(), Path(setup.root.run_report.path)
+        section, rank, world_size = setup.root.run_report, comm.get_rank(), comm.get_world_size()
+        if section.path is None:
+            store = rendezvous_store()
+            if not section.stragglers or world_size == 1 or store is None:
+                return None
+            posts = StepBoard(store, rank, world_size, _facts(setup, runtime))
+            return TrackingHooks(StepRecorder(posts.steps, rank, {}, after_step=posts.after_step))
+        folder = Path(section.path)
         on_close = partial(report_at_end, folder, rank)
         if rank == 0:
             ExitNotes.here().run_report_missing(folder)  # the launcher writes the page if this rank is killed
-        world_size = comm.get_world_size()
-        watch = StragglerWatch(folder, world_size) if rank == 0 and world_size > 1 else None
+        watch = StragglerWatch(RankFileReader(folder).read, world_size) if rank == 0 and world_size > 1 else None
         after_step = None if watch is None else watch.after_step
         return TrackingHooks(
             StepRecorder(folder, rank, _facts(setup, runtime), on_close=on_close, after_step=after_step)
@@ -136,17 +143,20 @@ class StragglerWatch:
 
     A look compares at most 32 ranks, spread over the job; the next look takes others.
 
-    Only files that this machine sees are compared: one machine's, or all in a shared folder.
-
     Args:
-        folder: Of the run.
-        world_size: Ranks of the job; files of further ranks are left from an earlier run.
+        read: Returns the latest steps of a rank; None where they are not known.
+        world_size: Ranks of the job.
         seconds: The clock.
     """
 
-    def __init__(self, folder: Path, world_size: int, seconds: Callable[[], float] = time.perf_counter) -> None:
-        self._paths = [rank_path(folder, rank) for rank in range(world_size)]
-        self._facts: dict[int, Line] = {}
+    def __init__(
+        self,
+        read: Callable[[int], RankRun | None],
+        world_size: int,
+        seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._read = read
+        self._world_size = world_size
         self._seconds = seconds
         self._next = seconds() + _PAUSE
         self._named: set[int] = set()
@@ -163,8 +173,8 @@ class StragglerWatch:
         if started < self._next:
             return
         recorder.flush()
-        parts = -(-len(self._paths) // _AT_ONCE)
-        ranks = range(self._looks % parts, len(self._paths), parts)
+        parts = -(-self._world_size // _AT_ONCE)
+        ranks = range(self._looks % parts, self._world_size, parts)
         self._looks += 1
         slow = self._slow(ranks)
         lasting = {s.rank for s in slow}
@@ -186,15 +196,27 @@ class StragglerWatch:
         self._next = now + max(_PAUSE, (now - started) / _COST)
 
     def _slow(self, ranks: Iterable[int]) -> list[SlowRank]:
-        runs = {rank: run for rank in ranks if (run := self._read(rank, self._paths[rank])) is not None}
+        runs = {rank: run for rank in ranks if (run := self._read(rank)) is not None}
         common = set.intersection(*(set(run.steps) for run in runs.values())) if len(runs) > 1 else set()
         window = sorted(common)[-WINDOW:]
         return slow_ranks(RunData(runs), window) if len(window) == WINDOW else []
 
-    def _read(self, rank: int, path: Path) -> RankRun | None:
+
+class RankFileReader:
+    """Reads the latest steps of ranks from their files, as far as this machine sees them.
+
+    Args:
+        folder: Of the run. It may be one of this machine, or of all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._facts: dict[int, Line] = {}
+
+    def read(self, rank: int) -> RankRun | None:
         """Returns the last steps of a rank; None without a file, as where each machine has its own folder."""
         try:
-            with path.open("rb") as file:
+            with rank_path(self._folder, rank).open("rb") as file:
                 if rank not in self._facts:
                     self._facts[rank] = json.loads(file.readline())
                 size = file.seek(0, 2)
@@ -212,3 +234,70 @@ class StragglerWatch:
                 run.steps.clear()
             run.take(line)
         return run
+
+
+class StepBoard:
+    """Posts the latest steps of this rank at the rendezvous store every 20 steps; rank 0 compares them a step later.
+
+    Where ranks wait for each other in every step, all have posted by then. No rank waits for a post.
+
+    Args:
+        store: A torch ``Store`` that all ranks share.
+        rank: Of this process.
+        world_size: Ranks of the job.
+        facts: Of this rank, see :class:`~deepspeed.run_report.run_data.RankRun`.
+        seconds: The clock of the watch.
+
+    Attributes:
+        steps: Lines of the steps that are posted.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        facts: Mapping[str, Any],
+        seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.steps = RecentSteps(WINDOW)
+        self._store, self._rank = store, rank
+        self._facts = {name: facts[name] for name in ("host", "stage")}
+        self._number = store.add(f"{_POSTS}/engines/{rank}", 1)  # of this engine; the same on all ranks
+        self._watch = StragglerWatch(self._read, world_size, seconds) if rank == 0 else None
+        self._posted: int | None = None  # the last step of the latest post
+
+    def after_step(self, recorder: StepRecorder, step: int) -> None:
+        """Posts, or compares, if it is time to.
+
+        Args:
+            recorder: Of this rank.
+            step: The latest one.
+        """
+        # The store ends with the rank that holds it, and a rank that ends normally may be the last one.
+        with contextlib.suppress(RuntimeError):
+            if step % WINDOW == 0 and self.steps.lines:
+                self._posted = self.steps.lines[-1]["step"]
+                kept = [{name: line[name] for name in _POSTED} for line in self.steps.lines]
+                self._store.set(self._key(self._rank), json.dumps({"facts": self._facts, "lines": kept}))
+                self._store.check([self._key(self._rank)])  # set does not wait for the store, its next answer does
+            elif step % WINDOW == 1 and self._watch is not None and self._posted is not None:
+                self._watch.after_step(recorder, step)
+
+    def _key(self, rank: int) -> str:
+        return f"{_POSTS}/{self._number}/{rank}"
+
+    def _read(self, rank: int) -> RankRun | None:
+        """Returns the steps that a rank has posted; None if they are not those of the latest post of this rank."""
+        keys = those_there(self._store, [self._key(rank)])
+        if not keys:
+            return None
+        post = json.loads(read_many(self._store, keys)[0])
+        run = RankRun(rank, facts=post["facts"])
+        for line in post["lines"]:
+            run.take(line)
+        return run if self._posted in run.steps else None
+
+
+_POSTS = "deepspeed/stragglers"
+_POSTED = ("kind", "step", "seconds", "phases", "waits")

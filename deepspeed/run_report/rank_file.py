@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -49,6 +50,31 @@ class RankFile:
     def close(self) -> None:
         """Writes what is left. May be called twice."""
         self._file.close()
+
+
+class RecentSteps:
+    """Keeps the lines of the latest steps in memory, in place of a file.
+
+    Args:
+        count: Steps that are kept.
+
+    Attributes:
+        lines: Of steps, the latest last.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.lines: deque[dict[str, Any]] = deque(maxlen=count)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Keeps a line of a step; other kinds of lines are left out."""
+        if kind == "step":
+            self.lines.append({"kind": kind, **values})
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def open_folder(folder: Path, rank: int) -> Path:

@@ -21,7 +21,7 @@ from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
 from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
-from deepspeed.run_report.rank_file import RankFile
+from deepspeed.run_report.rank_file import RankFile, RecentSteps
 
 _MANY = 4096
 """Phases of a step whose marks are kept until the step after it; an evaluation may run any number of forwards."""
@@ -65,7 +65,7 @@ class _OpenStep:
 class _StepWriter:
     """Writes one line per step to a rank's file, one step late, so that no step waits for the device."""
 
-    def __init__(self, file: RankFile, clock: PhaseClock, on_close: Callable[[bool], Any] | None) -> None:
+    def __init__(self, file: RankFile | RecentSteps, clock: PhaseClock, on_close: Callable[[bool], Any] | None) -> None:
         self.file = file
         self._clock = clock
         self._on_close = on_close
@@ -108,7 +108,7 @@ class StepRecorder(StepTracker):
     """Writes a line about each step of this rank, until it is closed or the program ends.
 
     Args:
-        folder: Of the run.
+        target: Folder of the run, or where the latest steps are kept: then neither losses nor events are.
         rank: Number of this rank in the job.
         facts: What is known at the start; written to the file.
         clock: Sets the marks; None: the one that fits the accelerator.
@@ -116,11 +116,9 @@ class StepRecorder(StepTracker):
         after_step: Called with this recorder and the step's number when a step is done.
     """
 
-    wants_loss = wants_events = True
-
     def __init__(
         self,
-        folder: Path,
+        target: Path | RecentSteps,
         rank: int,
         facts: Mapping[str, Any],
         clock: PhaseClock | None = None,
@@ -129,12 +127,14 @@ class StepRecorder(StepTracker):
     ) -> None:
         self._after_step = after_step
         self._clock = clock if clock is not None else phase_clock()
-        file = RankFile(folder, rank)
+        has_file = isinstance(target, Path)
+        self.wants_loss = self.wants_events = has_file
+        file = RankFile(target, rank) if isinstance(target, Path) else target
         file.write("start", rank=rank, **facts)
         file.flush()
         self._phases: list[tuple[str, Any]] = []  # of those that are open, outermost first
         self._tokens = 0
-        self._wants_memory = rank == 0  # once
+        self._wants_memory = has_file and rank == 0  # once
         self._sent = _bytes_by_axis()
         self._step = _OpenStep(self._clock.mark())
         self._writer = _StepWriter(file, self._clock, on_close)

@@ -61,6 +61,10 @@ class RunReport(Section):
     plan: str | None = key(
         None, "File that ds_plan --json wrote; the page shows it beside the run.", null_means="no plan"
     )
+    stragglers: Bool = key(
+        False,
+        "Log a line when a rank stays slow, also without path: ranks post their latest steps at the rendezvous store.",
+    )
 
 
 _ONE_STEP = "one step is profiled; profile_step says which"
