@@ -9,7 +9,7 @@ outputs and the gradients of the parameters that stay whole are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,14 +141,27 @@ def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.de
     """Returns the rules for what this rank has of a model. Every rank raises what is wrong with those of any stage."""
     rules: dict[str, CutRule] = {}
     problem: DeepSpeedConfigError | None = None
+    used = _specs_used_by_stages(model, section, device)
     try:
-        rules = rules_for(model, section)
+        rules = rules_for(model, section, used)
     except DeepSpeedConfigError as error:
         problem = error
     raise_for_all_stages(
         model, device, len(rules), problem, _NoPlanError, label="the tensor-parallel cuts of the stages"
     )
     return rules
+
+
+def _specs_used_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> set[int]:
+    """Returns the numbers of the ``layer_specs`` that fit a weight of any stage. Every rank of the job must call it."""
+    if section.partition_config is None:
+        return set()
+    try:
+        mine = rules_module.used_specs(model, section)
+    except DeepSpeedConfigError:
+        mine = []  # the rules of this stage raise it again, and then every rank does
+    label = "the tensor-parallel patterns that fit layers of the stages"
+    return {number for numbers in gather_from_stages(model, device, mine, label=label) for number in numbers}
 
 
 def _sequences_by_stages(model: nn.Module, layout: Layout, device: torch.device) -> ScatterPlan | None:
@@ -164,13 +177,18 @@ def _sequences_by_stages(model: nn.Module, layout: Layout, device: torch.device)
     return plan
 
 
-def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
+def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collection[int] = ()) -> dict[str, CutRule]:
     """Returns the rules for a model, from the first source that has any.
+
+    Args:
+        model: What this rank has of the model.
+        section: The configuration.
+        used_elsewhere: As of :func:`deepspeed.parallel.tensor.rules.of_user`.
 
     Raises:
         DeepSpeedConfigError: None has.
     """
-    own = rules_module.of_user(model, section)
+    own = rules_module.of_user(model, section, used_elsewhere)
     found: dict[str, CutRule] = {}
     if all(
         rule.way in (CutStyle.WHOLE, CutStyle.SUMMED) for rule in own.values()

@@ -8,7 +8,7 @@ for every module or parameter that is not left whole, by its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -91,34 +91,32 @@ _STYLES = {
 """Styles of Transformers' plans (5.23 and before)."""
 
 
-def of_user(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
+def of_user(model: nn.Module, section: TensorParallel, used_elsewhere: Collection[int] = ()) -> dict[str, CutRule]:
     """Rules from ``partition_config``, completed by ``preset_model``; empty where neither is given.
+
+    Args:
+        model: What this rank has of the model.
+        section: The configuration.
+        used_elsewhere: Numbers of ``layer_specs`` that fit weights of other pipeline stages, see :func:`used_specs`.
 
     Raises:
         DeepSpeedConfigError: A pattern is no regular expression or fits nothing, or ``strict_mode`` finds a linear
             layer without a rule.
     """
     config = section.partition_config
-    specs = list(config.layer_specs) if config is not None else []
-    own = len(specs)
-    if section.preset_model is not None and (config is None or config.use_default_specs):
-        specs += [LayerPartition(**spec) for spec in SPECS[section.preset_model]]
+    specs, own = _specs_of(section)
     if not specs:
         return {}
     kind = model_type_of(model)
-    used: set[int] = set()
-    found: dict[str, CutRule] = {}
-    without: list[str] = []
-    for name, module in model.named_modules():
-        if not _has_weight(module):
-            continue
-        number = next((n for n, spec in enumerate(specs) if _fits(spec, f"{name}.weight", kind)), None)
-        if number is None:
-            without.append(name)
-            continue
-        used.add(number)
-        found[name] = _of_spec(specs[number], name, "partition_config" if number < own else "preset_model")
-    _refuse_unused(specs[:own], used, kind)
+    matches = _matches(model, specs, kind)
+    used = {number for number in matches.values() if number is not None}
+    found = {
+        name: _of_spec(specs[number], name, "partition_config" if number < own else "preset_model")
+        for name, number in matches.items()
+        if number is not None
+    }
+    without = [name for name, number in matches.items() if number is None]
+    _refuse_unused(specs[:own], used.union(used_elsewhere), kind)
     heads = config.lm_head_patterns if config is not None else []
     linear = [name for name in without if is_linear(model.get_submodule(name)) and name.rpartition(".")[2] not in heads]
     if config is not None and config.strict_mode and linear:
@@ -128,6 +126,36 @@ def of_user(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
             'partition_type "skip" for what shall stay whole'
         )
     return found
+
+
+def used_specs(model: nn.Module, section: TensorParallel) -> list[int]:
+    """Returns the numbers of ``partition_config.layer_specs`` that fit a weight of this rank's model.
+
+    Raises:
+        DeepSpeedConfigError: A pattern is no regular expression.
+    """
+    specs, own = _specs_of(section)
+    matches = _matches(model, specs, model_type_of(model))
+    return sorted({number for number in matches.values() if number is not None and number < own})
+
+
+def _specs_of(section: TensorParallel) -> tuple[list[LayerPartition], int]:
+    """Returns the entries of ``partition_config`` and of ``preset_model``, and how many are the former."""
+    config = section.partition_config
+    specs = list(config.layer_specs) if config is not None else []
+    own = len(specs)
+    if section.preset_model is not None and (config is None or config.use_default_specs):
+        specs += [LayerPartition(**spec) for spec in SPECS[section.preset_model]]
+    return specs, own
+
+
+def _matches(model: nn.Module, specs: Sequence[LayerPartition], kind: str | None) -> dict[str, int | None]:
+    """Returns the number of the first entry that fits the weight of each module; None: none does."""
+    return {
+        name: next((n for n, spec in enumerate(specs) if _fits(spec, f"{name}.weight", kind)), None)
+        for name, module in model.named_modules()
+        if _has_weight(module)
+    }
 
 
 def of_plan(model: nn.Module) -> dict[str, CutRule]:

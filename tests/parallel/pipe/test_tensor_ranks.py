@@ -146,6 +146,12 @@ def _refused() -> None:
         skip = {"patterns": [r"(3|5)\..*\.weight"], "partition_type": "skip"}  # a block, and the last norm
         specs = [skip, *SKIP["partition_config"]["layer_specs"]]
         _engine(2, 2, 1, **CUT, partition_config={"use_default_specs": False, "layer_specs": specs})
+    embedding = {"patterns": [r"0\..*\.weight"], "partition_type": "skip"}  # only the first stage has it
+    specs = [embedding, *SKIP["partition_config"]["layer_specs"]]
+    _engine(2, 2, 1, partition_config={"use_default_specs": False, "layer_specs": specs}).destroy()
+    specs.append({"patterns": [r".*mystery.*"], "partition_type": "skip"})
+    with pytest.raises(DeepSpeedConfigError, match=r"layer_specs\[3\]: '.*mystery.*' fits no weight"):
+        _engine(2, 2, 1, partition_config={"use_default_specs": False, "layer_specs": specs})
     engine = _engine(2, 2, 1, **CUT)
     odd = ids(0, 0, LENGTH + 1)
     with pytest.raises(PipelineError, match="has 9 positions, which 2 ranks do not divide; pad batches to a multiple"):
