@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 
@@ -98,15 +98,39 @@ class LossCounter:
 
         Returns:
             The report of the update; where losses have a count, the last of its ``extra`` numbers is the count.
+
+        Raises:
+            DivergenceError: Losses of some ranks have a count, and those of others have none.
         """
         assert self._updater is not None
-        if not self._is_counted:
-            report = self._updater.update(extra)
-            self.clear()
+        mine = self._own_count() if self._is_counted else _NO_COUNT
+        report = self._updater.update((*extra, mine), self._divisor_of_ranks)
+        if self._is_counted:
+            self._end_update(report.extra[:, -1])
             return report
-        report = self._updater.update((*extra, self._own_count()), lambda rows: self._divisor(rows[:, -1]))
-        self._end_update(report.extra[:, -1])
-        return report
+        self.clear()
+        return replace(report, extra=report.extra[:, :-1])
+
+    def _divisor_of_ranks(self, rows: torch.Tensor) -> float:
+        """Returns what the gradients are to be divided by.
+
+        Args:
+            rows: Of every rank of the job: 2-D, fp64, the count in the last column.
+
+        Raises:
+            DivergenceError: Losses of some ranks are sums with a count, of others means; the same on every rank.
+        """
+        counts = rows[:, -1]
+        is_mean = counts == _NO_COUNT
+        if bool(is_mean.all()):
+            return 1.0
+        if bool(is_mean.any()):
+            raise DivergenceError(
+                f"engine.backward(loss, count=...): expected a count on all ranks or on none, found that rank "
+                f"{int((~is_mean).nonzero()[0])} gave one since the last update and rank {int(is_mean.nonzero()[0])} "
+                "did not. Pass count on every rank, 0 where a rank has no tokens"
+            )
+        return self._divisor(counts)
 
     def _divisor(self, counts: torch.Tensor) -> float:
         """Returns what the mean gradient of the divided sums is to be divided by.
@@ -142,6 +166,10 @@ class LossCounter:
     def clear(self) -> None:
         """Forgets the losses since the last update. Called whenever their gradients are thrown away."""
         self._mine, self._is_counted = [], None
+
+
+_NO_COUNT = -1.0
+"""What a rank says in the place of its count where its losses are means."""
 
 
 class PipelineLossCounter(LossCounter):

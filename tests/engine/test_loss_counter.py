@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import engine_of, rank
 from tests.harness import assert_states_equal, run_ranks
@@ -130,6 +130,21 @@ def _mixed():
 
 def test_losses_with_and_without_a_count_are_not_mixed():
     run_ranks(_mixed, 1)
+
+
+def _only_rank_0_counts():
+    x, labels = _batch(0)
+    engine = engine_of(_model(), 1)
+    for _ in range(2):  # the first counted loss gathers; later ones meet in the update
+        engine.backward(_sum(engine, x, labels)[0], count=5)
+        engine.step()
+    engine.backward(_sum(engine, x, labels)[0], **({"count": 5} if dist.get_rank() == 0 else {}))
+    with pytest.raises(DivergenceError, match="found that rank 0 gave one since the last update and rank 1 did not"):
+        engine.step()
+
+
+def test_ranks_that_disagree_on_a_count_are_named():
+    run_ranks(_only_rank_0_counts, 2)
 
 
 class _Failing(torch.autograd.Function):
