@@ -77,7 +77,8 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
         if given != ranks:
             raise DeepSpeedConfigError(
                 f"the parameter {name!r} is a DTensor over the ranks {given}, but the ranks that share layers with "
-                f"this one are {ranks}, by the mesh of the job; make the two meshes equal"
+                f"this one are {ranks}, by the mesh of the job. Give initialize the same mesh (mesh_param). Do not "
+                "call fully_shard: ZeRO shards by itself"
             )
     parts = {name: _parts_of(name, parameter) for name, parameter in found.items()}
     channel = connect(mesh, device, comm.default_timeout())

@@ -123,7 +123,7 @@ def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
     torch_module = sys.modules.get("torch.distributed.tensor")  # importing it costs more than most models
     if torch_module is not None and isinstance(parameter, torch_module.DTensor):
         raise NotYetSupportedError(
-            f"the parameter {name!r} is a DTensor ({parameter.placements}), as torch's parallelize_module, fully_shard "
-            "and Transformers' tp_plan make them; expected an ordinary parameter. Give ZeRO the model before it is cut "
-            "(it shards by itself), or cut layers by hand and describe the ranks by an mpu"
+            f"the parameter {name!r} is a DTensor ({parameter.placements}), but zero.Init takes ordinary parameters "
+            "only. Give a model that parallelize_module or Transformers' tp_plan has cut to deepspeed.initialize "
+            "without zero.Init, and do not call fully_shard: ZeRO shards by itself"
         )
