@@ -233,7 +233,7 @@ class TuningHooks(EngineHooks):
     def _write_metrics(self) -> None:
         """Writes what was measured; milliseconds per update, samples per second over all ranks, bytes.
 
-        The median update counts, so that a moment of other work on the machine does not decide.
+        ``latency`` is the median. The tuner goes by the first quartile, since other work only lengthens updates.
         """
         walls = self._walls()
         measured, wall = len(walls), median(walls)
