@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import deepspeed
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
@@ -165,6 +166,57 @@ def test_a_loader_of_others_goes_on_where_it_stood_or_a_line_says_that_it_does_n
     ((given, lines),) = run_ranks(load_on_other_ranks, 1, str(tmp_path))
     assert given == 0
     assert len(lines) == 1
+
+
+class Positioned:
+    """A loader of another library that saves how many batches were given out, and not the order that they are of."""
+
+    def __init__(self) -> None:
+        self.sampler = DistributedSampler(range(14), shuffle=True)
+        self.given, self.skip = 0, 0
+
+    def __iter__(self):
+        self.given, self.skip = self.skip, 0
+        return self._batches(list(self.sampler))
+
+    def _batches(self, order):
+        while self.given < len(order):
+            self.given += 1
+            yield torch.full((1, 2), float(order[self.given - 1]))
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.skip = state["given"]
+
+
+def in_parts(folder, stops, loads_first):
+    """Batches of several runs, of which each goes on where the one before has stopped."""
+    found, loads = [], False
+    for stop in stops:
+        loader = Positioned()
+        engine = _engine_with(loader if loads_first else RepeatingLoader(loader))
+        if loads:
+            engine.load_checkpoint(folder)
+        batches = RepeatingLoader(loader) if loads_first else engine.training_dataloader
+        while len(found) < stop:
+            found.append(float(next(batches)[0, 0]))
+        engine.save_checkpoint(folder)
+        loads = True
+    return found
+
+
+def runs_in_parts(folder):
+    whole = in_parts(folder, [24], True)
+    assert len(set(whole[:7])) == 7 and whole[:7] != whole[7:14] != whole[14:21]
+    for loads_first in (True, False):
+        for stops in ([3, 5, 24], [8, 15, 24], [7, 14, 24]):
+            assert in_parts(folder, stops, loads_first) == whole, (loads_first, stops)
+
+
+def test_a_loader_of_others_goes_on_in_the_order_of_its_pass_for_the_second_time_too(tmp_path):
+    run_ranks(runs_in_parts, 2, str(tmp_path))
 
 
 def loader_as_training_data():
