@@ -177,7 +177,7 @@ def _finish_replacement(root: Path, replaced: Path, tag: str) -> None:
     else:
         disk.make_folder(final.parent)
         disk.rename(replaced, final)
-        logger.warning("%s: a save was interrupted; its former content is back under this tag", final)
+        logger.warning("%s: a save of this tag was interrupted; the tag has its former content again", final)
 
 
 def point_latest(root: Path, tag: str) -> None:

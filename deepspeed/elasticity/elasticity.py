@@ -120,8 +120,8 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
         logger.warning(
-            f"{DEEPSPEED_ELASTICITY_CONFIG} is not set: whatever chooses the number of ranks may read another section "
-            "elasticity than this run"
+            f"{DEEPSPEED_ELASTICITY_CONFIG} is not set, so the program that chose the number of ranks may have read "
+            "another elasticity section than this run. Let it set the variable to its section"
         )
         return
     differences = differences_from_scheduler(section, text)

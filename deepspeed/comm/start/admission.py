@@ -307,9 +307,7 @@ class _Host:
         try:
             joining = JoiningProcess.from_json(text)
         except ValueError as error:
-            logger.warning(
-                f"{self._where}: ignored a process that does not say who it is as this version does: {error}"
-            )
+            logger.warning(f"{self._where}: ignored a process whose first message this version cannot read: {error}")
             version = f"{self._where} is where a run of version {self._me.facts.version} of deepspeed meets; "
             self._answer(number, error=f"{version}this process was not understood there. {_OWN_PORT}")
             return
@@ -430,7 +428,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
             if now > impatient_at and (rendezvous is None or is_over):
                 impatient_at = deadline
                 logger.warning(
-                    f"{joining.name}: no word from rank 0 at {where} yet; the store there may be another run's"
+                    f"{joining.name}: rank 0 has not answered at {where} yet; the store there may belong to another run"
                 )
             # If rank 0 is there, it knows better which ranks are missing.
             if now > deadline + (_LATE_SECONDS if rendezvous is not None else 0.0):

@@ -44,8 +44,8 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
     name = interface_of(mine) if mine is not None else None
     if name is None:
         logger.warning(
-            f"the host name {socket.gethostname()} means the loopback interface here, and no route to the other "
-            f"machines tells another one: gloo may not be reached. Set {_VARIABLE} to the interface of the network"
+            f"the host name {socket.gethostname()} resolves to the loopback interface here, and no route to the other "
+            f"machines names another interface, so they may not reach gloo. Set {_VARIABLE} to the network's interface"
         )
         return
     environ[_VARIABLE] = name

@@ -60,10 +60,16 @@ def _ask_manager(environ: Mapping[str, str]) -> str | None:
             timeout=_QUERY_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        logger.warning(f"MPI's process manager did not say within {_QUERY_SECONDS:.0f} s where rank 0 is")
+        logger.warning(
+            f"MPI's process manager did not give the address of rank 0 within {_QUERY_SECONDS:.0f} s. Set MASTER_ADDR "
+            "if ranks do not find each other"
+        )
         return None
     if done.returncode != 0:
-        logger.warning(f"MPI's process manager does not say where rank 0 is: {done.stderr.strip()[-300:]}")
+        logger.warning(
+            f"MPI's process manager does not give the address of rank 0: {done.stderr.strip()[-300:]}. Set MASTER_ADDR "
+            "if ranks do not find each other"
+        )
         return None
     return reachable(done.stdout)
 

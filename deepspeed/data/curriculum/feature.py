@@ -98,8 +98,8 @@ def _check_forward(model: nn.Module) -> None:
         )
     if not takes_keyword(model, SEQUENCE_LENGTH, by_name=True):
         log_dist(
-            f"curriculum_learning: {type(model).__name__}.forward takes {SEQUENCE_LENGTH} among **kwargs, not by "
-            "name; see to it that something cuts the inputs, or all training is at full length",
+            f"curriculum_learning: {type(model).__name__}.forward takes {SEQUENCE_LENGTH} by **kwargs only. "
+            f"Make sure that it cuts its inputs to {SEQUENCE_LENGTH} tokens; otherwise all training is at full length",
             level=logging.WARNING,
         )
 

@@ -252,7 +252,7 @@ def different_samples(rows: Sequence[tuple[int, int, bool]], mesh: Mesh) -> str 
             if all(rows[rank][which] != rows[telling[0]][which] for which in (0, 1)):
                 who = " and ".join(f"{one} (stage {mesh.position(one, PIPE)})" for one in (telling[0], rank))
                 return (
-                    f"the ranks {who} work on one copy of the model, but have different samples, so that outputs would "
-                    "meet labels of others"
+                    f"the ranks {who} work on one copy of the model, but have different samples, so outputs of one "
+                    "sample would be compared with labels of another"
                 )
     return None

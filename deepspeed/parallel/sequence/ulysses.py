@@ -322,8 +322,8 @@ def with_all_data_ranks(config: Any, mpu: Any) -> Any:
     if total != math.prod(parts):  # type: ignore[arg-type]
         return config
     log_dist(
-        f"{TOTAL} {total} counts one data-parallel rank, but there are {data} beside the ranks that share sequences; "
-        f"it is taken as {total * data}"
+        f"{TOTAL} {total} is the batch of one data-parallel rank, but there are {data} of them; {total * data} is used "
+        "(ranks that share sequences count once)"
     )
     return {**config, TOTAL: total * data}
 
