@@ -66,7 +66,7 @@ def convert_folder(source: Path, target: Path) -> None:
 
 
 def _link(source: Path, root: Path, tag: str) -> None:
-    """The same files under another name: linked where the file system can, copied otherwise."""
+    """Puts the files of a checkpoint under another tag: by links where the file system has them, else by copies."""
     manifest = Manifest.read(source)
     folder = SaveFolder(root, tag, os.urandom(8).hex())
     folder.create()

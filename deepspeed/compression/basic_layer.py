@@ -48,7 +48,7 @@ class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
 
 
 class Conv1DLayer_Compress(nn.Module):  # noqa: N801
-    """The same for transformers' ``Conv1D``, whose weight is ``[in, out]``."""
+    """A compressed ``Conv1D`` of Transformers: a linear layer whose weight is ``[in, out]``."""
 
     _ds_features = _FEATURES
     compression: Techniques

@@ -58,7 +58,7 @@ def _changed(section: Section) -> list[tuple[str, Any]]:
 
 
 def _changed_paths(section: Section, path: Path) -> list[Path]:
-    """The same, down to the innermost sections."""
+    """Returns the paths of the keys given with another value than the default, down to the innermost sections."""
     found: list[Path] = []
     for name, value in _changed(section):
         found += _changed_paths(value, (*path, name)) if isinstance(value, Section) else [(*path, name)]

@@ -93,7 +93,7 @@ class RemoteRun:
         ]  # fmt: skip
 
     def shell_line(self, *place: str, escape: Callable[[str], str] = lambda text: text) -> str:
-        """The same for a shell on another machine, with variables and directory."""
+        """Returns the line for a shell on another machine: variables, directory, and the command that starts ranks."""
         parts = [f"export {name}={shlex.quote(value)};" for name, value in self.variables.items()]
         parts.append(f"cd {shlex.quote(self.folder)} &&")
         if self.venv_script:

@@ -142,7 +142,7 @@ def coded_costs(
 
 
 def _plain(one: PlannedSum, machine: Machine, *, native: bool) -> tuple[int, float]:
-    """Bytes and seconds of a sum of elements as they are."""
+    """Returns bytes and seconds of a sum whose elements are sent without a codec."""
     if native:
         halves = [_by_ring(one, one.bits, machine)] * (2 if one.whole else 1)
     else:
@@ -153,7 +153,7 @@ def _plain(one: PlannedSum, machine: Machine, *, native: bool) -> tuple[int, flo
 
 
 def _coded(one: PlannedSum, bits: float, machine: Machine, *, native: bool) -> tuple[int, float]:
-    """The same as codes."""
+    """Returns bytes and seconds of a sum whose elements are sent as codes of ``bits`` bits."""
     halves = [_to_all(one, bits, machine)]
     if one.whole:
         halves.append(_by_ring(one, bits, machine) if native else _to_all(one, bits, machine))

@@ -29,7 +29,7 @@ from deepspeed.zero.update.speculation import IdleWorker, workers_from
 
 @dataclass(frozen=True)
 class SimulatedPart:
-    """What is simulated.
+    """One rank that is simulated, and what its engine is given.
 
     Attributes:
         config: The configuration, with micro-batch and accumulation steps in numbers.

@@ -90,7 +90,7 @@ class BucketGroup:
 
     @cached_property
     def early_gradient_transport(self) -> Transport:
-        """The same in early updates."""
+        """Carries gradients as :attr:`gradient_transport` does, in updates before those of ``reduce_codec``."""
         return by_rows(self.reduce) if self.reduces_rows else coded(self.reduce, self.early_codec)
 
     @cached_property
@@ -100,7 +100,7 @@ class BucketGroup:
 
     @cached_property
     def early_combine_transport(self) -> Transport | None:
-        """The same in early updates."""
+        """Carries sums as :attr:`combine_transport` does, in updates before those of ``reduce_codec``."""
         return self._between_copies(self.early_codec)
 
     def _between_copies(self, codec: Codec | None) -> Transport | None:
@@ -208,7 +208,7 @@ class Groups:
         Args:
             gather: How sharded parameters travel to where they are used; None: as they are.
             reduce: How gradients travel; None: as they are.
-            early: The same in updates before those that travel so; None: as they are.
+            early: The codec of gradients in earlier updates; None: they are sent as they are.
             frozen: The same as ``gather`` of parameters that are frozen from the start; None: as others are.
         """
         codecs = {

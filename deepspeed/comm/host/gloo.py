@@ -413,7 +413,18 @@ class GlooTransport(Transport):
     def _start_by_queue(
         self, queue: MessageQueue, rows: torch.Tensor, tag: int, ticket: tuple[str, int], label: str
     ) -> Callable[[], torch.Tensor]:
-        """The same among ranks of one host, whose rows are short."""
+        """Starts :meth:`start_small` by the message queue, between ranks of one host.
+
+        Args:
+            rows: ``[ranks, elements]``, of which this rank's row is written and the others are received.
+            queue: To the other ranks.
+            tag: Of the messages; equal on all ranks.
+            ticket: Of the watch.
+            label: What is exchanged, for error messages.
+
+        Returns:
+            As :meth:`start_small`.
+        """
         flat = memoryview(rows.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
         nbytes = rows[0].nbytes
         if queue.is_over:

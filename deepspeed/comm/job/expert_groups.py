@@ -65,7 +65,10 @@ def cut(dense: Sequence[Sequence[int]], ep_size: int, *, data_first: bool = Fals
 
 
 def along_mesh(mesh: Mesh, ep_size: int, *, data_first: bool = False) -> ExpertRanks:
-    """The same on a mesh: along its expert axis where that has ``ep_size`` ranks, else cut out of its data ranks."""
+    """Returns which ranks of a mesh share experts and which hold the same ones.
+
+    They lie along the expert axis if that has ``ep_size`` ranks; else the data ranks are divided.
+    """
     if mesh.size(EXPERT) == ep_size > 1 and not data_first:
         others = (name for name in mesh.names if name in (DATA, SEQUENCE))
         return ExpertRanks(tuple(map(tuple, mesh.groups(EXPERT))), tuple(map(tuple, mesh.groups(*others))))

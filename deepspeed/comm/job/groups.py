@@ -341,7 +341,7 @@ def _create_expert_and_data_parallel(
 def _create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """The same in a program with tensor parallelism, whose ``mpu`` is registered."""
+    """Registers ``mpu``, which has tensor ranks, and makes the groups of a size. Every rank must call it."""
     set_mpu(mpu)
     _create_expert_and_data_parallel(expert_parallel_size_, use_data_before_expert_parallel_)
 

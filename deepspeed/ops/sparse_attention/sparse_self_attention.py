@@ -271,7 +271,7 @@ class BertSparseSelfAttention(nn.Module):
 
 
 class BertSparseSelfAttentionInTransformers(BertSparseSelfAttention):
-    """The same in the place of the layer of a Transformers model, which passes more and expects a pair."""
+    """Replaces the attention layer of a Transformers model: takes its further arguments, and returns a pair."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *_args: Any, **_kwargs: Any

@@ -112,7 +112,7 @@ class PipelineParallelGrid:
         return self._topo.get_rank(**place._asdict())
 
     def get_global_rank(self) -> int:
-        """This rank."""
+        """Returns the number of this rank among all."""
         return self.global_rank
 
     def get_stage_id(self) -> int:

@@ -514,7 +514,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """Stages."""
+        """Returns the number of pipeline stages."""
         return self.num_stages
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:

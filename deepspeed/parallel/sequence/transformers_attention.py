@@ -386,7 +386,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention.
+    """Returns the attention within each document, by torch's fused kernel.
 
     Args:
         query: ``[batch, heads, tokens, width]``.
