@@ -303,7 +303,8 @@ _PHASE_ADVICE = {
 }
 
 _AXIS_ADVICE = {
-    "data": "raise gradient_accumulation_steps, or lower the ZeRO stage if memory allows",
+    "data": "raise train_micro_batch_size_per_gpu, or lower the ZeRO stage if memory allows; at stages 0 and 1 "
+    "gradient_accumulation_steps helps too (above, each micro-batch is reduced by itself)",
     "tensor": "keep tensor_parallel.autotp_size within one node, or make it smaller",
     "sequence": "keep sequence_parallel_size within one node, or make it smaller",
     "pipe": "raise gradient_accumulation_steps, or take an interleaved schedule",
