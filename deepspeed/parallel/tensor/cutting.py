@@ -183,7 +183,7 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
     Args:
         model: What this rank has of the model.
         section: The configuration.
-        used_elsewhere: As of :func:`deepspeed.parallel.tensor.rules.of_user`.
+        used_elsewhere: Numbers of ``layer_specs`` that fit weights of other pipeline stages.
 
     Raises:
         DeepSpeedConfigError: None has.
