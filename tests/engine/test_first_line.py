@@ -8,7 +8,7 @@ from torch import nn
 import deepspeed
 from deepspeed.accelerator import cpu
 from deepspeed.config import parse
-from tests.engine.test_reminders import Said
+from tests.engine.test_reminders import Logged
 from tests.harness import run_ranks
 
 
@@ -18,7 +18,7 @@ def _first_lines(**settings):
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         **settings,
     }
-    with Said() as lines:
+    with Logged() as lines:
         engine, *_ = deepspeed.initialize(model=nn.Linear(16, 4), config=config)
     engine.destroy()
     return lines
