@@ -74,6 +74,9 @@ class FakeProgress:
     def inputs(self, positional: Any, named: Any) -> None:
         pass
 
+    def counting(self, model: Any) -> Any:
+        return nullcontext()
+
     def loss(self, loss: torch.Tensor) -> None:
         self.losses.append(float(loss.detach()))
 
