@@ -107,6 +107,21 @@ def test_an_evaluation_keeps_nothing() -> None:
     run_threads(body, 2)
 
 
+def test_what_one_forward_keeps_is_freed_unit_by_unit_in_its_backward() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        rank = rank_of(transport, 3, gathers=KEEPING)
+        gathered: list[int] = []
+        for parameter in rank.model.parameters():
+            parameter.register_hook(lambda _: gathered.append(states(rank).count("F")))
+        for _ in range(2):  # in the first, nothing is reduced before the order is known
+            gathered.clear()
+            rank.backward(rank.model(batch(0)))
+            rank.reducer.clear()
+        assert gathered[0] == 4 and gathered[-1] < 4
+
+    run_threads(body, 2)
+
+
 def test_two_forwards_before_their_backwards() -> None:
     def body(transport: LoopbackTransport) -> None:
         for limits in (None, KEEPING):
