@@ -25,7 +25,6 @@ from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects, restore_random_state
 from deepspeed.checkpoint.upstream import open_upstream
-from deepspeed.data.repeating import epoch_sampler_of
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
 from deepspeed.schedulers.base import LrSchedule
@@ -410,6 +409,8 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
         return
     restore = getattr(run_state.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:
+        from deepspeed.data.repeating import epoch_sampler_of  # only runs with a loader need it
+
         if "data_epoch" in state.rank_state and (sampler := epoch_sampler_of(run_state.dataloader)) is not None:
             sampler.set_epoch(state.rank_state["data_epoch"])
         restore(state.rank_state["data"])  # draws random numbers, so it comes first

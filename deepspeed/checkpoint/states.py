@@ -15,7 +15,6 @@ from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.param_groups import MergedGroups
 from deepspeed.checkpoint.roster import Roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.data.repeating import epoch_sampler_of
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import logger
 
@@ -76,6 +75,8 @@ def rank_file(run_state: RunState) -> bytes:
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
+        from deepspeed.data.repeating import epoch_sampler_of  # only runs with a loader need it
+
         state["data"] = position()
         # Loaders of other libraries save how many batches were given out, but not of which order.
         epoch = getattr(epoch_sampler_of(run_state.dataloader), "epoch", None)
