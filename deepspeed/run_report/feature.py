@@ -47,6 +47,11 @@ class RunReportFeature(EngineFeature):
     def refuse(self, setup: EngineSetup) -> None:
         section = setup.root.run_report
         if section.path is None:
+            if section.plan is not None:
+                raise DeepSpeedConfigError(
+                    f"run_report.plan={section.plan!r}: expected run_report.path beside it, the folder of the page "
+                    "that shows the plan, found none; set it, or leave plan out"
+                )
             return
         folder = open_folder(Path(section.path), comm.get_rank())
         if section.plan is not None and comm.get_rank() == 0:

@@ -161,8 +161,12 @@ def _refused(folder):
     before = [id(parameter) for parameter in model.parameters()]
     with pytest.raises(DeepSpeedConfigError, match=r"run_report\.plan='.*nowhere\.json': expected the file of ds_plan"):
         engine_of(model, 3, **config)
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"run_report\.plan='plan\.json': expected run_report\.path beside it"
+    ):
+        engine_of(model, 3, run_report={"plan": "plan.json"})
     assert [id(parameter) for parameter in model.parameters()] == before
 
 
-def test_a_plan_that_is_missing_is_refused_before_the_model_is_changed(tmp_path):
+def test_a_plan_that_is_missing_or_has_no_page_is_refused_before_the_model_is_changed(tmp_path):
     run_ranks(_refused, 1, str(tmp_path))

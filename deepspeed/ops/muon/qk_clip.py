@@ -293,13 +293,14 @@ class QKClipHooks(EngineHooks):
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
         optimizer: Muon = self._optimizer()
         assert optimizer.qk_clip_threshold is not None
-        unknown = torch.tensor([-torch.inf])
+        seen = [record.largest for record in self._records.values() if record.largest is not None]
+        unknown = torch.full((1,), -torch.inf, device=seen[0].device if seen else None)
         mine = [
-            unknown.expand(record.heads) if record.largest is None else record.largest.cpu()
+            unknown.expand(record.heads) if record.largest is None else record.largest
             for record in self._records.values()
         ]
-        rows = self._peers.gather_small(
-            torch.cat(mine).double(), channel="step", label="the largest attention logits (QK-clip)"
+        rows = self._peers.gather_small(  # one wait for the device, whatever the number of layers
+            torch.cat(mine).double().cpu(), channel="step", label="the largest attention logits (QK-clip)"
         )
         largest = rows.amax(0)
         if has_run_backward and not bool((largest > -torch.inf).any()):
