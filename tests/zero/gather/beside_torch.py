@@ -100,3 +100,23 @@ def compare(
             optimizer.step()
             close(masters(engine), plain, where, **(tolerance or {}))
         engine.destroy()
+
+
+def weights_of_torch(make: Callable[[], nn.Module], loss: Loss, *, steps: int, ranks: int) -> dict[str, torch.Tensor]:
+    """The weights after one process of plain torch has trained on the batches of all ranks.
+
+    Args:
+        make: Builds the model; the seed is set before.
+        loss: See :data:`Loss`.
+        steps: Updates.
+        ranks: Whose mean gradient an update takes.
+    """
+    torch.manual_seed(3)
+    model = make()
+    optimizer = adamw(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for of_rank in range(ranks):
+            (loss(model, step, of_rank) / ranks).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from deepspeed.comm.host.gloo import GlooTransport
-from tests.engine.support import WIDTH, adamw, engine_of, inputs, rank
+from tests.engine.support import WIDTH, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import Tower
+from tests.zero.gather.beside_torch import weights_of_torch
 from tests.zero.reading import full_masters
 
 
@@ -53,31 +52,18 @@ def _choices(step, of_rank):
     return torch.randint(3, (8,), generator=generator).tolist()
 
 
-def _reference(ranks, steps):
-    torch.manual_seed(3)
-    model = ChooserTower()
-    optimizer = adamw(model)
-    for step in range(steps):
-        grads = {}
-        for r in range(ranks):
-            copied = copy.deepcopy(model)
-            copied(inputs(step, r), _choices(step, r)).backward()
-            for name, parameter in copied.named_parameters():
-                if parameter.grad is not None:
-                    grads[name] = grads.get(name, 0) + parameter.grad
-        for name, parameter in model.named_parameters():
-            parameter.grad = grads[name] / ranks if name in grads else None
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+def _loss(model, step, of_rank):
+    return model(inputs(step, of_rank), _choices(step, of_rank))
 
 
 def _train(stage, zero):
     torch.manual_seed(3)
     engine = engine_of(ChooserTower(), stage, zero=zero)
     for step in range(5):
-        engine.backward(engine(inputs(step, rank()), _choices(step, rank())))
+        engine.backward(_loss(engine, step, rank()))
         engine.step()
-    assert_states_equal(full_masters(engine), _reference(dist.get_world_size(), 5), rtol=1e-4, atol=1e-5)
+    expected = weights_of_torch(ChooserTower, _loss, steps=5, ranks=dist.get_world_size())
+    assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
 
 
 NOTHING_AHEAD = {

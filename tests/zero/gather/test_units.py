@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -27,9 +26,10 @@ from deepspeed.utils.z3_leaf_module import (
     z3_leaf_parameter,
 )
 from deepspeed.zero.gather.units import find_units
-from tests.engine.support import adamw, engine_of, inputs, rank
+from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import Layer
+from tests.zero.gather.beside_torch import weights_of_torch
 from tests.zero.reading import full_masters
 
 
@@ -149,24 +149,6 @@ class Sparse(nn.Module):
         return x.square().mean()
 
 
-def reference(tied: bool, ranks: int, steps: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    model = Sparse(tied)
-    optimizer = adamw(model)
-    for step in range(steps):
-        grads: dict[str, torch.Tensor] = {}
-        for of_rank in range(ranks):
-            copied = copy.deepcopy(model)
-            copied(inputs(step, of_rank), step, of_rank, False).backward()
-            for name, parameter in copied.named_parameters():
-                if parameter.grad is not None:
-                    grads[name] = grads.get(name, 0) + parameter.grad
-        for name, parameter in model.named_parameters():
-            parameter.grad = grads[name] / ranks if name in grads else None
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 # Limits that leave a leaf gathered whole, in part or not at all after its forward, with gathers ahead and without.
 LIMITS: dict[str, dict[str, Any]] = {
     "nothing ahead": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
@@ -184,7 +166,13 @@ def check_uneven_leaves(limits: str, tied: bool, recomputed: bool) -> None:
     for step in range(3):
         engine.backward(engine(inputs(step, rank()), step, rank(), recomputed))
         engine.step()
-    assert_states_equal(full_masters(engine), reference(tied, dist.get_world_size(), 3), rtol=1e-4, atol=1e-5)
+    expected = weights_of_torch(
+        lambda: Sparse(tied),
+        lambda model, step, of_rank: model(inputs(step, of_rank), step, of_rank, False),
+        steps=3,
+        ranks=dist.get_world_size(),
+    )
+    assert_states_equal(full_masters(engine), expected, rtol=1e-4, atol=1e-5)
     engine.destroy()
 
 
