@@ -36,7 +36,10 @@ class LossCounter:
         self._is_counted: bool | None = None  # of the losses since the last update
 
     def expect(self, tokens: int) -> None:
-        """Takes roughly what a rank will count in its first update, before its backwards; equal on all ranks."""
+        """Chooses the first scale from an estimate of the tokens per rank and update, which is equal on all ranks.
+
+        Called before the backwards of an update; later updates take what was counted in the one before.
+        """
         if not self._scale:
             self._scale = _near(float(tokens))
 
@@ -83,12 +86,12 @@ class LossCounter:
         self._mine.append(count)
 
     def _own_count(self) -> float:
-        """Returns this rank's tokens since the last update; waits for the device if there are tensors.
+        """Returns this rank's tokens since the last update.
 
         Raises:
             DeepSpeedConfigError: A count is negative or not finite.
         """
-        return sum(map(_number_of, self._mine), start=0.0)
+        return sum(map(_number_of, read_counts(self._mine)), start=0.0)
 
     def update(self, extra: Sequence[float] = ()) -> StepReport:
         """Makes the update, which divides by the tokens of all ranks. Every rank must call it.
@@ -169,11 +172,11 @@ class LossCounter:
 
 
 _NO_COUNT = -1.0
-"""What a rank says in the place of its count where its losses are means."""
+"""Sent instead of a count by a rank whose losses are means."""
 
 
 class PipelineLossCounter(LossCounter):
-    """Counts the tokens of one update of a pipeline, which its last stages know.
+    """Counts the tokens of one update of a pipeline, which only its last stages see.
 
     The other stages learn the sum in the exchange of the update. Nothing can be gathered while micro-batches run
     through the stages, so the first power of two comes from the sizes of the labels.
@@ -194,7 +197,7 @@ class PipelineLossCounter(LossCounter):
 
     @override
     def begin_gradients(self) -> None:
-        """Does nothing: the stage that the gradients come from knows whether its losses have counts."""
+        """Does nothing: only the last stage knows whether losses have counts, and it notes that itself."""
 
     @override
     def update(self, extra: Sequence[float] = ()) -> StepReport:
@@ -219,7 +222,7 @@ class PipelineLossCounter(LossCounter):
 
 
 _UNKNOWN, _MEAN, _COUNTED = 0.0, 1.0, 2.0
-"""What a rank of a pipeline says of its losses."""
+"""Kinds of losses that a pipeline rank reports with an update; a stage without the loss does not know."""
 
 
 def _counts_of(rows: torch.Tensor) -> torch.Tensor | None:
@@ -249,7 +252,7 @@ def _near(value: float) -> float:
 
 
 def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -> Any:
-    """Returns a count: a number, or a tensor of one element without its graph, which is not read yet.
+    """Returns ``count`` as a float, or as a detached 0-dim tensor whose value is not read yet.
 
     Args:
         count: What the program gave.
@@ -271,17 +274,28 @@ def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -
 
 
 def mean_of_sum(total: torch.Tensor, count: Any) -> torch.Tensor:
-    """Returns the mean of a loss that is a sum, of one element; 0 without tokens.
+    """Returns ``total / count``, of the shape of ``total`` (one element); 0 where ``count`` is 0.
 
     Args:
-        total: The sum.
-        count: As :func:`checked_count` returns it.
+        total: The loss summed over tokens.
+        count: Tokens, as :func:`checked_count` returns it.
     """
     return total / (count.to(total.device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1.0))
 
 
+def read_counts(counts: Sequence[Any]) -> list[float]:
+    """Returns counts as numbers. Waits for the device once, however many of them are tensors there.
+
+    Args:
+        counts: As :func:`checked_count` returns them.
+    """
+    tensors = [count.double() for count in counts if isinstance(count, torch.Tensor)]
+    read = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
+    return [next(read) if isinstance(count, torch.Tensor) else float(count) for count in counts]
+
+
 def _number_of(count: Any) -> float:
-    """Returns a count as a number; of a tensor on a device that waits for the device.
+    """Returns a count as a number; a tensor on a device is waited for.
 
     Raises:
         DeepSpeedConfigError: It is no finite number, or negative.

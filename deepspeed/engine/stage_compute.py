@@ -16,7 +16,7 @@ from deepspeed.comm.transports.objects import gather_json, gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.loss_counter import checked_count, mean_of_sum
+from deepspeed.engine.loss_counter import checked_count, mean_of_sum, read_counts
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.roots import paired_roots
 from deepspeed.engine.stage_failures import StageFailures
@@ -372,7 +372,7 @@ class MicroBatchLosses:
 
     @property
     def weights(self) -> list[Any]:
-        """Returns what each micro-batch weighs in the mean: its tokens, or 1 where losses are means."""
+        """Weight of each micro-batch in the mean loss: its tokens, or 1 where losses are means."""
         return [1.0 if count is None else count for count in self.counts.values()]
 
     @property
@@ -407,7 +407,7 @@ def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
 
 
 class GivenLoss(NamedTuple):
-    """What a loss function returned for a micro-batch: the loss, the tokens that it is a sum over, the metrics."""
+    """What a loss function returned: the loss, the tokens it is a sum over (None: it is a mean), the metrics."""
 
     loss: torch.Tensor
     count: Any
@@ -457,7 +457,7 @@ def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
     if found is None:
         return [0.0] * (2 * count + 2)
     values = torch.stack(found.losses).double().tolist() if found.losses else []
-    weights, missing = [float(weight) for weight in found.weights], [0.0] * (count - len(values))
+    weights, missing = read_counts(found.weights), [0.0] * (count - len(values))
     return [1.0, float(bool(found.metrics)), *values, *missing, *weights, *missing]
 
 

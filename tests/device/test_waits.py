@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from deepspeed.comm.transports import native
 from tests.device.support import batch, engine_at, step
@@ -28,6 +29,21 @@ def test_an_update_waits_twice_at_most(stage: int, ranks: int, precision: str) -
             engine.step()
             in_update = device.clocks.waits - before
         assert in_backward == 0 and 0 < in_update <= 2  # the first step also agrees on orders
+        engine.destroy()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_counts_on_the_device_are_read_at_once(micro_batches: int) -> None:
+    """A third wait of the update, however many micro-batches have a count there."""
+    with simulated_device(ranks=2) as device:
+        engine = engine_at(1, model=tower(depth=2), gradient_accumulation_steps=micro_batches)
+        for number in range(2 * micro_batches):
+            loss = engine(batch(engine, number))
+            count = torch.tensor(5).to("cuda")
+            engine.backward(loss, count=count)
+            before = device.clocks.waits
+            engine.step()
+        assert device.clocks.waits - before <= 3
         engine.destroy()
 
 
