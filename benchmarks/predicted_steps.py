@@ -31,7 +31,7 @@ from deepspeed import comm
 from deepspeed.pipe import PipelineModule
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder, layers_of, token_loss
-from deepspeed.plan.machine_files import read_machine_file, write_machine_file
+from deepspeed.plan.machine import read_machine_file, write_machine_file
 from deepspeed.plan.measuring.block_probe import block_runner, predict_block
 from deepspeed.plan.measuring.machine import CPU_SIZES, measure_device
 from deepspeed.ports import free_port

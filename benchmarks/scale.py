@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency, Machine, device_of_product
+from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency, device_of_product
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_step
 

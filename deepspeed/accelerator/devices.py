@@ -1,4 +1,4 @@
-"""The table of devices by their makers' figures, the machine that a job is planned for, and quantities with units.
+"""The table of devices by their makers' figures, and quantities with units.
 
 Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
 what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name says: an H100 with 80 GB has 81,559 MiB.
@@ -95,7 +95,6 @@ _BOOK = "makers' data sheets, as listed by llmbook.apartsin.com/appendices/appen
 _B200 = _BOOK + "; memory: nvidia-smi, in github.com/NVIDIA/TensorRT-LLM/issues/10278"
 _MI300X = _BOOK + "; memory: rocminfo, in github.com/ROCm/legacy-rocm-build/issues/4414"
 _MIB = 2**20
-_HOST_BANDWIDTH = 300e9  # bytes per second of a node's memory, for updates on the host: a guess
 
 _V100 = "NVIDIA V100 data sheet; memory: nvidia-smi"
 _GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU; 72 GPUs share one NVLink domain"
@@ -238,53 +237,7 @@ DEVICES = {
         ),
     )
 }
-"""Devices by name. Disk and network belong to the node, so they are in :class:`Machine`."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machines that a job is planned for.
-
-    Attributes:
-        device: The accelerator.
-        nodes: Number of nodes.
-        devices_per_node: Accelerators of each.
-        device_memory: Bytes that one accelerator offers.
-        host_memory: Bytes of one node's host memory; None: not compared.
-        network: Bytes per second and direction between nodes, per accelerator.
-        disk: Bytes per second and direction of one node's disk.
-        headroom: Share of the device's memory that is left to the driver, the communication library and fragmentation.
-    """
-
-    device: Device
-    nodes: int
-    devices_per_node: int
-    device_memory: int
-    host_memory: int | None = None
-    network: float = 50e9
-    disk: float = 5e9
-    headroom: float = 0.05
-
-    @property
-    def ranks(self) -> int:
-        """Accelerators of all nodes."""
-        return self.nodes * self.devices_per_node
-
-    @property
-    def link_domain(self) -> int:
-        """Accelerators that ``device.link`` joins: those of a node, or of more nodes where the device says so."""
-        return max(self.devices_per_node, min(self.device.domain, self.ranks))
-
-    @property
-    def host_bandwidth(self) -> float:
-        """Bytes per second of host memory for each accelerator, while those of its node update at the same time."""
-        return _HOST_BANDWIDTH / self.devices_per_node
-
-    @property
-    def usable(self) -> int:
-        """Bytes of one accelerator that model and training may use."""
-        return int(self.device_memory * (1 - self.headroom))
-
+"""Devices by name. Disk and network belong to the node, so they are in :class:`deepspeed.plan.machine.Machine`."""
 
 _PRODUCTS = ("GB200", "B200", "H200", "H100", "A100", "V100", "L40S", "L4", "MI300X")
 _SMALL_A100, _SMALL_V100 = 60e9, 24e9  # bytes below which these are the ones with less memory

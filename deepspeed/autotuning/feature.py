@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.devices import Machine
 from deepspeed.autotuning.candidates import BatchLimits, CandidateSpace
 from deepspeed.autotuning.experiment import (
     ACCUMULATION,
@@ -43,6 +42,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, StepTracker
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import without_values
 from deepspeed.run_report.clock import phase_clock
 from deepspeed.run_report.failures import describe_exception, uncaught_exception

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.autotuning.candidates import CandidateGroup, CandidateSpace
 from deepspeed.autotuning.choice import CandidatePlan
 from deepspeed.autotuning.experiment import Changes, applied
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.memory import META
 from deepspeed.plan.models import ModelSource, model_source
 from deepspeed.plan.planner import make_plan

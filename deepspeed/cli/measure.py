@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.plan.machine_files import write_machine_file
+from deepspeed.plan.machine import write_machine_file
 
 
 def measure_in_ranks(target: str, devices: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed.accelerator.devices import DEVICES, Machine, in_words
+from deepspeed.accelerator.devices import DEVICES, in_words
 from deepspeed.cli.measure import measure_in_ranks
 from deepspeed.cli.predict import add_prediction_options, refuse_without_prediction, run_prediction
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -31,7 +31,7 @@ from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.links import NETWORKS, read_network
 from deepspeed.plan.longest import longest_sequence
-from deepspeed.plan.machine_files import read_machine_file
+from deepspeed.plan.machine import Machine, read_machine_file
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
 from deepspeed.plan.pipeline import pipeline_of

@@ -11,9 +11,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from deepspeed.accelerator.devices import Machine, in_words
+from deepspeed.accelerator.devices import in_words
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.prediction.cost_shares import costs_turned_off
 from deepspeed.plan.prediction.layout import RECOMPUTATIONS

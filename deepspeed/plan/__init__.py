@@ -21,7 +21,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "DEVICES": "deepspeed.accelerator.devices",
         "Device": "deepspeed.accelerator.devices",
-        "Machine": "deepspeed.accelerator.devices",
+        "Machine": "deepspeed.plan.machine",
         "DecoderShape": "deepspeed.plan.decoder",
         "ParallelLayout": "deepspeed.plan.prediction.layout",
         "Plan": "deepspeed.plan.result",

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from typing import Any
 
-from deepspeed.accelerator.devices import Device, Machine, find_device, read_bytes
+from deepspeed.accelerator.devices import Device, find_device, read_bytes
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.longest import longest_sequence
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import model_source
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.plan.codec_cost import codec_seconds, way_on
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.times import busiest_seconds, count_near, span
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 

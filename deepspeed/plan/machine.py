@@ -1,14 +1,61 @@
-"""Reads and writes the figures of a device as JSON."""
+"""The machines that a job is planned for, and the figures of a device as JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator.devices import Device, DeviceEfficiency, find_device, read_bytes
 from deepspeed.errors import DeepSpeedConfigError
+
+_HOST_BANDWIDTH = 300e9  # bytes per second of a node's memory, for updates on the host: a guess
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines that a job is planned for.
+
+    Attributes:
+        device: The accelerator.
+        nodes: Number of nodes.
+        devices_per_node: Accelerators of each.
+        device_memory: Bytes that one accelerator offers.
+        host_memory: Bytes of one node's host memory; None: not compared.
+        network: Bytes per second and direction between nodes, per accelerator.
+        disk: Bytes per second and direction of one node's disk.
+        headroom: Share of the device's memory that is left to the driver, the communication library and fragmentation.
+    """
+
+    device: Device
+    nodes: int
+    devices_per_node: int
+    device_memory: int
+    host_memory: int | None = None
+    network: float = 50e9
+    disk: float = 5e9
+    headroom: float = 0.05
+
+    @property
+    def ranks(self) -> int:
+        """Accelerators of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def link_domain(self) -> int:
+        """Accelerators that ``device.link`` joins: those of a node, or of more nodes where the device says so."""
+        return max(self.devices_per_node, min(self.device.domain, self.ranks))
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second of host memory for each accelerator, while those of its node update at the same time."""
+        return _HOST_BANDWIDTH / self.devices_per_node
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one accelerator that model and training may use."""
+        return int(self.device_memory * (1 - self.headroom))
 
 
 def read_machine_file(path: str | Path) -> Device:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.devices import Device, Machine
+from deepspeed.accelerator.devices import Device
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Request

@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.comm.job.mesh import PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.codes import NAMES, CodedCost, coded_costs
 from deepspeed.plan.kinds import RankKind
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_time
 from deepspeed.plan.prediction.network_model import NetworkModel

@@ -10,12 +10,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from deepspeed.accelerator.devices import Machine, in_words
+from deepspeed.accelerator.devices import in_words
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.configs import changed
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.longest import longest_sequence
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import MUCH_IDLE, Plan, Request
 from deepspeed.plan.show import as_text, seconds_in_words

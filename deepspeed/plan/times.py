@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.step_totals import StepTotals
 
 

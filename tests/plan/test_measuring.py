@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.accelerator.devices import Device, DeviceEfficiency, device_of_product
 from deepspeed.cli.plan import main
 from deepspeed.plan import DecoderShape
-from deepspeed.plan.machine_files import read_machine_file, write_machine_file
+from deepspeed.plan.machine import read_machine_file, write_machine_file
 from deepspeed.plan.measuring import block_probe
 from deepspeed.plan.measuring.block_probe import ProbeSizes, _TimedBlock, predict_block, probe_block
 from deepspeed.plan.measuring.machine import measure_device

@@ -11,12 +11,12 @@ import pytest
 
 import deepspeed
 from benchmarks.scale import HELD, RECORDS, constants, limits_of, predicted, reached_of, read_records, read_runs, split
-from deepspeed.accelerator.devices import DEVICES, Machine
+from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
 from deepspeed.plan.links import read_network
-from deepspeed.plan.machine_files import read_machine_file, write_machine_file
+from deepspeed.plan.machine import Machine, read_machine_file, write_machine_file
 from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.cost_shares import costs_turned_off
 from deepspeed.plan.prediction.device_model import DeviceModel

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 import deepspeed
-from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency, Machine
+from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency
 from deepspeed.cli.plan import main
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deepspeed.accelerator.devices import Machine
+from deepspeed.plan.machine import Machine
 
 _INSIDE = 1.5e-6  # seconds of one step of a ring inside a node
 _BETWEEN = 8e-6  # and between two nodes

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, predict_step
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.pipeline import Pipeline, idle_time
 from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
 from deepspeed.plan.prediction.device_model import DeviceModel

@@ -8,9 +8,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from deepspeed.accelerator.devices import Machine
 from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times
+from deepspeed.plan.machine import Machine
 from deepspeed.plan.pipeline import Pipeline, idle_time
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel
