@@ -252,18 +252,18 @@ class StepTracker:
 
 
 class UnevenBatch(Protocol):
-    """This rank's micro-batches of an update whose ranks have different numbers of them."""
+    """The micro-batches of this rank in one update, where ranks have different numbers of them."""
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
+        """Returns ``loss`` (0-dim) scaled so that the gradients' mean over ranks is that over all micro-batches."""
         ...
 
     def numbers(self) -> Sequence[float]:
-        """Returns what travels with the update to all ranks; equally many on each."""
+        """Returns numbers that the update sends to all ranks; equally many on each rank."""
         ...
 
     def take(self, rows: torch.Tensor) -> None:
-        """Takes the numbers of all ranks, by rank: 2-D, fp64."""
+        """Receives what :meth:`numbers` returned on every rank: fp64 ``[ranks, numbers]``."""
         ...
 
 
@@ -310,7 +310,7 @@ class EngineHooks:
 
     @property
     def uneven_batch(self) -> UnevenBatch | None:
-        """This rank's micro-batches of the present update, where ranks have different numbers of them; else None."""
+        """The micro-batches of the current update if ranks have different numbers of them; else None."""
         return None
 
     def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:

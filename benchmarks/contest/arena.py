@@ -245,7 +245,7 @@ class Arena:
             self._teams.pop(name).stop()
 
     def run_rounds(self, *, rounds: int, steps: int, warmup: int, seed: int = 0) -> None:
-        """Warms all up, then runs ``rounds`` rounds of ``steps`` timed steps per contestant.
+        """Runs warm-up steps of every contestant, then ``rounds`` rounds of ``steps`` timed steps each.
 
         The first step of each block is run but not timed: it finds the caches full of the previous contestant's data.
         """

@@ -58,7 +58,7 @@ class FullTensor:
         return self.shape.numel()
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """The flattened values chunk by chunk, each valid until the next."""
+        """Yields the flattened tensor in 1-D chunks. They share a buffer: use each one before asking for the next."""
         if not self._kind:
             yield self._source.read_buffer(self.name).to(self.dtype).reshape(-1)
             return

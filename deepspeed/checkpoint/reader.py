@@ -262,13 +262,13 @@ class CheckpointReader:
         return SavedParameter(name, whole.shape, kinds, name in self.manifest.frozen, dtype, tiles)
 
     def _is_complete(self, name: str, whole: Tile) -> bool:
-        """Returns whether the tiles of a parameter together are all of it: their distinct regions do not overlap."""
+        """Returns whether the saved tiles of a parameter cover it. Regions saved by several ranks count once."""
         if self.manifest.tiles[name][0].tile.part is None:
             return True
         return sum(region.numel for entry in self._sources_of(name) for region in entry.tile.regions) == whole.numel
 
     def _sources_of(self, name: str) -> list[SavedTile]:
-        """The tiles of a parameter, each with those regions that no earlier one has (heads that several ranks hold)."""
+        """Returns the tiles of a parameter, without regions that an earlier tile has (heads on several ranks)."""
         if name not in self._sources:
             seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
             found = []

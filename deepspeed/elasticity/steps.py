@@ -65,7 +65,7 @@ class ElasticStep:
     # -- what the engine asks (``engine_feature.UnevenBatch``) ---------------------------------------------------------
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss (0-dim) multiplied so that the mean over ranks of all sums is that over all micro-batches."""
+        """Returns ``loss`` (0-dim) scaled so that the gradients' mean over ranks is that over all micro-batches."""
         weighed = loss * (self._weight * self._steps.loss_factor)
         found = weighed.detach().float().reshape(())
         self._sum = found if self._sum is None else self._sum + found
@@ -76,7 +76,7 @@ class ElasticStep:
         return (0.0 if self._sum is None else float(self._sum), float(self._steps.has_knocks))
 
     def take(self, rows: torch.Tensor) -> None:
-        """Takes the numbers of all ranks, by rank: 2-D, fp64."""
+        """Receives what :meth:`numbers` returned on every rank: fp64 ``[ranks, numbers]``."""
         self.loss = float(rows[:, 0].mean())
         self.must_regroup = bool(rows[:, 1].any())
 

@@ -144,7 +144,7 @@ def _widened(role: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(tensor: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the gradient in ``dtype`` times ``scale``; it where nothing has to be done."""
+    """Returns ``tensor`` in ``dtype`` times ``scale``; ``tensor`` itself where that changes nothing."""
     if tensor.dtype is dtype:
         if scale is None:
             return tensor

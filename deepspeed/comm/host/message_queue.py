@@ -4,7 +4,7 @@ Gloo has threads of its own for what it sends and receives, so that a message wa
 is for, and each of its transfers is an object with a life of its own. For what is small and on the critical path of a
 step, that is most of the time. Here a message is one call of the sender and one of the receiver.
 
-Every message has a *tag*, a number: messages of one tag come in the order in which they were sent, and a rank that
+Every message has a *tag*, a number: messages with one tag come in the order in which they were sent, and a rank that
 asks for one tag never gets a message of another.
 
 A socket holds some messages that nobody has read. What it has no room for goes on in a thread that ends with it: the
@@ -78,11 +78,11 @@ class MessageQueue:
             return
 
     def take(self, peer: int, tag: int, buffer: memoryview) -> None:
-        """Waits for the next message of a tag.
+        """Waits for the next message with a tag.
 
         Args:
             peer: The rank that it is from.
-            tag: Its tag.
+            tag: Of the message.
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Raises:
@@ -101,11 +101,11 @@ class MessageQueue:
                 return
 
     def take_if_there(self, peer: int, tag: int, buffer: memoryview) -> bool:
-        """Reads the next message of a tag if it has arrived; never blocks.
+        """Reads the next message with a tag if it has arrived; does not block.
 
         Args:
             peer: The rank that it is from.
-            tag: Its tag.
+            tag: Of the message.
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Returns:
@@ -141,10 +141,10 @@ class MessageQueue:
         return False
 
     def ask(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
-        """Asks ranks for the next message of a tag each, which nobody else has asked for.
+        """Requests the next message with a tag from each of some ranks, ahead of the wait for them.
 
         Args:
-            tag: Their tag.
+            tag: Of all of the messages.
             buffers: By rank, as of :meth:`take`.
 
         Returns:

@@ -64,11 +64,11 @@ def those_there(store: Any, keys: Sequence[str]) -> list[str]:
 
 
 def longest_pause(ranks: int, least: float) -> float:
-    """Returns the longest time between two questions of a rank whether a key is set, in seconds.
+    """Returns the longest interval between two polls of a key by one rank, in seconds.
 
     Args:
-        ranks: How many ask alike.
-        least: Seconds for a few ranks.
+        ranks: How many poll at the same time.
+        least: Interval in a small job, in seconds.
     """
     return max(least, ranks / _POLLS_PER_SECOND)
 

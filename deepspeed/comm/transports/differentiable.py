@@ -84,14 +84,14 @@ def sum_over(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor
 
 
 class UnequalParts(Protocol):
-    """How a tensor is divided over the ranks where it is not into equal parts along one dimension."""
+    """A division of a tensor over ranks other than into equal parts of one dimension, for example uneven parts."""
 
     def gather(self, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        """Returns the whole from everybody's ``values``, this rank's part."""
+        """Returns the whole tensor. All ranks call it, each with its own part as ``values``."""
         ...
 
     def part(self, values: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns a rank's part of the whole ``values``, contiguous."""
+        """Returns the part of rank ``place`` of the whole tensor ``values``, contiguous."""
         ...
 
 
@@ -122,7 +122,7 @@ def gather_from(
     is_partial: bool = False,
     label: str = "a sequence",
 ) -> torch.Tensor:
-    """Returns the whole of which each rank has a part.
+    """Returns the whole tensor; each rank passes its part.
 
     Args:
         values: This rank's part.
@@ -154,7 +154,7 @@ def scatter_to(
     dim: int | UnequalParts,
     label: str = "the gradient of a cut sequence",
 ) -> torch.Tensor:
-    """Returns this rank's part of what all ranks have; gathers the gradient.
+    """Returns this rank's part of a tensor that all ranks have; the backward gathers the gradient.
 
     Args:
         values: Any shape, equal on all ranks.

@@ -327,8 +327,9 @@ class Watch:
             return all(wait_at_store(self.store, key, self._size) for key in keys)
         if self.store.check(keys):
             return True
-        shortest = longest_pause(self._size, 0.004) / 4
-        time.sleep(min(max(0.1 * waited, shortest), longest_pause(self._size, _PERIOD)))  # a tenth late, or a moment
+        longest = longest_pause(self._size, _PERIOD)
+        shortest = max(0.001, longest_pause(self._size, 0.0) / 4)  # of many ranks, so that they do not all come at once
+        time.sleep(min(max(0.1 * waited, shortest), longest))  # a tenth late at most
         return False
 
     def is_in_vain(self) -> bool:

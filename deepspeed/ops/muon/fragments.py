@@ -35,7 +35,7 @@ _FP32 = 4  # bytes of an element that travels
 
 @dataclass(frozen=True)
 class _SegmentInterval:
-    """Where a segment lies on this rank."""
+    """A segment of a matrix in a flat run of this rank."""
 
     run: Tensor
     segment: Segment

@@ -120,7 +120,7 @@ def _refuse_norms(name: str, module: nn.Module) -> None:
 
 
 def _functions(name: str) -> tuple[Any, Any]:
-    """Returns the attention and the mask function in the place of those of an implementation."""
+    """Returns the attention and mask functions to register beside those of the implementation ``name``."""
     return functools.partial(_attend, name), functools.partial(mask_of_implementation, name)
 
 
@@ -168,19 +168,19 @@ def _is_causal(layer: Any, more: Mapping[str, Any]) -> bool:
 def largest_logits(
     query: Tensor, key: Tensor, mask: Any, *, scale: float | None, is_causal: bool, window: int | None = None
 ) -> Tensor:
-    """Returns the largest logit of each head, over all pairs of tokens of which one sees the other.
+    """Returns the largest attention logit of each head over all unmasked pairs of query and key.
 
     Args:
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key heads, keys, width]``.
-        mask: ``[batch, keys]``, true for tokens that are seen; ``[batch, 1 or heads, queries, keys]``, true or 0 for
-            pairs that are seen; None: ``is_causal`` says it alone.
+        mask: ``[batch, keys]``, true for tokens that are no padding; ``[batch, 1 or heads, queries, keys]``, true or 0
+            for pairs that are not masked; None: only ``is_causal`` masks.
         scale: Factor of the logits; None: one over the root of the width.
-        is_causal: Without a mask of pairs, tokens see none that come later.
-        window: Without a mask of pairs, and with ``is_causal``: tokens that each sees, itself included; None: all.
+        is_causal: Without a 4-D mask, queries attend to no later keys.
+        window: Without a 4-D mask, and with ``is_causal``: keys that a query attends to, its own included; None: all.
 
     Returns:
-        1-D, fp32; minus infinity where no token sees another.
+        1-D, fp32; minus infinity where every pair is masked.
     """
     batch, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
@@ -202,7 +202,7 @@ def largest_logits(
 
 
 def _hidden(mask: Any, places: Tensor, keys: int, *, is_causal: bool, window: int | None) -> Tensor | None:
-    """Returns which pairs do not see each other, in a shape that ``[batch, heads, queries, keys]`` can take.
+    """Returns a mask, true for pairs that are masked, that broadcasts to ``[batch, heads, queries, keys]``.
 
     Args:
         mask: See :func:`largest_logits`.
@@ -230,7 +230,7 @@ def _hidden(mask: Any, places: Tensor, keys: int, *, is_causal: bool, window: in
 def _rows_of_heads(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, heads: int
 ) -> list[list[tuple[str, int, int, float]]]:
-    """Returns what each head's logits depend on, see :class:`LogitRecord`.
+    """Returns the rows of query and key projections that each head's logits depend on, see :class:`LogitRecord`.
 
     What several heads share is left as it is, so that no head changes because of another; then the queries take the
     whole factor instead of its root.
@@ -273,7 +273,7 @@ def _rows(projection: Any) -> int:
 
 
 class QKClipHooks(EngineHooks):
-    """Tells Muon before each update which rows to scale after it.
+    """Gives Muon, before each update, the rows to scale after it.
 
     Args:
         model: Whose attention is measured.
@@ -332,7 +332,7 @@ class QKClipHooks(EngineHooks):
 
 
 def factors(records: Mapping[str, LogitRecord], largest: Tensor, threshold: float) -> dict[str, list[ScaledRows]]:
-    """Returns by what rows are to be multiplied, by the name of the weight or bias.
+    """Returns the factors of rows of weights and biases, by parameter name.
 
     Args:
         records: Of the attention layers, by name.
