@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
 
 STAGES, DATA, MICRO_BATCHES = 2, 2, 6
@@ -87,12 +88,21 @@ def test_stages_against_real_ranks(stages):
             _assert_as_counted(_planned(cell, rank), real[rank][number], (cell, rank))
 
 
+LLAMA = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": TOKENS,
+}
+
+
 def _llama(tied: bool) -> Any:
     from transformers import LlamaConfig
 
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS}
-    return LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+    return LlamaConfig(**LLAMA, tie_word_embeddings=tied)
 
 
 TRANSFORMERS = [
@@ -186,6 +196,16 @@ def test_one_rank_of_each_stage_that_may_be_the_heaviest():
     second = plan.parts[1].simulated
     kept = more.peaks[Tier.DEVICE].nbytes - second.peaks[Tier.DEVICE].nbytes
     assert kept == pytest.approx(3 * second.activations, rel=0.25)
+
+
+def test_weights_tied_over_the_first_and_the_last_of_three_stages_count_once():
+    plan = deepspeed.plan(
+        _llama(True), Cell(1, accumulation=3).config(""), devices_per_node=3, device="cpu", device_memory="8GiB",
+        sequence_length=TOKENS, compare_checkpointing=False, pipe=3,
+    )  # fmt: skip
+    model = causal_model("Llama", **LLAMA, tie_word_embeddings=True)
+    assert plan.parameters == plan.trained == sum(parameter.numel() for parameter in model.parameters())
+    assert [part.simulated.repeated for part in plan.parts] == [0, 0, model.lm_head.weight.numel()]
 
 
 def test_a_long_step_is_like_a_short_one_with_more_in_the_middle():

@@ -13,6 +13,7 @@ from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import DivergenceError
 from deepspeed.zero.address import State
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
+from deepspeed.zero.storage import Memory
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of
 
@@ -263,6 +264,35 @@ def test_nothing_is_asked_for_beyond_the_limit_of_live_elements() -> None:
         ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=2 * NUMEL, max_reuse_distance=0))
         ranks.run(0, 1, 2, 3)
         assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
+
+    run_threads(body, 2)
+
+
+class _ReadAhead(Memory):
+    """Notes which shards are to be read soon, as a slow tier is told."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.announced: list[int] = []
+
+    def announce(self, tensor: torch.Tensor) -> None:
+        self.announced.append(int(tensor[0]))
+
+
+def test_shards_beyond_what_may_be_gathered_ahead_are_read_ahead() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0), count=6)
+        memory = _ReadAhead()
+        for bucket in ranks.buckets:
+            bucket.memory = memory
+        ranks.run(*range(6))
+        assert memory.announced == [], "no order is known yet"
+        ranks.schedule.begin("forward", 0)
+        for number, expected in enumerate([[2, 3], [3, 4], [4, 5], [5], [], []]):
+            ranks.use(number)
+            assert memory.announced == expected, f"bucket {number} is used, and the next one gathered"
+            memory.announced.clear()
+        ranks.schedule.end()
 
     run_threads(body, 2)
 
