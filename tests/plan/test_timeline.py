@@ -25,6 +25,8 @@ from deepspeed.plan.timeline.step_trace import (
     HostWaitEvent,
     MarkEvent,
     OperationEvent,
+    StreamRecordEvent,
+    StreamWaitEvent,
     WaitEvent,
 )
 
@@ -51,8 +53,8 @@ GATHER = NetworkModel(MACHINE).gather(8e9, RankGroup(8))  # about 7 s
 RANKS = tuple(range(8))
 
 
-def moves(seconds, is_on_host=False):
-    return OperationEvent(OperationCost("add", OperationKind.TRAFFIC, nbytes=int(seconds * 1e9)), is_on_host)
+def moves(seconds, is_on_host=False, stream=0):
+    return OperationEvent(OperationCost("add", OperationKind.TRAFFIC, nbytes=int(seconds * 1e9)), is_on_host, stream)
 
 
 def replayed(*events, **efficiency):
@@ -60,8 +62,8 @@ def replayed(*events, **efficiency):
     return ReplayRunner(DeviceModel(device), NetworkModel(replace(MACHINE, device=device))).run(events)
 
 
-def gather(number, nbytes=8 * 10**9, axis="data"):
-    return CollectiveEvent(number, "all_gather", axis, nbytes, RANKS)
+def gather(number, nbytes=8 * 10**9, axis="data", stream=0):
+    return CollectiveEvent(number, "all_gather", axis, nbytes, RANKS, stream)
 
 
 def test_an_exchange_is_waited_for_as_long_as_it_is_not_beside_computation():
@@ -90,6 +92,50 @@ def test_an_exchange_takes_from_the_computation_beside_it():
 
 def test_an_exchange_that_nobody_waits_for_ends_the_step():
     assert replayed(moves(1), gather(1)).seconds == pytest.approx(1 + GATHER)
+
+
+def test_an_exchange_on_a_stream_of_its_own_starts_beside_what_computation_was_given_before():
+    def step(stream):
+        return replayed(
+            moves(20),
+            gather(1, stream=stream),
+            WaitEvent(1, stream),
+            StreamRecordEvent(1, stream),
+            StreamWaitEvent(1, 0),
+            moves(1),
+        )
+
+    assert step(0).exposed["data"] == pytest.approx(GATHER)
+    assert step(1).exposed["data"] == 0
+    assert step(1).seconds == pytest.approx(21)
+
+
+def test_a_stream_waits_for_the_event_of_another_one_and_not_for_what_came_after_it():
+    events = [moves(5), StreamRecordEvent(1, 0), moves(20), StreamWaitEvent(1, 1), gather(1, stream=1)]
+    ends = [WaitEvent(1, 1), StreamRecordEvent(2, 1), StreamWaitEvent(2, 0)]
+    assert replayed(*events, *ends).seconds == pytest.approx(25), "the gather runs from 5 s on"
+    late = replayed(moves(20), StreamRecordEvent(1, 0), StreamWaitEvent(1, 1), gather(1, stream=1), *ends)
+    assert late.exposed["data"] == pytest.approx(GATHER)
+
+
+def test_computation_pays_once_for_an_exchange_of_another_stream():
+    waits = [StreamRecordEvent(1, 1), StreamWaitEvent(1, 0), StreamRecordEvent(2, 1), StreamWaitEvent(2, 0)]
+    found = replayed(gather(1, stream=1), WaitEvent(1, 1), moves(20), *waits, contention=0.5)
+    assert found.exposed["data"] == pytest.approx(GATHER / 2)
+    # Through a third stream too.
+    through = [StreamRecordEvent(1, 1), StreamWaitEvent(1, 2), StreamRecordEvent(2, 2), StreamWaitEvent(2, 0)]
+    found = replayed(gather(1, stream=1), WaitEvent(1, 1), moves(20), *through, contention=0.5)
+    assert found.exposed["data"] == pytest.approx(GATHER / 2)
+
+
+def test_operations_of_another_stream_are_waited_for_where_the_program_waits():
+    copies = [moves(4, stream=1), StreamRecordEvent(1, 1), moves(3)]
+    assert replayed(*copies, StreamWaitEvent(1, 0), moves(1)).seconds == pytest.approx(5)
+    assert replayed(*copies, moves(2)).seconds == pytest.approx(5)
+
+
+def test_an_event_of_an_earlier_step_is_over():
+    assert replayed(StreamWaitEvent(7, 0), StreamWaitEvent(7, 1), moves(1)).seconds == pytest.approx(1)
 
 
 def test_the_device_waits_for_a_host_that_is_slower_or_reads():

@@ -1,15 +1,17 @@
 """Gives the events of a recorded step their times.
 
-The host issues events in order, each for a little of its time. An operation starts when it is issued and the stream of
-computation is free; an exchange when it is issued, what was computed before it is done, and its communicator, and for
-ranks on several nodes the network, are free. A wait holds the computation up until its exchange is over. Nothing else
-orders anything, so what overlaps is what the engine lets overlap.
+The host issues events in order, each for a little of its time. An operation starts when it is issued and its stream is
+free; an exchange when it is issued, what its stream was given before is done, and its communicator, and for ranks on
+several nodes the network, are free. A wait holds its stream up until the exchange or the event is over. Nothing else
+orders anything, so what overlaps is what the program lets overlap.
+
+Operations on other streams than that of computation take nothing from it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,11 +19,14 @@ from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
 from deepspeed.plan.timeline.step_trace import (
+    COMPUTE_STREAM,
     CollectiveEvent,
     CopyEvent,
     HostWaitEvent,
     MarkEvent,
     OperationEvent,
+    StreamRecordEvent,
+    StreamWaitEvent,
     TraceEvent,
     WaitEvent,
 )
@@ -37,6 +42,27 @@ class StreamSpan(NamedTuple):
     name: str
     start: float
     end: float
+
+
+class _TimedTransfer(NamedTuple):
+    """An exchange with its times."""
+
+    axis: str
+    begin: float
+    end: float
+
+
+@dataclass
+class _SideStream:
+    """A stream beside that of computation.
+
+    Attributes:
+        free: When all that it was given is done.
+        transfers: By number, the exchanges that it waited for.
+    """
+
+    free: float = 0.0
+    transfers: dict[int, _TimedTransfer] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,6 +108,8 @@ class ReplayRunner:
             OperationEvent: self._operate,
             CollectiveEvent: self._exchange,
             WaitEvent: self._wait,
+            StreamRecordEvent: self._record,
+            StreamWaitEvent: self._wait_for_stream,
             CopyEvent: self._copy,
             HostWaitEvent: self._read,
             MarkEvent: self._mark,
@@ -92,11 +120,14 @@ class ReplayRunner:
         self._found = ReplayTimes()
         self._compute = self._host = self._wire = self._up = self._down = 0.0
         self._free: dict[str, float] = defaultdict(float)  # by communicator
-        self._works: dict[int, tuple[str, float, float]] = {}
+        self._works: dict[int, _TimedTransfer] = {}  # those that nobody has waited for
+        self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
+        self._records: dict[int, _SideStream] = {}  # as the stream was at the event
+        self._charged: set[int] = set()  # exchanges whose cost computation has paid
         self._phase, self._updated = "", 0.0  # seconds of updates on the host since the device computed
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
-        ends = [end for _, _, end in self._works.values()]
+        ends = [work.end for work in self._works.values()] + [stream.free for stream in self._beside.values()]
         last = max([self._compute, self._host, self._down, *ends])
         self._found.exposed["data"] += max(0.0, max(ends, default=0.0) - max(self._compute, self._host))
         self._found.seconds = last
@@ -116,6 +147,12 @@ class ReplayRunner:
             self._known[cost] = cost.seconds(self._device)
         seconds = self._known[cost]
         self._host += self._launch
+        if event.stream != COMPUTE_STREAM:
+            stream = self._beside[event.stream]
+            begin = max(stream.free, self._host)
+            stream.free = begin + seconds
+            self._found.spans.append(StreamSpan(f"stream {event.stream}", cost.name, begin, stream.free))
+            return
         begin = max(self._compute, self._host)
         updated, self._updated = min(self._updated, begin - self._compute), 0.0
         self._found.host += begin - self._compute - updated
@@ -138,25 +175,67 @@ class ReplayRunner:
         else:
             seconds = self._network.gather(event.nbytes, group)
         self._host += self._launch
-        begin = max(self._free[event.axis], self._compute, self._host)
+        before = self._compute if event.stream == COMPUTE_STREAM else self._beside[event.stream].free
+        begin = max(self._free[event.axis], before, self._host)
         if self._network.spread(group)[0] > 1:
             begin = max(begin, self._wire)
             self._wire = begin + seconds
         self._free[event.axis] = begin + seconds
-        self._works[event.number] = (event.axis, begin, begin + seconds)
+        self._works[event.number] = _TimedTransfer(event.axis, begin, begin + seconds)
         self._found.spans.append(StreamSpan(event.axis, f"{event.name} of {event.nbytes:,} B", begin, begin + seconds))
 
     def _wait(self, event: WaitEvent) -> None:
         work = self._works.pop(event.number, None)
         if work is None:
             return  # waited for before, or started before the recording
-        axis, begin, end = work
-        waits = max(0.0, end - max(self._compute, self._host if not self._is_asynchronous else 0.0))
-        taken = self._network.slowdown(end - begin, waits)
-        self._found.exposed[axis] += waits + taken
-        if waits > 0:
-            self._found.spans.append(StreamSpan(COMPUTE, f"waits: {axis}", self._compute, end))
-        self._compute = max(self._compute, end) + taken
+        if event.stream != COMPUTE_STREAM:
+            stream = self._beside[event.stream]
+            stream.free = max(stream.free, work.end)
+            stream.transfers[event.number] = work
+            return
+        self._hold_up({event.number: work}, work.end)
+
+    def _record(self, event: StreamRecordEvent) -> None:
+        if event.stream == COMPUTE_STREAM:
+            self._records[event.record] = _SideStream(self._compute)
+        else:
+            stream = self._beside[event.stream]
+            unpaid = {number: work for number, work in stream.transfers.items() if number not in self._charged}
+            stream.transfers = dict(unpaid)
+            self._records[event.record] = _SideStream(stream.free, unpaid)
+
+    def _wait_for_stream(self, event: StreamWaitEvent) -> None:
+        other = self._records.get(event.record)
+        if other is None:
+            return  # recorded before the recording of the step began
+        if event.stream == COMPUTE_STREAM:
+            self._hold_up(other.transfers, other.free)
+            return
+        stream = self._beside[event.stream]
+        stream.free = max(stream.free, other.free)
+        stream.transfers |= other.transfers
+
+    def _hold_up(self, transfers: Mapping[int, _TimedTransfer], until: float) -> None:
+        """Lets computation wait until a time, and pay for the exchanges that are over by then."""
+        start = max(self._compute, self._host if not self._is_asynchronous else 0.0)
+        new = [work for number, work in transfers.items() if number not in self._charged]
+        self._charged.update(transfers)
+        unexplained, taken = max(0.0, until - start), 0.0
+        for axis, begin, end in new:
+            waits = max(0.0, min(end, until) - max(start, begin))
+            unexplained -= waits
+            slowed = self._network.slowdown(end - begin, waits)
+            self._found.exposed[axis] += waits + slowed
+            taken += slowed
+        if unexplained > 0:  # the exchange had not begun, or operations of the other stream
+            if new:
+                self._found.exposed[new[-1].axis] += unexplained
+            else:
+                self._found.work[OperationKind.TRAFFIC] += unexplained
+        if until > start:
+            name = new[-1].axis if new else "another stream"
+            self._found.spans.append(StreamSpan(COMPUTE, f"waits: {name}", self._compute, until))
+        self._compute = max(self._compute, until) + taken
 
     def _copy(self, event: CopyEvent) -> None:
         rate = self._device.device.host_link

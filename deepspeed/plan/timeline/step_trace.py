@@ -10,28 +10,48 @@ from typing import Any, NamedTuple
 
 from deepspeed.plan.timeline.operation_cost import OperationCost
 
+COMPUTE_STREAM = 0
+"""Number of the stream on which the model computes; other streams have other numbers."""
+
 
 class OperationEvent(NamedTuple):
-    """An operation on the device, or on the host where it updates offloaded states."""
+    """An operation on a stream of the device, or on the host where it updates offloaded states."""
 
     cost: OperationCost
     is_on_host: bool
+    stream: int = COMPUTE_STREAM
 
 
 class CollectiveEvent(NamedTuple):
-    """The start of an exchange, behind everything that the current stream was given before."""
+    """The start of an exchange, behind everything that its stream was given before."""
 
     number: int
     name: str
     axis: str
     nbytes: int
     ranks: tuple[int, ...]
+    stream: int = COMPUTE_STREAM
 
 
 class WaitEvent(NamedTuple):
-    """The point at which the current stream waits for an exchange."""
+    """The point at which a stream waits for an exchange."""
 
     number: int
+    stream: int = COMPUTE_STREAM
+
+
+class StreamRecordEvent(NamedTuple):
+    """The point at which a stream records event ``record``, for which other streams can wait."""
+
+    record: int
+    stream: int
+
+
+class StreamWaitEvent(NamedTuple):
+    """The point at which a stream waits for event ``record``: all that the recording stream was given before it."""
+
+    record: int
+    stream: int
 
 
 class CopyEvent(NamedTuple):
@@ -59,7 +79,16 @@ class MarkEvent(NamedTuple):
     chunk: int = -1
 
 
-TraceEvent = OperationEvent | CollectiveEvent | WaitEvent | CopyEvent | HostWaitEvent | MarkEvent
+TraceEvent = (
+    OperationEvent
+    | CollectiveEvent
+    | WaitEvent
+    | StreamRecordEvent
+    | StreamWaitEvent
+    | CopyEvent
+    | HostWaitEvent
+    | MarkEvent
+)
 
 
 @dataclass
