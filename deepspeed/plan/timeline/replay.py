@@ -44,7 +44,7 @@ class StreamSpan(NamedTuple):
     end: float
 
 
-class _TimedTransfer(NamedTuple):
+class _ReplayedTransfer(NamedTuple):
     """An exchange with its times."""
 
     axis: str
@@ -62,7 +62,7 @@ class _SideStream:
     """
 
     free: float = 0.0
-    transfers: dict[int, _TimedTransfer] = field(default_factory=dict)
+    transfers: dict[int, _ReplayedTransfer] = field(default_factory=dict)
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ReplayRunner:
         self._found = ReplayTimes()
         self._compute = self._host = self._wire = self._up = self._down = 0.0
         self._free: dict[str, float] = defaultdict(float)  # by communicator
-        self._works: dict[int, _TimedTransfer] = {}  # those that nobody has waited for
+        self._works: dict[int, _ReplayedTransfer] = {}  # those that nobody has waited for
         self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
         self._records: dict[int, _SideStream] = {}  # as the stream was at the event
         self._charged: set[int] = set()  # exchanges whose cost computation has paid
@@ -181,7 +181,7 @@ class ReplayRunner:
             begin = max(begin, self._wire)
             self._wire = begin + seconds
         self._free[event.axis] = begin + seconds
-        self._works[event.number] = _TimedTransfer(event.axis, begin, begin + seconds)
+        self._works[event.number] = _ReplayedTransfer(event.axis, begin, begin + seconds)
         self._found.spans.append(StreamSpan(event.axis, f"{event.name} of {event.nbytes:,} B", begin, begin + seconds))
 
     def _wait(self, event: WaitEvent) -> None:
@@ -215,7 +215,7 @@ class ReplayRunner:
         stream.free = max(stream.free, other.free)
         stream.transfers |= other.transfers
 
-    def _hold_up(self, transfers: Mapping[int, _TimedTransfer], until: float) -> None:
+    def _hold_up(self, transfers: Mapping[int, _ReplayedTransfer], until: float) -> None:
         """Lets computation wait until a time, and pay for the exchanges that are over by then."""
         start = max(self._compute, self._host if not self._is_asynchronous else 0.0)
         new = [work for number, work in transfers.items() if number not in self._charged]
