@@ -28,22 +28,23 @@ HEAD = """\
 # Configuration reference
 
 Every key of a `ds_config`, generated from `deepspeed/config/sections` by `python -m deepspeed.config reference`.
-`docs/reference/ds_config.schema.json` is the same for editors; `python -m deepspeed.config check FILE` checks a file.
+`docs/reference/ds_config.schema.json` has the same for editors; `python -m deepspeed.config check FILE` checks a file.
 
 ## Reading
 
 - **Source**: a dict, the path of a file, or URL-safe base64 of JSON. A file is Hjson: JSON with comments (`#`, `//`,
-  `/* */`), trailing commas, unquoted keys and texts. A key that is there twice is refused.
-- **Unknown keys are refused**, at every level, all of them in one report with the nearest known key and the line. With
-  `DEEPSPEED_UNKNOWN_CONFIG_KEYS=warn` each is a warning instead. Keys that begin with `_` are comments. A top-level key
-  that spells a known path with dots (`"zero_optimization.stage"`) is let pass with one line and means nothing.
+  `/* */`), trailing commas, unquoted keys and texts. A key that occurs twice is refused.
+- **Unknown keys are refused**, at every level. One error lists all of them, with the line and the nearest known key.
+  With `DEEPSPEED_UNKNOWN_CONFIG_KEYS=warn` each is a warning instead. Keys that begin with `_` are comments. A key of
+  the top level that is a known path with dots (`"zero_optimization.stage"`) is accepted with one line and has no
+  effect.
 - **Values**: a whole number may be written `5e8`, a number as text (`"500"`), a switch as true/false, 1/0, yes/no,
-  on/off, t/f, y/n in any case. Names of types: `fp32`, `fp16`, `bf16` and their longer forms.
-- **`"auto"`** is the default, and the log says what it became. In a batch key that nothing else determines it is
-  refused.
-- A null section is an absent one.
-- *No effect* marks keys that are accepted because files hold them, with the reason why nothing depends on them here; a
-  value other than the default gets one line in the log.
+  on/off, t/f, y/n in any case. Dtypes: `fp32`, `fp16`, `bf16` and their longer forms.
+- **`"auto"`** means the default, and the log says which value that is. In a batch key it is refused unless other keys
+  determine the value.
+- A section that is null counts as absent.
+- *No effect* marks keys that are accepted because existing files have them, with the reason why they do nothing here. A
+  value other than the default gives one line in the log.
 
 ## Batch sizes
 
@@ -159,15 +160,15 @@ def _lines() -> Iterable[str]:
     yield from _refused_names("Refused optimizers", {**MISSING_OPTIMIZERS, **NOT_ELEMENTWISE})
     yield from _parameter_tables("Parameters of schedules", {**OWN_SCHEDULERS, **TORCH_SCHEDULERS})
     yield from _refused_names("Refused schedules", UNUSABLE_SCHEDULERS)
-    yield "## Not there yet"
+    yield "## Not supported yet"
     yield ""
-    yield "Switching one of these on is refused by name; the key may stand in the file switched off."
+    yield "Switching one of these on is refused by name. The key may be in the file if it is switched off."
     yield ""
     missing = [(f"`{key.name}`", feature.heading) for feature in FEATURES for key in feature.keys]
     yield from _two_columns(("Key", "Feature"), missing)
     yield "## Old names"
     yield ""
-    yield "Each is translated, with one line in the log, and refused beside its present name."
+    yield "Each is translated, with one line in the log. It is an error to give the present name too."
     yield ""
     old = [
         (f"`{dotted(entry.old)}`", ", ".join(f"`{dotted(new)}`" for new in entry.new), entry.about)
@@ -177,10 +178,10 @@ def _lines() -> Iterable[str]:
     yield "`zero_optimization: true` is `{stage: 1}` and `false` is `{stage: 0}`;"
     yield "a top-level `allgather_size` went with it."
     yield ""
-    yield "## Known confusions"
+    yield "## Common mistakes"
     yield ""
     yield from _two_columns(("Written", "Meant"), ((f"`{left}`", f"`{right}`") for left, right in CONFUSIONS.items()))
-    yield f"{', '.join(f'`{name}`' for name in WRAPPERS)} are wrappers; what they hold belongs at the top level."
+    yield f"{', '.join(f'`{name}`' for name in WRAPPERS)} are wrappers; their contents belong at the top level."
     yield ""
     yield "## Configuration of inference"
     yield ""

@@ -12,7 +12,7 @@ from deepspeed.config.types import Bool, Int
 
 
 class ActivationCheckpointing(Section):
-    """Settings of ``deepspeed.checkpointing``, which do nothing until the program calls its functions.
+    """Settings of ``deepspeed.checkpointing``, which have an effect only where the program calls its functions.
 
     ``blocks`` and ``recompute_modules`` need no call.
     """
@@ -21,8 +21,8 @@ class ActivationCheckpointing(Section):
 
     blocks: Bool = key(
         False,
-        "Repeated blocks (children of a ModuleList, or as a Transformers model does it) keep their inputs only, and "
-        "run again in backward. Only here, not upstream.",
+        "Recompute repeated blocks in backward and keep only their inputs: children of a ModuleList, or what a "
+        "Transformers model checkpoints itself. Only here, not upstream.",
     )
     partition_activations: Bool = key(False, "Split saved activations over the model-parallel ranks.")
     cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
@@ -34,9 +34,9 @@ class ActivationCheckpointing(Section):
     profile: Bool = key(False, "Time forward and backward of each checkpoint.")
     recompute_modules: list[Literal["core_attn"]] = key(
         None,
-        "Parts of the blocks of a Transformers model (or of modules with recompute_core_attention) that run again in "
-        "backward, everything else being kept. "
-        "core_attn: what attention computes between its projections.",
+        "Parts of the blocks of a Transformers model (or of modules with recompute_core_attention) that are "
+        "recomputed in backward; everything else is kept. core_attn: what attention computes between its "
+        "projections.",
         factory=list,
     )
 

@@ -10,7 +10,7 @@ from deepspeed.config.types import AnyCase, Bool, Capitalized, FilePath, Float, 
 
 
 class ParallelWrite(Section):
-    """Who writes what."""
+    """Which ranks write what."""
 
     pipeline_stage: Bool = key(
         False,
@@ -24,19 +24,19 @@ _ALL_SHARE = "every rank writes what it owns, and nothing twice"
 
 
 class Writer(Section):
-    """Settings of the original's fast writer; all but ``decoupled`` have no counterpart."""
+    """Settings of upstream's fast writer; only ``decoupled`` has an effect here."""
 
     type: Annotated[Literal["mock", "python", "fast"], AnyCase] = key(
         "fast", "Kind of writer; mock, which writes nothing, is refused.", no_effect=_ONE_WRITER
     )
-    decoupled: Bool = key(False, "Write beside training, as checkpoint.async_save.")
+    decoupled: Bool = key(False, "Write in the background, as checkpoint.async_save does.")
     io_buffer_size: Int = key(67_108_864, "Size of the write buffer.", unit="bytes", above=0, no_effect=_ONE_WRITER)
     io_buffer_double: Bool = key(True, "Two buffers.", no_effect=_ONE_WRITER)
     show_statistics: Bool = key(
         False, "Report the speed.", no_effect="run_report and wall_clock_breakdown say how long saves take"
     )
     data_parallel: Annotated[Literal["replica", "socket", "machine"] | None, AnyCase] = key(
-        None, "Who shares the writing.", null_means="all ranks", no_effect=_ALL_SHARE
+        None, "Which ranks share the writing.", null_means="all ranks", no_effect=_ALL_SHARE
     )
     io_multiplier: Int = key(1, "Slices per resource.", above=0, no_effect=_ALL_SHARE)
 
@@ -51,15 +51,15 @@ class Checkpoint(Section):
         False, "Load the universal layout (one file per parameter), at any stage and number of ranks."
     )
     use_node_local_storage: Bool = key(
-        False, "Every node writes what it needs itself, for disks that the nodes do not share."
+        False, "Every node writes what it needs to its own disk, for disks that nodes do not share."
     )
-    parallel_write: ParallelWrite = key(None, "Who writes what.", factory=ParallelWrite)
+    parallel_write: ParallelWrite = key(None, "Which ranks write what.", factory=ParallelWrite)
     checkpoint_serialization: Bool = key(
         True,
-        "torch's zip format for the .pt files; false is the older format.",
-        no_effect="tensors are written to files of a format of their own, and the few other values always as zip",
+        "Use torch's zip format for .pt files; false: the older format.",
+        no_effect="tensors are written as safetensors, and the few other values always as zip",
     )
-    writer: Writer | None = key(None, "Settings of the original's fast writer.")
+    writer: Writer | None = key(None, "Settings of upstream's fast writer.")
     keep_last: Int | None = key(
         None,
         "Tags kept in the folder; older ones are removed after a save that succeeded. Only here, not upstream.",
@@ -69,7 +69,7 @@ class Checkpoint(Section):
     )
     async_save: Bool = key(
         False,
-        "Return from save_checkpoint once the state is copied, and write beside training. Only here, not upstream.",
+        "Return from save_checkpoint when the state is copied, and write in the background. Only here, not upstream.",
     )
     verify_checksums: Bool = key(
         True, "On loading, check the checksum of every chunk that is read. Only here, not upstream."
@@ -79,7 +79,9 @@ class Checkpoint(Section):
 class DataStates(Section):
     """The DataStates asynchronous checkpoint engine; the section's presence turns it on."""
 
-    host_cache_size: Float | None = key(None, "Host memory for copies.", unit="GB", above=0, since="0.18.1")
+    host_cache_size: Float | None = key(
+        None, "Host memory for copies of the states.", unit="GB", above=0, since="0.18.1"
+    )
 
 
 class Nebula(Section):
@@ -105,28 +107,28 @@ SIGNAL_VARIABLE = "DEEPSPEED_PREEMPTION_SIGNAL"
 
 
 class Preemption(Section):
-    """A run that a scheduler may end and start again: a signal finishes the step, saves, and leaves with a code."""
+    """A run that a scheduler may stop: on a signal it finishes the step, saves, and exits with a code."""
 
     _feature: ClassVar[str] = "deepspeed.preemption.feature"
 
     enabled: Bool = key(
         False,
-        "Look after each update whether a rank has got one of the signals; then all ranks save and exit. Costs one "
-        "exchange of a few bytes between all ranks per update.",
+        "After each update, check whether a rank has received one of the signals; then all ranks save and exit. "
+        "Costs one exchange of a few bytes between all ranks per update.",
     )
     save_dir: str | None = key(
-        None, "Folder of checkpoints to save to and to go on from; required when enabled.", null_means="none"
+        None, "Folder of checkpoints to save to and to resume from; required when enabled.", null_means="none"
     )
     signals: TextList = key(
         None,
-        "Signals by which the scheduler says that it will end the process; deepspeed --signal adds one. A second one "
-        "of the same kind ends it at once.",
+        "Signals with which the scheduler announces the end of the process; deepspeed --signal adds one. A second "
+        "signal of the same kind ends the process at once.",
         factory=lambda: ["SIGTERM", "SIGUSR1"],
     )
     exit_code: Int = key(
         75,
-        "Exit code after saving, for the scheduler to start the run again; 75 is what sysexits.h calls a temporary "
-        "failure.",
+        "Exit code after saving, which tells the scheduler to start the run again. 75 is a temporary failure in "
+        "sysexits.h.",
         minimum=1,
         maximum=255,
     )

@@ -13,31 +13,36 @@ ScheduleType = Annotated[Literal["fixed_linear", "fixed_root", "fixed_discrete",
 class CurriculumSchedule(Section):
     """How the difficulty grows."""
 
-    total_curriculum_step: Int | None = key(None, "Steps until full difficulty.", unit="steps", above=0)
-    difficulty_step: Int | None = key(None, "Granularity of the difficulty.", above=0)
-    root_degree: Int | None = key(None, "Degree (fixed_root).", above=0)
-    difficulty: IntList | None = key(None, "Difficulties (fixed_discrete).", minimum=0)
+    total_curriculum_step: Int | None = key(None, "Steps until the maximum difficulty.", unit="steps", above=0)
+    difficulty_step: Int | None = key(None, "The difficulty is a multiple of this.", above=0)
+    root_degree: Int | None = key(None, "Degree of the root (fixed_root).", above=0)
+    difficulty: IntList | None = key(None, "List of difficulties (fixed_discrete).", minimum=0)
     max_step: IntList | None = key(
-        None, "Steps at which they change (fixed_discrete), one fewer.", unit="steps", minimum=0
+        None,
+        "Steps at which the difficulty changes, one fewer than difficulties (fixed_discrete).",
+        unit="steps",
+        minimum=0,
     )
 
 
 class CurriculumMetric(Section):
-    """One measure of difficulty."""
+    """One metric of difficulty."""
 
-    index_to_sample_path: FilePath = key(None, "Index file of an analysis, without ending.")
-    index_to_metric_path: FilePath = key(None, "Index file of an analysis, without ending.")
+    index_to_sample_path: FilePath = key(
+        None, "Index file of a data analysis: the samples of each value. Without extension."
+    )
+    index_to_metric_path: FilePath = key(None, "Index file of a data analysis: the values. Without extension.")
     difficulty_type: Annotated[Literal["value", "percentile"] | None, AnyCase] = key(
-        None, "Values of the metric, or places in its order."
+        None, "value: difficulties are values of the metric. percentile: they are percentiles of it."
     )
     clustering_type: Annotated[Literal["schedule_based", "single_cluster"] | None, AnyCase] = key(
         None,
-        "`single_cluster`: the metric chooses no samples, it only has a difficulty for a function on batches.",
+        "single_cluster: the metric does not choose samples; its difficulty is only passed to a function on batches.",
     )
     min_difficulty: Int | None = key(None, "Difficulty at the start; required.", minimum=0)
     max_difficulty: Int | None = key(None, "Difficulty at the end; required.", minimum=0)
-    schedule_type: ScheduleType | None = key(None, "Shape; required.")
-    schedule_config: CurriculumSchedule = key(None, "How it grows.", factory=CurriculumSchedule)
+    schedule_type: ScheduleType | None = key(None, "How the difficulty grows over the steps; required.")
+    schedule_config: CurriculumSchedule = key(None, "Parameters of the schedule.", factory=CurriculumSchedule)
 
 
 class CurriculumSampling(Section):
@@ -47,50 +52,50 @@ class CurriculumSampling(Section):
     data_cluster_path: FilePath = key(
         None,
         "Folder for index files.",
-        no_effect="clusters of samples are kept in memory as numbers, no file is written",
+        no_effect="clusters of samples are kept in memory; no file is written",
     )
-    curriculum_metrics: dict[str, CurriculumMetric] = key(
-        None, "Measures by name; required when enabled.", factory=dict
-    )
+    curriculum_metrics: dict[str, CurriculumMetric] = key(None, "Metrics by name; required when enabled.", factory=dict)
 
 
 class DynamicBatching(Section):
-    """Batches by number of tokens."""
+    """Batches with a limit on tokens instead of samples."""
 
     _feature: ClassVar[str] = "deepspeed.data.batching.feature"
 
-    enabled: Bool = key(False, "Batches by number of tokens.")
+    enabled: Bool = key(False, "Build batches with a limit on tokens instead of samples.")
     metrics_path: FilePath = key(
-        None, "Folder of lengths, made if it is not there; needed unless the lengths are given in code."
+        None, "Folder with the lengths of samples, created if missing; required unless the program passes the lengths."
     )
     lr_scaling_method: Annotated[Literal["linear", "sqrt", "none"], AnyCase] = key(
-        "linear", "How the rate follows the batch."
+        "linear", "How the learning rate depends on the batch size."
     )
-    min_batch_size: Int = key(1, "Least batch.", unit="samples", above=0)
-    max_batch_size: Int | None = key(None, "Greatest batch.", unit="samples", above=0)
+    min_batch_size: Int = key(1, "Smallest batch.", unit="samples", above=0)
+    max_batch_size: Int | None = key(None, "Largest batch.", unit="samples", above=0)
     sequence_picking_order: Annotated[Literal["dataloader", "random", "seqlen"], AnyCase] = key(
         "dataloader", "Order of sequences."
     )
-    max_tokens: Int | None = key(None, "Most tokens of a micro-batch; required when enabled.", unit="tokens", above=0)
-    verbose: Bool = key(False, "Say more.")
+    max_tokens: Int | None = key(
+        None, "Maximum number of tokens of a micro-batch; required when enabled.", unit="tokens", above=0
+    )
+    verbose: Bool = key(False, "Log more.")
 
 
 class DataSampling(Section):
-    """The sampler."""
+    """The sampler of the data loader."""
 
     enabled: Bool = key(False, "Use this sampler.")
-    num_epochs: Int = key(1000, "Passes after which the loader ends.", above=0)
-    num_workers: Int = key(0, "Loader processes.", minimum=0)
-    pin_memory: Bool = key(False, "Page-locked batches.")
-    curriculum_learning: CurriculumSampling = key(None, "Order by difficulty.", factory=CurriculumSampling)
-    dynamic_batching: DynamicBatching = key(None, "Batches by tokens.", factory=DynamicBatching)
+    num_epochs: Int = key(1000, "Epochs after which the loader ends.", above=0)
+    num_workers: Int = key(0, "Number of loader processes.", minimum=0)
+    pin_memory: Bool = key(False, "Load batches into page-locked memory.")
+    curriculum_learning: CurriculumSampling = key(None, "Order samples by difficulty.", factory=CurriculumSampling)
+    dynamic_batching: DynamicBatching = key(None, "Batches with a limit on tokens.", factory=DynamicBatching)
 
 
 class LtdStepSchedule(Section):
     """Steps of the token schedule."""
 
-    require_steps: Int | None = key(None, "Steps until all tokens.", unit="steps", above=0)
-    seq_per_step: Int | None = key(None, "Tokens added at a time.", unit="tokens", above=0)
+    require_steps: Int | None = key(None, "Steps until all tokens are kept.", unit="steps", above=0)
+    seq_per_step: Int | None = key(None, "Tokens that are added at each increase.", unit="tokens", above=0)
 
 
 class LtdSchedule(Section):
@@ -98,16 +103,18 @@ class LtdSchedule(Section):
 
     min_value: Int | None = key(None, "Tokens at the start.", unit="tokens", above=0)
     max_value: Int | None = key(None, "Tokens at the end.", unit="tokens", above=0)
-    schedule_type: Annotated[Literal["fixed_linear"] | None, AnyCase] = key(None, "Shape.")
-    schedule_config: LtdStepSchedule = key(None, "Steps.", factory=LtdStepSchedule)
+    schedule_type: Annotated[Literal["fixed_linear"] | None, AnyCase] = key(
+        None, "How the number grows over the steps."
+    )
+    schedule_config: LtdStepSchedule = key(None, "Steps of the schedule.", factory=LtdStepSchedule)
 
 
 class LayerTokenLr(Section):
-    """Rate by tokens seen; never worked."""
+    """Learning rate by tokens seen; not supported, and it never worked upstream."""
 
-    enabled: Bool = key(False, "Not possible.")
-    total_layer_tokens: Int | None = key(None, "Tokens in all.", unit="tokens", above=0)
-    warmup_layer_tokens: Int | None = key(None, "Tokens of the rise.", unit="tokens", minimum=0)
+    enabled: Bool = key(False, "Not supported.")
+    total_layer_tokens: Int | None = key(None, "Total number of tokens.", unit="tokens", above=0)
+    warmup_layer_tokens: Int | None = key(None, "Tokens of the warm-up.", unit="tokens", minimum=0)
 
 
 class RandomLtd(Section):
@@ -115,35 +122,37 @@ class RandomLtd(Section):
 
     _feature: ClassVar[str] = "deepspeed.dropping.feature"
 
-    enabled: Bool = key(False, "Drop tokens.")
-    total_layer_num: Int | None = key(None, "Layers.", unit="layers", above=0)
-    random_ltd_layer_num: Int | None = key(None, "Layers that drop; length of the list.", unit="layers", above=0)
-    random_ltd_layer_id: IntList | None = key(None, "Their numbers.", minimum=0)
+    enabled: Bool = key(False, "Drop tokens at random.")
+    total_layer_num: Int | None = key(None, "Number of layers of the model.", unit="layers", above=0)
+    random_ltd_layer_num: Int | None = key(
+        None, "Number of layers that drop tokens: the length of random_ltd_layer_id.", unit="layers", above=0
+    )
+    random_ltd_layer_id: IntList | None = key(None, "Indices of the layers that drop tokens.", minimum=0)
     model_mask_name: str | None = key(None, "Name of the mask argument; null: every argument with mask in its name.")
     model_type: Annotated[Literal["decoder", "encoder"] | None, AnyCase] = key(
-        None, "Kind of model.", no_effect="masks lose the rows and columns of the tokens left out in either kind"
+        None, "Kind of model.", no_effect="in both kinds the rows and columns of dropped tokens are removed from masks"
     )
     hidden_state_order: Annotated[Literal["batch_seq_dim", "seq_batch_dim"] | None, AnyCase] = key(
-        None, "Order of axes."
+        None, "Order of the dimensions of hidden states."
     )
     random_ltd_schedule: LtdSchedule = key(None, "How many tokens are kept.", factory=LtdSchedule)
-    layer_token_lr_schedule: LayerTokenLr = key(None, "Rate by tokens.", factory=LayerTokenLr)
+    layer_token_lr_schedule: LayerTokenLr = key(None, "Learning rate by tokens seen.", factory=LayerTokenLr)
 
 
 class DataRouting(Section):
     """Which tokens pass which layers."""
 
-    enabled: Bool = key(False, "Route tokens.")
+    enabled: Bool = key(False, "Switch token routing on.")
     random_ltd: RandomLtd = key(None, "Random layerwise token dropping.", factory=RandomLtd)
 
 
 class DataEfficiency(Section):
     """Curriculum learning, dynamic batching and random token dropping."""
 
-    enabled: Bool = key(False, "Master switch.")
+    enabled: Bool = key(False, "Switch for the whole section.")
     seed: Int = key(1234, "Seed of the sampler.", minimum=0)
-    data_sampling: DataSampling = key(None, "The sampler.", factory=DataSampling)
-    data_routing: DataRouting = key(None, "Token routing.", factory=DataRouting)
+    data_sampling: DataSampling = key(None, "The sampler of the data loader.", factory=DataSampling)
+    data_routing: DataRouting = key(None, "Which tokens pass which layers.", factory=DataRouting)
 
 
 class CurriculumLearning(Section):
@@ -153,10 +162,10 @@ class CurriculumLearning(Section):
 
     enabled: Bool = key(False, "Grow the sequence length.", removed="0.19.8")
     curriculum_type: Annotated[Literal["seqlen"] | None, AnyCase] = key(None, "What grows.")
-    min_difficulty: Int | None = key(None, "Length at the start.", unit="tokens", above=0)
-    max_difficulty: Int | None = key(None, "Length at the end.", unit="tokens", above=0)
-    schedule_type: ScheduleType | None = key(None, "Shape.")
-    schedule_config: CurriculumSchedule = key(None, "How it grows.", factory=CurriculumSchedule)
+    min_difficulty: Int | None = key(None, "Sequence length at the start.", unit="tokens", above=0)
+    max_difficulty: Int | None = key(None, "Sequence length at the end.", unit="tokens", above=0)
+    schedule_type: ScheduleType | None = key(None, "How the number grows over the steps.")
+    schedule_config: CurriculumSchedule = key(None, "Parameters of the schedule.", factory=CurriculumSchedule)
 
 
 class ProgressiveLayerDropSection(Section):
@@ -165,5 +174,5 @@ class ProgressiveLayerDropSection(Section):
     _feature: ClassVar[str] = "deepspeed.dropping.feature"
 
     enabled: Bool = key(False, "Drop layers.", removed="0.19.8")
-    theta: Float = key(0.5, "Share kept in the end.", minimum=0, maximum=1)
-    gamma: Float = key(0.001, "Speed.", minimum=0)
+    theta: Float = key(0.5, "Share of layers that are kept at the end.", minimum=0, maximum=1)
+    gamma: Float = key(0.001, "How fast the share of kept layers falls to theta.", minimum=0)

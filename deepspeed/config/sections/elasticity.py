@@ -16,7 +16,7 @@ OWN_KEYS = frozenset({_CONTINUE, "copy_every", "patience", "heartbeat"})
 
 
 class Elasticity(Section):
-    """Batch sizes that suit many numbers of ranks (removed upstream in 0.19.8), and runs whose ranks come and go."""
+    """Batch sizes that many numbers of ranks can share (removed upstream in 0.19.8), and runs whose ranks change."""
 
     place = ("elasticity",)
 
@@ -34,19 +34,21 @@ class Elasticity(Section):
         unit="samples",
         above=0,
     )
-    min_gpus: Int = key(1, "Least number of ranks that must be able to share the batch.", unit="ranks", above=0)
-    max_gpus: Int = key(10_000, "Greatest number of ranks.", unit="ranks", above=0)
-    min_time: Int = key(0, "Least time.", unit="minutes", minimum=0, no_effect="it never changed the batch sizes")
+    min_gpus: Int = key(1, "Smallest number of ranks that must be able to share the batch.", unit="ranks", above=0)
+    max_gpus: Int = key(10_000, "Largest number of ranks.", unit="ranks", above=0)
+    min_time: Int = key(0, "Minimum run time.", unit="minutes", minimum=0, no_effect="it never changed the batch sizes")
     version: Float = key(
         0.2,
-        "Algorithm. 0.1: one batch for all its numbers of ranks, others are refused. 0.2: one batch for whole nodes; "
-        "for other numbers of ranks the largest batch within the limit.",
+        "Algorithm. 0.1: one batch for a list of numbers of ranks; other numbers are refused. 0.2: one batch for "
+        "whole nodes; other numbers of ranks get the largest batch within the limit.",
         minimum=0.1,
         maximum=0.2,
     )
-    prefer_larger_batch: Bool = key(True, "Of batches that equally many numbers of ranks can share, take the largest.")
+    prefer_larger_batch: Bool = key(
+        True, "If several batches can be shared by equally many numbers of ranks, take the largest."
+    )
     ignore_non_elastic_batch_info: Bool = key(
-        False, "Let the batch keys of the top level be given, and put what is chosen in their place."
+        False, "Allow batch keys at the top level; the chosen values replace them."
     )
     num_gpus_per_node: Int = key(
         1, "Ranks per node (version 0.2), a multiple of model_parallel_size.", unit="ranks", above=0
@@ -63,19 +65,19 @@ class Elasticity(Section):
     )
     copy_every: Int = key(
         1,
-        "With continue, at stages 1 to 3: updates between two copies of each rank's model states in the host memory of "
-        "another rank. After a loss as many updates are done again at most.",
+        "With continue, at stages 1 to 3: number of updates between two copies of each rank's model states to the "
+        "host memory of another rank. After a loss at most this many updates are repeated.",
         unit="updates",
         above=0,
     )
     patience: Float = key(
-        600.0, "With continue: the longest wait for the ranks that are left, after a loss.", unit="seconds", above=0
+        600.0, "With continue: maximum wait for the remaining ranks after a loss.", unit="seconds", above=0
     )
     heartbeat: Float = key(
         0.0,
-        "With continue: a rank that sends no sign of life for so long is lost, though its process has not ended: it "
-        "was stopped, or is in a call that keeps the interpreter for itself. A process of the same host that was "
-        "stopped by a signal is ended. 0: only the end of a process or a host counts.",
+        "With continue: a rank that sends no heartbeat for this long counts as lost, though its process has not "
+        "ended (it was stopped, or is in a call that holds the interpreter lock). A process of the same host that "
+        "was stopped by a signal is ended. 0: a rank is lost only when its process or host ends.",
         unit="seconds",
         minimum=0,
     )

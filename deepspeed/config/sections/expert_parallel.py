@@ -8,8 +8,8 @@ from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Float, FloatOrAuto, Int, IntOrAuto
 
 _READ = "the structure is read from the model"
-_ROUTER = "the model's own router decides, which stays as it is"
-_ONE_WAY = "there is one way of doing it"
+_ROUTER = "the model's own router is used unchanged"
+_ONE_WAY = "there is one implementation"
 
 
 class ExpertParallel(Section):
@@ -19,10 +19,17 @@ class ExpertParallel(Section):
 
     enabled: Bool = key(False, "Spread the experts of the model over ranks.")
     autoep_size: Int = key(
-        1, "Degree; divides the number of experts and the data x sequence ranks.", unit="ranks", above=0
+        1,
+        "Expert-parallel degree; must divide the number of experts and the number of data x sequence ranks.",
+        unit="ranks",
+        above=0,
     )
-    expert_tensor_parallel_size: Int = key(1, "Only 1.", unit="ranks", minimum=1, maximum=1)
-    validate_folding_routing: Bool = key(False, "Check that tensor ranks route alike.", no_effect=_ONE_WAY)
+    expert_tensor_parallel_size: Int = key(
+        1, "Tensor-parallel degree of experts; only 1 is supported.", unit="ranks", minimum=1, maximum=1
+    )
+    validate_folding_routing: Bool = key(
+        False, "Check that tensor ranks route tokens in the same way.", no_effect=_ONE_WAY
+    )
     preset_model: (
         Annotated[
             Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"],
@@ -30,8 +37,10 @@ class ExpertParallel(Section):
         ]
         | None
     ) = key(None, "Checked against the model's type; the structure is read from the model. minimax_m3 since 0.19.8.")
-    moe_layer_pattern: str | None = key(None, "Regular expression: only blocks whose name fits are cut.")
-    expert_pattern: str | None = key(None, "Regular expression: only modules whose last name fits are cut.")
+    moe_layer_pattern: str | None = key(
+        None, "Regular expression: experts are spread only in blocks whose name matches."
+    )
+    expert_pattern: str | None = key(None, "Regular expression: only modules whose last name matches are spread.")
     router_pattern: str | None = key(None, "Names of the routers.", no_effect=_READ)
     expert_w1: str | None = key(None, "Name of the first weight; not empty, without dots.", no_effect=_READ)
     expert_w2: str | None = key(None, "Name of the second weight; not empty, without dots.", no_effect=_READ)
@@ -41,13 +50,15 @@ class ExpertParallel(Section):
     has_shared_experts: Bool | None = key(None, "Shared experts exist.", no_effect=_READ)
     shared_experts_pattern: str | None = key(None, "Names of shared experts.", no_effect=_READ)
     shared_experts_gate_pattern: str | None = key(None, "Names of their gates.", no_effect=_READ)
-    use_grouped_mm: Bool = key(True, "Grouped products where they are faster: bf16, CUDA capability 9 and newer.")
+    use_grouped_mm: Bool = key(
+        True, "Use grouped matrix products where they are faster: bf16, CUDA capability 9 and newer."
+    )
     dispatch_dtype: Annotated[Literal["int8"], AnyCase] | None = key(
         None,
-        "Type of tokens on their way to experts, and of gradients on theirs. int8: with a factor per 128 elements.",
-        null_means="the type of the tokens",
+        "Dtype in which tokens are sent to experts, and gradients back. int8: with a scale per 128 elements.",
+        null_means="the dtype of the tokens",
     )
-    disable_triton_grouped_mm: Bool = key(False, "Not by Triton.", no_effect=_ONE_WAY)
+    disable_triton_grouped_mm: Bool = key(False, "Do not use Triton.", no_effect=_ONE_WAY)
     top_k: IntOrAuto = key(
         "auto",
         "Experts per token.",
@@ -56,43 +67,47 @@ class ExpertParallel(Section):
         no_effect=_ROUTER,
     )
     score_func: Annotated[Literal["auto", "softmax", "sigmoid"], AnyCase] = key(
-        "auto", "Router.", own_auto=True, no_effect=_ROUTER
+        "auto", "Score function of the router.", own_auto=True, no_effect=_ROUTER
     )
     score_apply: Annotated[Literal["auto", "pre", "post"], AnyCase] = key(
         "auto",
-        "Weigh before or after the expert.",
+        "Apply the weight before or after the expert.",
         own_auto=True,
         no_effect=_ROUTER,
     )
-    route_norm: Bool | None = key(None, "Normalise the weights.", no_effect=_ROUTER)
-    route_scale: Float = key(1.0, "Scale of the weights.", minimum=0, no_effect=_ROUTER)
+    route_norm: Bool | None = key(None, "Normalise the router's weights.", no_effect=_ROUTER)
+    route_scale: Float = key(1.0, "Scale of the router's weights.", minimum=0, no_effect=_ROUTER)
     routed_scaling_factor: FloatOrAuto = key(
         "auto",
-        "Scale of the routed part.",
+        "Scale of the output of routed experts.",
         own_auto=True,
         minimum=0,
         no_effect=_ROUTER,
     )
     num_expert_groups: Int | None = key(None, "Groups of experts.", above=0, no_effect=_ROUTER)
-    num_limited_groups: Int | None = key(None, "Groups a token may use.", above=0, no_effect=_ROUTER)
+    num_limited_groups: Int | None = key(
+        None, "Number of expert groups that a token may use.", above=0, no_effect=_ROUTER
+    )
     combine_impl: Annotated[Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"], AnyCase] = key(
         "auto",
-        "Way of combining; fused_weighted_sum since 0.19.8.",
+        "How outputs are combined; fused_weighted_sum since 0.19.8.",
         own_auto=True,
         no_effect=_ONE_WAY,
     )
-    load_balance_coeff: None = key(None, "Only null.")
-    async_split_plan: Bool = key(False, "Plan splits beside compute.", since="0.19.8", no_effect=_ONE_WAY)
+    load_balance_coeff: None = key(None, "Coefficient of load balancing; only null is supported.")
+    async_split_plan: Bool = key(False, "Plan the splits during computation.", since="0.19.8", no_effect=_ONE_WAY)
     row_weighting_impl: Annotated[Literal["auto", "eager", "fused"], AnyCase] = key(
         "auto", "Kernel of the weighting.", since="0.19.8", own_auto=True, no_effect=_ONE_WAY
     )
     gate_up_impl: Annotated[Literal["separate", "fused"], AnyCase] = key(
         "separate", "Kernel of the gate.", since="0.19.8", no_effect=_ONE_WAY
     )
-    comm_backend: Annotated[Literal["comm", "deepep"], AnyCase] = key("comm", "All-to-all.", since="0.19.8")
+    comm_backend: Annotated[Literal["comm", "deepep"], AnyCase] = key(
+        "comm", "Backend of the all-to-all.", since="0.19.8"
+    )
     comm_num_sm: Int = key(12, "Multiprocessors for communication.", minimum=0, since="0.19.8", no_effect=_ONE_WAY)
     comm_qp_margin: Int = key(4, "Spare queue pairs.", minimum=0, since="0.19.8", no_effect=_ONE_WAY)
     comm_max_tokens_per_rank: Int = key(
-        0, "Most tokens per rank; 0 is measured.", minimum=0, since="0.19.8", no_effect=_ONE_WAY
+        0, "Maximum number of tokens per rank; 0: measured.", minimum=0, since="0.19.8", no_effect=_ONE_WAY
     )
     expert_activation: str | None = key(None, "Activation of the experts.", since="0.19.8", no_effect=_READ)

@@ -23,7 +23,7 @@ class InferenceTp(Section):
     enabled: Bool = key(True, "Split the model.")
     tp_size: Int = key(1, "Degree.", unit="ranks", above=0)
     tp_grain_size: Int = key(64, "Granularity of uneven splits.", above=0)
-    mpu: Any = key(None, "Object that knows the groups; only from a program.")
+    mpu: Any = key(None, "Megatron-style object with the process groups; only from a program.")
     tp_group: Any = key(None, "Process group; only from a program.")
 
 
@@ -42,16 +42,18 @@ class QuantizedPart(Section):
     """Quantization of activations."""
 
     enabled: Bool = key(True, "Quantize.")
-    num_bits: Int = key(8, "Width.", unit="bits", above=0)
-    q_type: QuantType = key("symmetric", "Quantizer.")
-    q_groups: Int = key(1, "Number of groups.", above=0)
+    num_bits: Int = key(8, "Bit width.", unit="bits", above=0)
+    q_type: QuantType = key(
+        "symmetric", "symmetric: a range around zero. asymmetric: from the smallest to the largest value."
+    )
+    q_groups: Int = key(1, "Number of groups of a weight, each with its own scale.", above=0)
 
 
 class QuantizedWeights(QuantizedPart):
     """Quantization of weights."""
 
     quantized_initialization: dict[str, Any] = key(None, "Quantize while the model is built.", factory=dict)
-    post_init_quant: dict[str, Any] = key(None, "Quantize layers afterwards.", factory=dict)
+    post_init_quant: dict[str, Any] = key(None, "Quantize layers after the model is built.", factory=dict)
 
 
 class QuantizedQkv(Section):
@@ -63,18 +65,18 @@ class QuantizedQkv(Section):
 class Quantization(Section):
     """Quantized inference."""
 
-    enabled: Bool = key(True, "Quantize where dtype is int8.")
-    activation: QuantizedPart = key(None, "Activations.", factory=QuantizedPart)
-    weight: QuantizedWeights = key(None, "Weights.", factory=QuantizedWeights)
-    qkv: QuantizedQkv = key(None, "Attention projections.", factory=QuantizedQkv)
+    enabled: Bool = key(True, "Quantize if dtype is int8.")
+    activation: QuantizedPart = key(None, "Quantization of activations.", factory=QuantizedPart)
+    weight: QuantizedWeights = key(None, "Quantization of weights.", factory=QuantizedWeights)
+    qkv: QuantizedQkv = key(None, "Quantization of the attention projections.", factory=QuantizedQkv)
 
 
 class InferenceCheckpoint(Section):
-    """Where the weights lie."""
+    """Where the weight files are."""
 
     checkpoint_dir: FilePath = key(None, "Folder of the weights.")
     save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")
-    base_dir: str = key("", "Folder that relative paths start from.")
+    base_dir: str = key("", "Folder for relative paths.")
 
 
 def _switch_as_moe(value: Any) -> Any:
@@ -84,35 +86,35 @@ def _switch_as_moe(value: Any) -> Any:
 class Inference(Section):
     """The configuration of ``init_inference``."""
 
-    replace_with_kernel_inject: Bool = key(False, "Swap layers for fused ones.", aliases=("kernel_inject",))
+    replace_with_kernel_inject: Bool = key(False, "Replace layers by fused ones.", aliases=("kernel_inject",))
     dtype: Annotated[Literal["fp32", "fp16", "bf16", "int8"], BeforeValidator(_to_inference_dtype)] = key(
-        "fp16", "Type of the weights; all spellings of dtypes."
+        "fp16", "Dtype of the weights, in any spelling."
     )
     tensor_parallel: InferenceTp = key(None, "Tensor parallelism.", factory=InferenceTp, aliases=("tp",))
     enable_cuda_graph: Bool = key(False, "Run through a CUDA graph.")
     use_triton: Bool = key(False, "Triton kernels.")
-    triton_autotune: Bool = key(False, "Tune them.")
+    triton_autotune: Bool = key(False, "Tune the Triton kernels.")
     zero: ZeroOptimization = key(None, "ZeRO, as in training.", factory=ZeroOptimization)
     triangular_masking: Bool = key(True, "Causal attention.", aliases=("tm",))
     moe: Annotated[InferenceMoe, BeforeValidator(_switch_as_moe)] = key(
         None, "Mixture of experts.", factory=InferenceMoe
     )
-    keep_module_on_host: Bool = key(False, "Leave the model in host memory.")
+    keep_module_on_host: Bool = key(False, "Keep the model in host memory.")
     quant: Quantization = key(None, "Quantization.", factory=Quantization)
-    checkpoint: str | dict[str, Any] | None = key(None, "Files to load.")
-    base_dir: str = key("", "Folder that relative paths start from.")
+    checkpoint: str | dict[str, Any] | None = key(None, "Weight files to load.")
+    base_dir: str = key("", "Folder for relative paths.")
     set_empty_params: Bool = key(False, "Build the model without weights.")
     save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")
     checkpoint_config: InferenceCheckpoint = key(
-        None, "Where the weights lie.", factory=InferenceCheckpoint, aliases=("ckpt_config",)
+        None, "Where the weight files are.", factory=InferenceCheckpoint, aliases=("ckpt_config",)
     )
     return_tuple: Bool = key(True, "Layers return tuples.")
     training_mp_size: Int = key(1, "Model-parallel size of the training.", unit="ranks", above=0)
     injection_policy: dict[Any, Any] | None = key(None, "Which layers are split, and how.", aliases=("injection_dict",))
-    injection_policy_tuple: TextList | None = key(None, "Names of row-parallel outputs.")
+    injection_policy_tuple: TextList | None = key(None, "Names of the row-parallel layers of a block.")
     config: Any = key(None, "The model's configuration.", aliases=("args",))
-    max_out_tokens: Int = key(1024, "Length of the cache.", unit="tokens", above=0, aliases=("max_tokens",))
-    min_out_tokens: Int = key(1, "Least length of the cache.", unit="tokens", above=0, aliases=("min_tokens",))
+    max_out_tokens: Int = key(1024, "Length of the KV cache.", unit="tokens", above=0, aliases=("max_tokens",))
+    min_out_tokens: Int = key(1, "Minimum length of the KV cache.", unit="tokens", above=0, aliases=("min_tokens",))
     transposed_mode: Bool = key(False, "Weights are stored transposed.")
     replace_method: str = key("auto", "From early releases.", own_auto=True, no_effect="there is one method")
     mp_size: Int | None = key(None, "Old name of tensor_parallel.tp_size.", unit="ranks", above=0)
@@ -134,26 +136,26 @@ class MemoryConfig(Section):
     """How the cache gets its memory."""
 
     mode: Annotated[Literal["reserve", "allocate"], AnyCase] = key(
-        "reserve", "Leave that much free, or take that much."
+        "reserve", "reserve: leave this much memory free. allocate: use this much."
     )
-    size: Int = key(1_000_000_000, "How much.", unit="bytes", above=0)
+    size: Int = key(1_000_000_000, "Amount of memory.", unit="bytes", above=0)
 
 
 class StateManager(Section):
     """Limits of the ragged engine."""
 
-    max_tracked_sequences: Int = key(2048, "Sequences known.", unit="sequences", above=0)
+    max_tracked_sequences: Int = key(2048, "Sequences that are tracked at a time.", unit="sequences", above=0)
     max_ragged_batch_size: Int = key(768, "Tokens per pass.", unit="tokens", above=0)
     max_ragged_sequence_count: Int = key(512, "Sequences per pass.", unit="sequences", above=0)
     max_context: Int = key(8192, "Longest sequence.", unit="tokens", above=0)
     memory_config: MemoryConfig = key(None, "Memory of the cache.", factory=MemoryConfig)
-    offload: Bool = key(False, "Cache in host memory.")
+    offload: Bool = key(False, "Keep the cache in host memory.")
 
 
 class RaggedQuantization(Section):
     """Quantization of the ragged engine."""
 
-    quantization_mode: Annotated[Literal["wf6af16"] | None, AnyCase] = key(None, "Kind.")
+    quantization_mode: Annotated[Literal["wf6af16"] | None, AnyCase] = key(None, "Kind of quantization.")
 
 
 class RaggedInference(Section):
@@ -165,14 +167,14 @@ class RaggedInference(Section):
 
 
 class HybridEngine(Section):
-    """An engine which trains and generates, for reinforcement learning."""
+    """An engine that trains and generates, for reinforcement learning."""
 
     _feature: ClassVar[str] = "deepspeed.engine.generation"
 
-    enabled: Bool = key(False, "Build that engine.")
-    max_out_tokens: Int = key(512, "Length of the cache.", unit="tokens", above=0)
+    enabled: Bool = key(False, "Build the hybrid engine.")
+    max_out_tokens: Int = key(512, "Length of the KV cache.", unit="tokens", above=0)
     inference_tp_size: Int = key(1, "Tensor-parallel degree while generating.", unit="ranks", above=0)
-    release_inference_cache: Bool = key(False, "Free the cache after generating.")
+    release_inference_cache: Bool = key(False, "Free the KV cache after generating.")
     pin_parameters: Bool = key(True, "Keep parameters gathered while generating.")
     tp_gather_partition_size: Int = key(8, "Layers gathered at once.", unit="layers", above=0)
     enable_cuda_graph: Bool = key(False, "Generate through CUDA graphs.")

@@ -45,7 +45,7 @@ class Comet(Section):
     workspace: str | None = key(None, "Workspace.")
     api_key: str | None = key(None, "Key of the service; better kept in Comet's own configuration.")
     experiment_name: str | None = key(None, "Name of the experiment.")
-    experiment_key: str | None = key(None, "Key of an experiment to go on with.")
+    experiment_key: str | None = key(None, "Key of an experiment to continue.")
     online: Bool | None = key(None, "Report while running.", null_means="Comet decides")
     mode: str | None = key(None, "Comet's start mode.")
 
@@ -56,7 +56,7 @@ class RunReport(Section):
     _feature: ClassVar[str] = "deepspeed.run_report.feature"
 
     path: str | None = key(
-        None, "Folder of the files that each rank writes, and of the page; null writes nothing.", null_means="no report"
+        None, "Folder for the files that each rank writes, and for the page.", null_means="no report"
     )
     plan: str | None = key(
         None, "File that ds_plan --json wrote; the page shows it beside the run.", null_means="no plan"
@@ -74,10 +74,10 @@ class FlopsProfilerSection(Section):
     """Counts operations, parameters and time of one step, module by module."""
 
     enabled: Bool = key(False, "Profile one step; turns wall_clock_breakdown on.")
-    profile_step: Int = key(1, "The step profiled, counted from 1.", unit="steps", above=0)
-    module_depth: Int = key(-1, "Depth of the table; -1 is the deepest.", minimum=-1)
+    profile_step: Int = key(1, "The profiled step, counted from 1.", unit="steps", above=0)
+    module_depth: Int = key(-1, "Depth of modules in the table; -1: all levels.", minimum=-1)
     top_modules: Int = key(1, "Modules shown per depth.", above=0)
-    detailed: Bool = key(True, "A line per module.")
+    detailed: Bool = key(True, "Print a line per module.")
     output_file: FilePath = key(None, "File for the report.", null_means="standard output")
     recompute_fwd_factor: Float = key(
         0.0, "Forward passes repeated in backward; 1 with full activation checkpointing.", minimum=0
@@ -90,9 +90,9 @@ class CommsLogger(Section):
     """Logs collectives with their sizes and times."""
 
     enabled: Bool = key(False, "Log collectives.")
-    prof_all: Bool = key(True, "All operations; false takes those of prof_ops.")
-    prof_ops: TextList = key(None, "Operations logged when prof_all is false.", factory=list)
-    verbose: Bool = key(False, "A line per operation as it happens.")
+    prof_all: Bool = key(True, "true: log all operations. false: only those in prof_ops.")
+    prof_ops: TextList = key(None, "Operations to log if prof_all is false.", factory=list)
+    verbose: Bool = key(False, "Log one line per operation when it happens.")
     debug: Bool = key(False, "Add the name of the calling function.")
 
 
@@ -101,9 +101,9 @@ class TraceSection(Section):
 
     _feature: ClassVar[str] = "deepspeed.profiling.feature"
 
-    path: str | None = key(None, "Folder of the traces, one per rank; null traces nothing.", null_means="no trace")
-    first_step: Int = key(3, "The first step that is traced, counted from 1.", unit="steps", above=0)
-    steps: Int = key(2, "Steps that are traced.", unit="steps", above=0)
+    path: str | None = key(None, "Folder for the traces, one file per rank.", null_means="no trace")
+    first_step: Int = key(3, "First traced step, counted from 1.", unit="steps", above=0)
+    steps: Int = key(2, "Number of traced steps.", unit="steps", above=0)
 
 
 class ThroughputTimerSection(Section):
@@ -114,6 +114,6 @@ class ThroughputTimerSection(Section):
 
 
 class Timers(Section):
-    """Timers that run all the time."""
+    """Timers that are always on."""
 
     throughput: ThroughputTimerSection = key(None, "The throughput line of the engine.", factory=ThroughputTimerSection)

@@ -11,7 +11,7 @@ Device = Annotated[Literal["none", "cpu", "nvme"], AnyCase]
 
 
 class OffloadParam(Section):
-    """Where the shards of the compute parameters live between uses (stage 3)."""
+    """Where the shards of the compute parameters are kept between uses (stage 3)."""
 
     device: Device = key(
         "none", "Where the parameter shards are kept. cpu and nvme need stage 3; nvme needs nvme_path.", min_stage=0
@@ -27,28 +27,29 @@ class OffloadParam(Section):
     pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
     page_cache: Bool | None = key(
         None,
-        "Files are used through the system's page cache, so that what fits into free memory comes at its speed; false: "
+        "true: files are read through the system's page cache, at the speed of memory if they fit into it. false: "
         "direct access (device nvme).",
-        null_means="without an optimizer, when free memory is larger than the files of this host and an eighth of the "
-        "machine's",
+        null_means="true without an optimizer, if the files of this host fit into free memory and an eighth of all "
+        "memory stays free",
     )
 
 
 class OffloadOptimizer(Section):
-    """Where master weights and optimizer state live, and hence where the update runs."""
+    """Where master weights and optimizer state are kept, and so where the update runs."""
 
     place = ("zero_optimization", "offload_optimizer")
 
     device: Device = key(
         "none",
-        "Where master weights and optimizer state are kept. Needs stage 1 or more; nvme needs nvme_path. At stage 0 "
-        "(reference models are built from training configurations) it is accepted with one line.",
+        "Where master weights and optimizer state are kept. Needs stage 1 or more; nvme needs nvme_path. At stage "
+        "0 it is accepted without effect, with one line in the log (programs build reference models from "
+        "training configurations).",
     )
     nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
     buffer_count: Int = key(
         4,
-        "Staging buffers (device nvme). One chunk takes one for the master and one for each state, three for Adam; "
-        "pipeline_read and pipeline_write take as many again each. Raised to what is needed.",
+        "Staging buffers (device nvme). One chunk takes one for the master and one for each state (three for "
+        "Adam); pipeline_read and pipeline_write each take the same number again. A smaller value is raised.",
         unit="buffers",
         above=0,
     )
@@ -57,21 +58,20 @@ class OffloadOptimizer(Section):
     pipeline_write: Bool = key(False, "Write the last chunk while this one is updated (device nvme).")
     fast_init: Bool = key(
         False,
-        "Do not write the zeros that states start with; the file system reads them from space that was never written "
-        "(device nvme).",
+        "Do not write the zeros with which states start: file systems return zeros for unwritten space (device nvme).",
     )
     ratio: Float = key(
         1.0,
-        "Share of parameters updated away from the device, in whole buckets; below 1 only with stage 3.",
+        "Share of parameters that are updated on the host, in whole buckets. Below 1 only with stage 3.",
         minimum=0,
         maximum=1,
         since="0.12.3",
     )
     super_offload: Bool = key(
         False,
-        "Update each bucket in a thread beside backward, as soon as its gradient is there; where clipping or an "
-        "overflow says so the update is made again. Same results. Stages 1 to 3, device cpu; takes as much host memory "
-        "again.",
+        "Update each bucket in a thread during backward, as soon as its gradient is on the host. With clipping or "
+        "an overflow the update is repeated or dropped. Same results. Stages 1 to 3, device cpu; needs the host "
+        "memory of master weights and states twice.",
         since="0.18.0",
     )
     cpuadam_cores_perc: Float = key(
@@ -87,7 +87,7 @@ class OffloadOptimizer(Section):
         "From early releases.",
         unit="elements",
         minimum=0,
-        no_effect="buffers are sized from the largest chunk that must pass through them",
+        no_effect="buffers have the size of the largest chunk that passes through them",
     )
 
 
@@ -99,7 +99,7 @@ class Aio(Section):
     block_size: Int = key(1_048_576, "Size of one request, rounded up to pages.", unit="bytes", above=0)
     queue_depth: Int = key(8, "Requests in flight.", unit="requests", above=0)
     intra_op_parallelism: Int = key(
-        1, "Multiplies queue_depth; called thread_count before 0.16.4.", unit="threads", above=0
+        1, "Requests in flight are this times queue_depth. Called thread_count before 0.16.4.", unit="threads", above=0
     )
     single_submit: Bool = key(
         False, "Submit requests one by one.", no_effect="every request is submitted as soon as a thread is free"

@@ -10,7 +10,7 @@ from deepspeed.config.types import AnyCase, Bool, Float, FloatList, Int
 
 
 class Optimizer(Section):
-    """The optimizer, when the program does not bring its own. Without it and without a client's: no step."""
+    """The optimizer, if the program does not pass one. Without any optimizer the engine cannot step."""
 
     type: str | None = key(
         None,
@@ -58,7 +58,7 @@ class TorchFlags(OptimizerParams):
     """What the classes of torch.optim share."""
 
     foreach: Bool | None = key(None, "torch's multi-tensor path.", null_means="torch decides")
-    maximize: Bool = key(False, "Ascend instead of descend.")
+    maximize: Bool = key(False, "Maximise the loss.")
     differentiable: Bool = key(False, "Differentiate through the step.")
 
 
@@ -76,7 +76,7 @@ class AdamParams(OptimizerParams):
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
-    amsgrad: Bool = key(False, "Not possible here; with torch_adam it is.")
+    amsgrad: Bool = key(False, "Supported with torch_adam only.")
     set_grad_none: Bool = key(True, "Free gradients rather than set them to zero.")
     torch_adam: Bool = key(False, "Use the class of torch.optim with its arguments and defaults.")
     adam_w_mode: Bool = key(True, "Decoupled weight decay, for Adam; AdamW always decouples.")
@@ -112,7 +112,7 @@ class AdagradParams(TorchFlags):
     initial_accumulator_value: Float = key(0.0, "Start of the sum of squares.", minimum=0)
     eps: Float = eps(1e-10)
     fused: Bool | None = key(None, "torch's fused kernel.", null_means="torch decides")
-    amsgrad: Bool = key(False, "Not possible.")
+    amsgrad: Bool = key(False, "Not supported.")
     fp32_optimizer_states: Bool = key(True, "State in fp32 (with optimizer offload).")
 
 
@@ -135,9 +135,9 @@ class LambParams(OptimizerParams):
     eps: Float = eps(1e-8)
     eps_inside_sqrt: Bool = key(False, "Add eps before the square root.")
     weight_decay: Float = decay()
-    max_coeff: Float = key(10.0, "Greatest trust ratio.", above=0)
-    min_coeff: Float = key(0.01, "Least trust ratio.", minimum=0)
-    amsgrad: Bool = key(False, "Not possible.")
+    max_coeff: Float = key(10.0, "Largest trust ratio.", above=0)
+    min_coeff: Float = key(0.01, "Smallest trust ratio.", minimum=0)
+    amsgrad: Bool = key(False, "Not supported.")
 
 
 class OneBitParams(OptimizerParams):
@@ -147,90 +147,92 @@ class OneBitParams(OptimizerParams):
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
     weight_decay: Float = decay()
-    amsgrad: Bool = key(False, "Not possible.")
-    eps_inside_sqrt: Bool = key(False, "Not possible: without effect upstream.")
+    amsgrad: Bool = key(False, "Not supported.")
+    eps_inside_sqrt: Bool = key(False, "Not supported; it has no effect upstream.")
     cuda_aware: Bool = key(
         False, "CUDA-aware MPI.", no_effect="messages are tensors of the process group's own backend"
     )
     comm_backend_name: str = key(
-        "nccl", "Transport of the messages.", no_effect="the engine's process group carries them"
+        "nccl", "Backend of the messages.", no_effect="the engine's process group carries them"
     )
 
 
 _PRECONDITION = (
-    "Divide what travels by the root of the variance, bound it by what Adam could move, and multiply what arrives: "
-    "errors of signs are then of one size in all weights. The publication does not."
+    "Divide a message by the root of the variance, bound it by the largest movement of Adam, and multiply it after "
+    "receiving. Then coding errors have the same size in all weights. The publication does not do this."
 )
 
 
 class OneBitAdamParams(OneBitParams):
-    """1-bit Adam: AdamW for freeze_step updates, then its variance stays and its momentum travels in 1 bit."""
+    """1-bit Adam: AdamW for freeze_step updates; then the variance is frozen and the momentum is sent in 1 bit."""
 
     precondition: Bool = key(True, _PRECONDITION)
     freeze_step: Int = key(100000, "Updates of the warm-up; 15 to 25 % of all.", unit="updates", minimum=1)
     bias_correction: Bool = key(
-        False, "Correct the averages for their start at zero. The publication does not; upstream ignores it."
+        False,
+        "Correct the averages for their start at zero. The publication does not do this; upstream ignores the key.",
     )
 
 
 class OneBitLambParams(OneBitParams):
-    """1-bit LAMB: LAMB for freeze_step updates, then its variance stays and its momentum travels in 1 bit."""
+    """1-bit LAMB: LAMB for freeze_step updates; then the variance is frozen and the momentum is sent in 1 bit."""
 
     freeze_step: Int = key(100000, "Updates of the warm-up; 15 to 25 % of all.", unit="updates", minimum=1)
     bias_correction: Bool = key(False, "From LAMB.", no_effect="the publication has none")
-    max_coeff: Float = key(10.0, "Greatest trust ratio of the warm-up.", above=0)
-    min_coeff: Float = key(0.01, "Least trust ratio of the warm-up.", minimum=0)
+    max_coeff: Float = key(10.0, "Largest trust ratio in the warm-up.", above=0)
+    min_coeff: Float = key(0.01, "Smallest trust ratio in the warm-up.", minimum=0)
     coeff_beta: Float = key(0.9, "Decay of the average of trust ratios.", minimum=0, below=1)
-    factor_max: Float = key(4.0, "Greatest factor on that average after the warm-up.", above=0)
-    factor_min: Float = key(0.5, "Least factor.", above=0)
-    factor_threshold: Float = key(0.1, "By how much of itself the factor may change in an update.", minimum=0)
+    factor_max: Float = key(4.0, "Largest factor on that average after the warm-up.", above=0)
+    factor_min: Float = key(0.5, "Smallest factor on that average.", above=0)
+    factor_threshold: Float = key(0.1, "Largest relative change of the factor in an update.", minimum=0)
 
 
 class ZeroOneAdamParams(OneBitParams):
-    """0/1 Adam: 1 bit for an element, but where the variance is updated, ever more seldom; later seldom exchanges."""
+    """0/1 Adam: 1 bit per element, except in updates of the variance; later local steps between exchanges."""
 
     precondition: Bool = key(True, _PRECONDITION)
     bias_correction: Bool = key(
-        False, "Correct the averages for their start at zero. The publication does not; upstream ignores it."
+        False,
+        "Correct the averages for their start at zero. The publication does not do this; upstream ignores the key.",
     )
     var_freeze_step: Int = key(
         100000,
-        "Last update of the variance; usually the end of the learning rate's warm-up.",
+        "Update after which the variance is frozen; usually the end of the learning rate's warm-up.",
         unit="updates",
         minimum=1,
     )
     var_update_scaler: Int = key(
-        16, "Updates of the variance after which the gap between them doubles.", unit="updates", minimum=1
+        16, "Number of variance updates after which the interval between them doubles.", unit="updates", minimum=1
     )
     local_step_scaler: Int = key(
         32678,
-        "Updates after which the gap between exchanges doubles, once the variance is frozen.",
+        "Number of updates after which the interval between exchanges doubles, once the variance is frozen.",
         unit="updates",
         minimum=1,
     )
-    local_step_clipper: Int = key(16, "Largest gap between exchanges.", unit="updates", minimum=1)
+    local_step_clipper: Int = key(16, "Largest interval between exchanges.", unit="updates", minimum=1)
 
 
 class MuonParams(OptimizerParams):
-    """Muon for matrices (two dimensions or more, name without embed and lm_head, no bias), Adam for the rest.
+    """Muon for matrices (two dimensions or more, no embed or lm_head in the name, no bias), Adam for the rest.
 
-    A parameter of three dimensions that is no convolution is a stack of matrices, each of which is orthogonalised.
+    A parameter of three dimensions that is not a convolution is a stack of matrices; each is orthogonalised.
     """
 
-    lr: Float = key(
-        0.02, "Learning rate; given explicitly it serves both parts. Adam's own default is 3e-4.", minimum=0
-    )
+    lr: Float = key(0.02, "Learning rate. If given, it is used for both parts; otherwise Adam's is 3e-4.", minimum=0)
     momentum: Float = key(0.95, "Momentum of the matrix part.", minimum=0, below=1)
     weight_decay: Float = decay()
-    ns_method: Annotated[Literal["gram", "standard"], AnyCase] = key("gram", "Way of orthogonalising.")
+    ns_method: Annotated[Literal["gram", "standard"], AnyCase] = key(
+        "gram", "How matrices are orthogonalised: Newton-Schulz on the Gram matrix, or on the matrix."
+    )
     betas: FloatList = betas((0.9, 0.95))
     eps: Float = eps(1e-10)
     muon_lr: Float | None = key(None, "Learning rate of the matrix part.", minimum=0, null_means="lr")
     adam_lr: Float | None = key(None, "Learning rate of the rest.", minimum=0, null_means="lr")
     qk_clip_threshold: Float | None = key(
         None,
-        "Attention logits of a head above this are brought down to it after each update, by scaling its rows of the "
-        "query and key projections (MuonClip). For models of Transformers.",
+        "If the attention logits of a head exceed this, its rows of the query and key projections are scaled down "
+        "after the update (QK-clip of MuonClip). For Transformers models.",
         above=0,
         null_means="logits are not measured",
     )
@@ -312,7 +314,7 @@ class RpropParams(Capturable):
 
     lr: Float = lr(1e-2)
     etas: FloatList = key(None, "Factors of decrease and increase.", factory=lambda: [0.5, 1.2], above=0, length=2)
-    step_sizes: FloatList = key(None, "Least and greatest step.", factory=lambda: [1e-6, 50.0], above=0, length=2)
+    step_sizes: FloatList = key(None, "Smallest and largest step.", factory=lambda: [1e-6, 50.0], above=0, length=2)
 
 
 # In any case, as upstream takes them; the rest of torch.optim must be spelt as there.

@@ -7,8 +7,8 @@ from typing import ClassVar
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Int, IntOrAuto
 
-_MODULE = "an argument of PipelineModule says this"
-_OWN_PEER = "each tensor-parallel rank sends what it has to its own peer on the next stage"
+_MODULE = "this is an argument of PipelineModule"
+_OWN_PEER = "each tensor-parallel rank sends its part to its peer on the next stage"
 
 
 class PipelineSection(Section):
@@ -18,11 +18,11 @@ class PipelineSection(Section):
 
     schedule: str | None = key(
         None,
-        "Order of forwards and backwards: gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev. Where it cuts the layers "
-        "otherwise than the module was cut, they are built anew. Null: the module's.",
+        "Order of forwards and backwards: gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev. If it needs another "
+        "division of layers over stages than the module has, the layers are built again. null: the module's.",
     )
     num_chunks: Int | None = key(
-        None, "Chunks of layers per stage, with a schedule that has several. Null: the module's.", above=0
+        None, "Chunks of layers per stage, for schedules with several. null: the module's.", above=0
     )
     activation_checkpoint_interval: Int = key(
         0,
@@ -31,10 +31,10 @@ class PipelineSection(Section):
         minimum=0,
     )
     use_reentrant: Bool = key(
-        False, "With activation_checkpoint_interval: torch's reentrant kind of activation checkpoint."
+        False, "With activation_checkpoint_interval: use torch's reentrant activation checkpointing."
     )
     pipe_partitioned: Bool = key(True, "Split activations over tensor-parallel ranks.", no_effect=_OWN_PEER)
-    grad_partitioned: Bool = key(True, "The same for gradients.", no_effect=_OWN_PEER)
+    grad_partitioned: Bool = key(True, "Split gradients over tensor-parallel ranks.", no_effect=_OWN_PEER)
     stages: IntOrAuto = key("auto", "Number of stages.", own_auto=True, above=0, no_effect=_MODULE)
-    partition: str = key("best", "Way of cutting the layers.", no_effect=_MODULE)
-    seed_layers: Bool = key(False, "A seed per layer.", no_effect=_MODULE)
+    partition: str = key("best", "How layers are divided over stages.", no_effect=_MODULE)
+    seed_layers: Bool = key(False, "Use a seed per layer.", no_effect=_MODULE)

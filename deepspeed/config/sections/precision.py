@@ -7,7 +7,7 @@ from typing import Literal
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, DType, Float, Int, TextList, TextsOrAuto
 
-_BF16_SCALING = "bf16 has the exponent range of fp32, so nothing is scaled"
+_BF16_SCALING = "bf16 has the exponent range of fp32, so there is no loss scale"
 
 
 class Fp16(Section):
@@ -30,19 +30,24 @@ class Fp16(Section):
         16, "A dynamic scale starts at 2 to this power.", unit="power of two", minimum=0, maximum=127
     )
     loss_scale_window: Int = key(
-        1000, "Good steps in a row after which a dynamic scale doubles.", unit="steps", above=0
+        1000, "Steps in a row without overflow after which a dynamic scale doubles.", unit="steps", above=0
     )
     hysteresis: Int = key(
         2,
-        "Overflows until a dynamic scale halves: 1 halves at the first one, as torch.amp.GradScaler does.",
+        "Number of overflows after which a dynamic scale is halved: 1 halves it at the first one, as "
+        "torch.amp.GradScaler does.",
         unit="steps",
         above=0,
     )
     consecutive_hysteresis: Bool = key(
-        False, "Refill the tolerance of hysteresis after every good step, not only when the scale grows.", since="0.9.3"
+        False,
+        "Reset the count of hysteresis after every step without overflow, not only when the scale grows.",
+        since="0.9.3",
     )
     min_loss_scale: Int = key(
-        1, "Floor of a dynamic scale. An overflow at the floor with hysteresis used up raises.", above=0
+        1,
+        "Smallest dynamic scale. An overflow at this scale raises when the overflows of hysteresis are used up.",
+        above=0,
     )
     fp16_master_weights_and_grads: Bool = key(
         False,
@@ -68,8 +73,8 @@ class Bf16(Section):
     )
     check_grad_overflow: Bool = key(
         True,
-        "Look for infinite or NaN gradients at each step and skip the step, on all ranks, when there are any. "
-        "max_consecutive_skipped_steps says when training gives up.",
+        "Check gradients for inf and NaN at each step; if there are any, skip the step on all ranks. "
+        "max_consecutive_skipped_steps says when training stops.",
         since="0.17.1",
     )
     bf16_master_weights_and_grads: Bool = key(
@@ -95,7 +100,7 @@ class Bf16(Section):
 
 
 class TorchAutocast(Section):
-    """Forward under ``torch.autocast``, with the parameters of chosen modules communicated in low precision."""
+    """Runs forward under ``torch.autocast``."""
 
     enabled: Bool = key(
         False,
@@ -107,9 +112,9 @@ class TorchAutocast(Section):
     )
     lower_precision_safe_modules: TextList | None = key(
         None,
-        "Class paths (package.module.Class) whose parameters travel in the autocast dtype.",
+        "Class paths (package.module.Class) of modules whose parameters upstream communicates in the autocast dtype.",
         null_means="torch.nn.Linear, Conv1d, Conv2d and Conv3d",
-        no_effect="parameters and gradients travel in their own dtype; communication_data_type chooses another",
+        no_effect="parameters and gradients are sent in their own dtype; communication_data_type chooses another",
     )
 
 
@@ -120,14 +125,14 @@ class Amp(Section):
     opt_level: str | None = key(None, "Apex level, O0 to O3.", removed="0.19.8")
     cast_model_type: str | None = key(None, "Apex: dtype of the model.", removed="0.19.8")
     patch_torch_functions: Bool | None = key(None, "Apex: patch torch functions.", removed="0.19.8")
-    keep_batchnorm_fp32: Bool | None = key(None, "Apex: batch norm in fp32.", removed="0.19.8")
+    keep_batchnorm_fp32: Bool | None = key(None, "Apex: keep batch norm in fp32.", removed="0.19.8")
     master_weights: Bool | None = key(None, "Apex: fp32 master weights.", removed="0.19.8")
     loss_scale: Float | Literal["dynamic"] | None = key(None, "Apex: loss scale.", removed="0.19.8", above=0)
     cast_model_outputs: str | None = key(None, "Apex: dtype of outputs.", removed="0.19.8")
     num_losses: Int = key(1, "Apex: number of losses.", removed="0.19.8", above=0)
     verbosity: Int = key(1, "Apex: verbosity.", removed="0.19.8", minimum=0)
-    min_loss_scale: Float | None = key(None, "Apex: least dynamic scale.", removed="0.19.8", above=0)
-    max_loss_scale: Float = key(2.0**24, "Apex: greatest dynamic scale.", removed="0.19.8", above=0)
+    min_loss_scale: Float | None = key(None, "Apex: smallest dynamic loss scale.", removed="0.19.8", above=0)
+    max_loss_scale: Float = key(2.0**24, "Apex: largest dynamic loss scale.", removed="0.19.8", above=0)
 
 
 class MsAmp(Section):
@@ -144,14 +149,14 @@ class DataTypes(Section):
 
     grad_accum_dtype: DType | None = key(
         None,
-        "Type in which gradients of several micro-batches are summed. Only with more than one micro-batch per step is "
-        "there an accumulator at all.",
+        "Dtype in which the gradients of several micro-batches are summed. With one micro-batch per step there is "
+        "no accumulator.",
         null_means="fp32, also under bf16 and fp16 (upstream: the model's type, which loses small gradients)",
     )
     param_dtype: DType | None = key(
-        None, "States the model's type and must agree with the enabled precision mode.", since="0.19.2"
+        None, "Dtype of the model; must agree with the enabled precision mode.", since="0.19.2"
     )
-    buffer_dtype: DType | None = key(None, "Type of floating buffers.", null_means="as the model has them")
+    buffer_dtype: DType | None = key(None, "Dtype of floating-point buffers.", null_means="as the model has them")
     keep_in_fp32_modules: TextsOrAuto | None = key(
         None,
         "Modules kept in fp32: parts of their names; auto takes the model's own list (_keep_in_fp32_modules).",

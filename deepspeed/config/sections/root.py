@@ -72,39 +72,40 @@ class Root(Section):
     )
     managed_gradient_accumulation: Bool = key(
         True,
-        "The engine counts micro-batches and steps at the boundary; with false every step() of the caller is one. "
-        "false not with a pipeline, DeepCompile or Apex.",
+        "true: the engine counts micro-batches and updates at the boundary. false: every step() of the program is "
+        "an update; not with a pipeline, DeepCompile or Apex.",
         since="0.19.4",
     )
 
     gradient_clipping: Float = key(
         1.0,
-        "Limit of the global L2 norm of the gradients; 0 switches clipping off. Files written before 0.19.3 "
-        "counted on a default of 0.",
+        "Limit of the global L2 norm of the gradients; 0 switches clipping off. Before 0.19.3 the default was 0.",
         minimum=0,
         infinite=True,
     )
     prescale_gradients: Bool = key(False, "Divide gradients by the number of ranks before the reduction, not after.")
     gradient_predivide_factor: Float = key(
         1.0,
-        "Part of that division done before the reduction, the rest after it; with prescale_gradients all of it is "
-        "done before.",
+        "Divide gradients by this before the reduction, and by the rest of the number of ranks after it. With "
+        "prescale_gradients the whole division is done before.",
         above=0,
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], AnyCase] = key(
-        "mean", "sum leaves out the division by the number of ranks. Not with stage 3.", since="0.19.6"
+        "mean",
+        "mean: gradients are divided by the number of ranks. sum: they are not; not with stage 3.",
+        since="0.19.6",
     )
     communication_data_type: DType | None = key(
-        None, "Type in which gradients travel.", null_means="fp16 or bf16 when enabled, else fp32"
+        None, "Dtype in which gradients are sent.", null_means="fp16 or bf16 when enabled, else fp32"
     )
     seq_parallel_communication_data_type: DType = key(
         "fp32",
-        "Type in which gradients travel where ranks share sequences, unless communication_data_type is given; "
-        "seq_parallel_comm_data_type before 0.16.5.",
+        "Dtype in which gradients are sent with sequence_parallel_size above 1, unless communication_data_type is "
+        "given. Called seq_parallel_comm_data_type before 0.16.5.",
     )
     sparse_gradients: Bool = key(
         False,
-        "Of the gradients of embeddings exchange only the rows that are not zeros, with their numbers.",
+        "Exchange only those rows of embeddings' gradients that are not zero, with their row numbers.",
         removed="0.19.8",
     )
     disable_allgather: Bool = key(
@@ -112,12 +113,13 @@ class Root(Section):
     )
     zero_allow_untested_optimizer: Bool = key(
         False,
-        "Lets an optimizer of a class not known to be elementwise work on shards: right only if it treats every "
-        "element by itself. Known elementwise ones need no consent; those known to need shapes are refused anyway.",
+        "Allow an optimizer class that is not known to be elementwise to update shards. The results are right "
+        "only if it updates every element independently. Known elementwise classes need no consent; classes known "
+        "to need whole tensors are refused anyway.",
     )
     zero_force_ds_cpu_optimizer: Bool = key(
         True,
-        "Insist on this package's CPU optimizer under optimizer offload.",
+        "Require this package's CPU optimizer with optimizer offload.",
         no_effect="a client's optimizer is updated on the host by the same kernels",
     )
     graph_harvesting: Bool = key(
@@ -152,12 +154,12 @@ class Root(Section):
 
     steps_per_print: Steps = key(
         None,
-        "Log progress every so many steps. Releases before 0.15.2 did at 10.",
+        "Log progress every this many steps. Before 0.15.2 the default was 10.",
         unit="steps",
         above=0,
         null_means="never, as does an infinite number",
     )
-    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step; costs synchronisation.")
+    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step. Synchronises the device.")
     memory_breakdown: Bool = key(False, "Log memory in use at each phase.")
     dump_state: Bool = key(False, "Log the engine's state at start-up.")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, AnyCase] = key(
@@ -165,9 +167,9 @@ class Root(Section):
     )
     dataloader_drop_last: Bool = key(False, "Drop the last incomplete batch, in the engine's own data loader.")
     vocabulary_size: Int | None = key(
-        None, "From early releases.", above=0, no_effect="it only warned of sizes that are no multiple of 8"
+        None, "From early releases.", above=0, no_effect="it only gave a warning for sizes that are not a multiple of 8"
     )
-    timers: Timers = key(None, "Timers that run all the time.", factory=Timers)
+    timers: Timers = key(None, "Timers that are always on.", factory=Timers)
     disable_python_gc: Bool = key(False, "Switch Python's garbage collector off while training.", since="0.19.8")
 
     optimizer: Optimizer | None = key(None, "The optimizer.", null_means="the client's, or none")
@@ -192,21 +194,23 @@ class Root(Section):
     wandb: Wandb = key(None, "Weights & Biases.", factory=Wandb)
     comet: Comet = key(None, "Comet.", factory=Comet)
     trace: TraceSection = key(None, "Trace of a few steps. Only here, not upstream.", factory=TraceSection)
-    run_report: RunReport = key(None, "Page about the run. Only here, not upstream.", factory=RunReport)
+    run_report: RunReport = key(
+        None, "A page about where the time of a run went. Only here, not upstream.", factory=RunReport
+    )
     comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger)
     flops_profiler: FlopsProfilerSection = key(None, "Profile of one step.", factory=FlopsProfilerSection)
     autotuning: Autotuning | None = key(None, "Search for a fast configuration.")
     elasticity: Elasticity | None = key(None, "Elastic batch sizes.", removed="0.19.8")
-    preemption: Preemption | None = key(None, "Saving and leaving when a scheduler says so.")
+    preemption: Preemption | None = key(None, "Save and exit when a scheduler sends a signal.")
     pipeline: PipelineSection = key(None, "Pipeline modules.", factory=PipelineSection)
     tensor_parallel: TensorParallel = key(None, "AutoTP.", factory=TensorParallel)
     expert_parallel: ExpertParallel | None = key(None, "AutoEP.")
     sequence_parallel: SequenceParallel = key(
-        None, "How ranks share sequences. Only here, not upstream.", factory=SequenceParallel
+        None, "How ranks divide sequences. Only here, not upstream.", factory=SequenceParallel
     )
     communication_compression: CommunicationCompression = key(
         None,
-        "Values that travel in fewer bits. Only here, not upstream.",
+        "Send gradients and weights in fewer bits. Only here, not upstream.",
         factory=CommunicationCompression,
     )
     compile: Compile = key(None, "DeepCompile.", factory=Compile)
@@ -219,8 +223,12 @@ class Root(Section):
     sparse_attention: SparseAttention | None = key(None, "Block-sparse attention: the pattern.", removed="0.19.8")
     quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
     eigenvalue: EigenvalueSection | None = key(
-        None, "Pace by eigenvalues, where quantize_training has no such section.", removed="0.19.8"
+        None,
+        "Choose when widths fall by the eigenvalues of blocks, where quantize_training has no section eigenvalue.",
+        removed="0.19.8",
     )
     msamp: MsAmp | None = key(None, "MS-AMP; written by accelerate.")
-    inference: Any = key(None, "Seen in files.", no_effect="init_inference has a configuration of its own")
+    inference: Any = key(
+        None, "Found in files of other programs.", no_effect="init_inference has a configuration of its own"
+    )
     comment: Any = key(None, "A remark; keys that begin with an underscore are remarks at every level.")

@@ -26,7 +26,7 @@ class SchedulerParams(Section):
 class OwnParameters(SchedulerParams):
     """What the schedules of this package share."""
 
-    last_batch_iteration: Int = key(-1, "Step to go on from; -1 is the start.", unit="steps", minimum=-1)
+    last_batch_iteration: Int = key(-1, "Step to resume from; -1: the start.", unit="steps", minimum=-1)
 
 
 WarmupType = Annotated[Literal["log", "linear"], AnyCase]
@@ -34,11 +34,11 @@ WarmupType = Annotated[Literal["log", "linear"], AnyCase]
 
 def warmup_steps() -> Any:
     """Declares the length of the rise."""
-    return key(1000, "Steps of the rise; at least 2 are made. 0 means no rise.", unit="steps", minimum=0)
+    return key(1000, "Steps of the rise; 1 counts as 2. 0: no rise.", unit="steps", minimum=0)
 
 
 class WarmupLRParams(OwnParameters):
-    """WarmupLR: rises from the least to the greatest rate, then stays."""
+    """WarmupLR: rises from warmup_min_lr to warmup_max_lr, then stays."""
 
     warmup_min_lr: PerGroup = key(0.0, "Rate at the start.", minimum=0)
     warmup_max_lr: PerGroup | None = key(None, "Rate after the rise.", minimum=0, null_means="the optimizer's lr")
@@ -47,7 +47,7 @@ class WarmupLRParams(OwnParameters):
 
 
 class WarmupDecayLRParams(OwnParameters):
-    """WarmupDecayLR: the same rise, then linear to 0 at total_num_steps."""
+    """WarmupDecayLR: the rise of WarmupLR, then a linear decay to 0 at total_num_steps."""
 
     total_num_steps: Int = key(..., "Steps of the whole run.", unit="steps", minimum=0)
     warmup_min_lr: PerGroup = key(0.0, "Rate at the start.", minimum=0)
@@ -57,17 +57,17 @@ class WarmupDecayLRParams(OwnParameters):
 
 
 class WarmupCosineLRParams(OwnParameters):
-    """WarmupCosineLR: ratios of the optimizer's lr, a rise and then half a cosine."""
+    """WarmupCosineLR: a rise and then half a cosine; rates are ratios of the optimizer's lr."""
 
     total_num_steps: Int = key(..., "Steps of the whole run.", unit="steps", minimum=0)
-    warmup_min_ratio: Float = key(0.0, "Share of the rate at the start.", minimum=0)
+    warmup_min_ratio: Float = key(0.0, "Ratio of the rate to the optimizer's lr at the start.", minimum=0)
     warmup_num_steps: Int = warmup_steps()
-    cos_min_ratio: Float = key(0.0001, "Share of the rate at the end.", minimum=0)
+    cos_min_ratio: Float = key(0.0001, "Ratio of the rate to the optimizer's lr at the end.", minimum=0)
     warmup_type: WarmupType = key("log", "Shape of the rise.")
 
 
 class OneCycleParams(OwnParameters):
-    """OneCycle: up, down, then decay; the momentum goes the other way."""
+    """OneCycle: the rate rises, falls, then decays; the momentum moves in the opposite direction."""
 
     cycle_min_lr: PerGroup = key(..., "Rate at the start and end of the cycle.", minimum=0)
     cycle_max_lr: PerGroup = key(..., "Rate in the middle.", minimum=0)
@@ -76,11 +76,11 @@ class OneCycleParams(OwnParameters):
     cycle_second_step_size: Int | None = key(
         None, "Steps down.", unit="steps", minimum=0, null_means="cycle_first_step_size"
     )
-    cycle_first_stair_count: Int = key(0, "Stairs on the way up; 0 is smooth.", minimum=0)
+    cycle_first_stair_count: Int = key(0, "Number of steps of a staircase on the way up; 0: continuous.", minimum=0)
     cycle_second_stair_count: Int | None = key(
-        None, "Stairs on the way down.", minimum=0, null_means="cycle_first_stair_count"
+        None, "Number of steps of a staircase on the way down.", minimum=0, null_means="cycle_first_stair_count"
     )
-    decay_step_size: Int = key(0, "Steps per unit of decay; 0 is no decay.", unit="steps", minimum=0)
+    decay_step_size: Int = key(0, "Steps per unit of decay; 0: no decay.", unit="steps", minimum=0)
     cycle_momentum: Bool = key(True, "Cycle the momentum too, for optimizers with betas.")
     cycle_min_mom: PerGroup = key(0.8, "Momentum in the middle.", minimum=0)
     cycle_max_mom: PerGroup = key(0.9, "Momentum at the start and end.", minimum=0)
@@ -88,18 +88,18 @@ class OneCycleParams(OwnParameters):
 
 
 class LRRangeTestParams(OwnParameters):
-    """LRRangeTest: a rate that grows, to find the range that trains."""
+    """LRRangeTest: a growing learning rate, to find the range in which training works."""
 
     lr_range_test_min_lr: PerGroup = key(1e-3, "Rate at the start.", minimum=0)
     lr_range_test_step_size: Int = key(2000, "Steps per unit of growth.", unit="steps", above=0)
     lr_range_test_step_rate: Float = key(1.0, "Growth per unit.", minimum=0)
-    lr_range_test_staircase: Bool = key(False, "Grow in stairs.")
+    lr_range_test_staircase: Bool = key(False, "Grow in steps instead of continuously.")
 
 
 class TorchParameters(SchedulerParams):
     """What the classes of torch.optim.lr_scheduler share."""
 
-    last_epoch: Int = key(-1, "Step to go on from; -1 is the start.", unit="steps", minimum=-1)
+    last_epoch: Int = key(-1, "Step to resume from; -1: the start.", unit="steps", minimum=-1)
 
 
 class ConstantLRParams(TorchParameters):
@@ -113,31 +113,31 @@ class CosineAnnealingLRParams(TorchParameters):
     """torch's CosineAnnealingLR."""
 
     T_max: Int = key(..., "Steps of half a wave.", unit="steps", above=0)
-    eta_min: Float = key(0.0, "Least rate.", minimum=0)
+    eta_min: Float = key(0.0, "Smallest rate.", minimum=0)
 
 
 class CosineAnnealingWarmRestartsParams(TorchParameters):
     """torch's CosineAnnealingWarmRestarts."""
 
     T_0: Int = key(..., "Steps until the first restart.", unit="steps", above=0)
-    T_mult: Int = key(1, "Growth of the period.", above=0)
-    eta_min: Float = key(0.0, "Least rate.", minimum=0)
+    T_mult: Int = key(1, "Factor on the period after each restart.", above=0)
+    eta_min: Float = key(0.0, "Smallest rate.", minimum=0)
 
 
 class CyclicLRParams(TorchParameters):
     """torch's CyclicLR."""
 
-    base_lr: PerGroup = key(..., "Least rate.", minimum=0)
-    max_lr: PerGroup = key(..., "Greatest rate.", minimum=0)
+    base_lr: PerGroup = key(..., "Smallest rate.", minimum=0)
+    max_lr: PerGroup = key(..., "Largest rate.", minimum=0)
     step_size_up: Int = key(2000, "Steps up.", unit="steps", above=0)
     step_size_down: Int | None = key(None, "Steps down.", unit="steps", above=0, null_means="step_size_up")
-    mode: Literal["triangular", "triangular2", "exp_range"] = key("triangular", "Shape.")
+    mode: Literal["triangular", "triangular2", "exp_range"] = key("triangular", "Shape of the cycle.")
     gamma: Float = key(1.0, "Factor of exp_range.", minimum=0)
-    scale_fn: Any = key(None, "Function of the scale; only from a program.")
+    scale_fn: Any = key(None, "Function for the scale; only from a program.")
     scale_mode: Literal["cycle", "iterations"] = key("cycle", "What scale_fn counts.")
     cycle_momentum: Bool = key(True, "Cycle the momentum too.")
-    base_momentum: PerGroup = key(0.8, "Least momentum.", minimum=0)
-    max_momentum: PerGroup = key(0.9, "Greatest momentum.", minimum=0)
+    base_momentum: PerGroup = key(0.8, "Smallest momentum.", minimum=0)
+    max_momentum: PerGroup = key(0.9, "Largest momentum.", minimum=0)
 
 
 class ExponentialLRParams(TorchParameters):
@@ -170,38 +170,38 @@ class MultiStepLRParams(TorchParameters):
     """torch's MultiStepLR."""
 
     milestones: IntList = key(..., "Steps at which the rate falls.", unit="steps", minimum=0)
-    gamma: Float = key(0.1, "Factor at each.", minimum=0)
+    gamma: Float = key(0.1, "Factor on the rate at each of these steps.", minimum=0)
 
 
 class OneCycleLRParams(TorchParameters):
     """torch's OneCycleLR."""
 
-    max_lr: PerGroup = key(..., "Greatest rate.", minimum=0)
+    max_lr: PerGroup = key(..., "Largest rate.", minimum=0)
     total_steps: Int | None = key(None, "Steps of the cycle.", unit="steps", above=0)
     epochs: Int | None = key(None, "Epochs of the cycle.", above=0)
     steps_per_epoch: Int | None = key(None, "Steps per epoch.", unit="steps", above=0)
-    pct_start: Float = key(0.3, "Share of the rise.", minimum=0, maximum=1)
-    anneal_strategy: Literal["cos", "linear"] = key("cos", "Shape.")
+    pct_start: Float = key(0.3, "Share of the steps in which the rate rises.", minimum=0, maximum=1)
+    anneal_strategy: Literal["cos", "linear"] = key("cos", "Shape of the fall.")
     cycle_momentum: Bool = key(True, "Cycle the momentum too.")
-    base_momentum: PerGroup = key(0.85, "Least momentum.", minimum=0)
-    max_momentum: PerGroup = key(0.95, "Greatest momentum.", minimum=0)
-    div_factor: Float = key(25.0, "Greatest rate over the first.", above=0)
-    final_div_factor: Float = key(1e4, "First rate over the last.", above=0)
-    three_phase: Bool = key(False, "Down in a phase of its own.")
+    base_momentum: PerGroup = key(0.85, "Smallest momentum.", minimum=0)
+    max_momentum: PerGroup = key(0.95, "Largest momentum.", minimum=0)
+    div_factor: Float = key(25.0, "Largest rate divided by the first.", above=0)
+    final_div_factor: Float = key(1e4, "First rate divided by the last.", above=0)
+    three_phase: Bool = key(False, "Fall below the first rate in a third phase.")
 
 
 class PolynomialLRParams(TorchParameters):
     """torch's PolynomialLR."""
 
     total_iters: Int = key(5, "Steps until the rate is 0.", unit="steps", above=0)
-    power: Float = key(1.0, "Power.", minimum=0)
+    power: Float = key(1.0, "Power of the polynomial.", minimum=0)
 
 
 class StepLRParams(TorchParameters):
     """torch's StepLR."""
 
     step_size: Int = key(..., "Steps between falls.", unit="steps", above=0)
-    gamma: Float = key(0.1, "Factor at each.", minimum=0)
+    gamma: Float = key(0.1, "Factor on the rate at each of these steps.", minimum=0)
 
 
 OWN_SCHEDULERS: dict[str, type[SchedulerParams]] = {

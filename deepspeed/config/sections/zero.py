@@ -21,7 +21,7 @@ class LeafModule(Section):
 
     classes: TextList = key(
         None,
-        "Class paths; one that cannot be found is passed over.",
+        "Class paths; a path that does not exist is ignored.",
         factory=lambda: list(LEAF_CLASSES),
         since="0.18.0",
     )
@@ -34,14 +34,14 @@ class LocoParam(Section):
 
     err_beta: Float | None = key(
         None,
-        "Decay of the error, a running average of what was lost; needed with the section.",
+        "Decay of the running average of the quantization error; required in this section.",
         minimum=0,
         maximum=1,
         removed="0.19.8",
     )
     reset_T: Int | None = key(
         None,
-        "Steps after which the errors of all parameters are reset; needed with the section.",
+        "Steps after which the errors of all parameters are reset; required in this section.",
         unit="steps",
         above=0,
         removed="0.19.8",
@@ -53,14 +53,14 @@ class ZenFlow(Section):
 
     topk_ratio: Float = key(0.1, "Share of gradients updated on the device.", minimum=0, maximum=1, since="0.17.5")
     select_strategy: Annotated[Literal["auto", "step", "epoch"], AnyCase] = key(
-        "auto", "When the important part is chosen again.", own_auto=True
+        "auto", "When the important gradients are selected again.", own_auto=True
     )
     select_interval: IntOrAuto = key(
-        "auto", "Choose every so many steps or epochs; at least update_interval.", own_auto=True, above=0
+        "auto", "Steps or epochs between selections; at least update_interval.", own_auto=True, above=0
     )
     update_interval: IntOrAuto = key("auto", "Steps between host updates.", unit="steps", own_auto=True, above=0)
-    overlap_step: Bool = key(False, "The host update overlaps work on the device; needs overlap_comm.")
-    offload: Bool = key(False, "The selected part lives on the host too; needs overlap_comm.")
+    overlap_step: Bool = key(False, "Overlap the host update with work on the device; needs overlap_comm.")
+    offload: Bool = key(False, "Keep the selected part on the host too; needs overlap_comm.")
     auto_ratio: Float = key(0.99, "Threshold of the automatic choice.", minimum=0, maximum=1)
     full_warm_up_rounds: Int = key(0, "Full updates at the start.", unit="steps", minimum=0)
     pt_reserved_cores_perc: Float = key(0.5, "Share of cores left to the main process.", minimum=0, maximum=1)
@@ -68,27 +68,27 @@ class ZenFlow(Section):
 
 
 _FLAT = "parameters and gradients always live in flat buckets"
-_HANDLES = "what autograd saves is held as a handle into a bucket, so no module needs replacing"
+_HANDLES = "autograd saves a handle into a bucket, so no module has to be replaced"
 _AGREED = "the order of gathers is agreed between ranks in every run, and a change is reported"
 
 
 class ZeroOptimization(Section):
-    """ZeRO. A stage says which model states are sharded; the rest says in what portions they move.
+    """ZeRO. The stage says which model states are sharded; the other keys say how much is communicated at once.
 
-    Sizes are numbers of elements of one collective or of one rank's memory, as each key says, never bytes.
+    Sizes are in elements, not in bytes: of one collective or of one rank's memory, as each key says.
     """
 
     place = ("zero_optimization",)
 
     stage: Stage = key(
         0,
-        "What each data-parallel rank keeps only a share of: 0 nothing; 1 master weights and optimizer state; 2 also "
+        "What is sharded over the data-parallel ranks: 0 nothing; 1 master weights and optimizer state; 2 also "
         "gradients; 3 also parameters. Stages 2 and 3 not with a pipeline module.",
     )
     reduce_bucket_size: Int = key(
         500_000_000,
-        "Gradients reduced by one collective: neighbouring buckets travel together up to this size. Larger is fewer "
-        "calls, smaller overlaps earlier and needs less transient memory.",
+        "Gradients reduced by one collective: neighbouring buckets are reduced together up to this size. A larger "
+        "value makes fewer calls; a smaller one overlaps earlier and needs less transient memory.",
         unit="elements",
         above=0,
     )
@@ -99,8 +99,8 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Int = key(
         500_000_000,
-        "Most parameters in one gather. Buckets are laid out so that none is larger than this or than "
-        "reduce_bucket_size; a single larger parameter stays whole.",
+        "Parameters in one all-gather at most. No bucket is larger than this or than reduce_bucket_size, except "
+        "for a single larger parameter.",
         unit="elements",
         above=0,
     )
@@ -108,7 +108,7 @@ class ZeroOptimization(Section):
         True, "Gather by all-gather rather than broadcasts.", no_effect="parameters are always published by all-gather"
     )
     overlap_comm: Bool | None = key(None, "Reduce gradients while backward still runs.", null_means="true")
-    contiguous_gradients: Bool = key(True, "Copy gradients into one buffer as they come.", no_effect=_FLAT)
+    contiguous_gradients: Bool = key(True, "Copy gradients into one buffer as they are produced.", no_effect=_FLAT)
     round_robin_gradients: Bool = key(
         False,
         "Spread parameters over ranks in turn.",
@@ -121,11 +121,11 @@ class ZeroOptimization(Section):
     )
     ignore_unused_parameters: Bool = key(
         True,
-        "Tolerate trainable parameters that get no gradient in a backward; with false they raise at the step and are "
-        "named.",
+        "true: trainable parameters may get no gradient in a backward. false: such parameters raise an error at "
+        "the step, which names them.",
     )
     load_from_fp32_weights: Bool = key(
-        True, "On loading, restore master weights as saved; with false they are made anew from the 16-bit weights."
+        True, "true: loading restores the saved master weights. false: it makes them from the 16-bit weights."
     )
     elastic_checkpoint: Bool = key(
         False,
@@ -134,7 +134,7 @@ class ZeroOptimization(Section):
     )
     sub_group_size: Int = key(
         1_000_000_000,
-        "Elements updated at once by an offloaded optimizer.",
+        "Elements that an offloaded optimizer updates at once.",
         unit="elements",
         above=0,
     )
@@ -156,7 +156,7 @@ class ZeroOptimization(Section):
     save_muon_momentum_buffer_in_memory: Bool = key(
         False,
         "Keep Muon's momentum on the device (stage 3).",
-        no_effect="optimizer state lives where offload_optimizer says",
+        no_effect="optimizer state is kept where offload_optimizer says",
     )
     pipeline_loading_checkpoint: Bool = key(
         False,
@@ -166,8 +166,8 @@ class ZeroOptimization(Section):
 
     stage3_prefetch_bucket_size: Int = key(
         50_000_000,
-        "Elements that are gathered ahead of their use; the unit that is used next always is, whatever its size. "
-        "0 gathers nothing ahead.",
+        "Elements that are gathered ahead of their use. The next unit is always gathered ahead, whatever its "
+        "size. 0 gathers nothing ahead.",
         unit="elements",
         minimum=0,
         aliases=("prefetch_bucket_size",),
@@ -175,8 +175,8 @@ class ZeroOptimization(Section):
     )
     stage3_param_persistence_threshold: Int = key(
         100_000,
-        "Buckets whose parameters are all smaller than this may stay gathered: small ones cost more in calls than "
-        "in memory. 0 shards everything.",
+        "Buckets whose parameters are all smaller than this may stay gathered, since gathering them costs more "
+        "time than keeping them costs memory. 0 shards everything.",
         unit="elements",
         minimum=0,
         aliases=("param_persistence_threshold",),
@@ -184,7 +184,7 @@ class ZeroOptimization(Section):
     )
     stage3_model_persistence_threshold: Int = key(
         sys.maxsize,
-        "Elements that may stay gathered for the sake of stage3_param_persistence_threshold, in all.",
+        "Elements that stage3_param_persistence_threshold may keep gathered, in total.",
         unit="elements",
         minimum=0,
         aliases=("model_persistence_threshold",),
@@ -192,7 +192,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_live_parameters: Int = key(
         1_000_000_000,
-        "Gathered elements alive at once; prefetching stops there.",
+        "Gathered elements at one time; prefetching stops at this limit.",
         unit="elements",
         minimum=0,
         aliases=("max_live_parameters",),
@@ -200,7 +200,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_reuse_distance: Int = key(
         1_000_000_000,
-        "Keep a parameter gathered when it is used again within so many elements.",
+        "Keep a parameter gathered if it is used again before this many other elements are.",
         unit="elements",
         minimum=0,
         aliases=("max_reuse_distance",),
@@ -208,19 +208,19 @@ class ZeroOptimization(Section):
     )
     agreement: Literal["error", "serve"] = key(
         "error",
-        "What happens when ranks use different modules. error: an error on every rank. serve: a rank that wants "
-        "parameters which the others do not want gets them in one exchange; each forward and backward costs two more.",
+        "What happens when ranks use different modules. error: an error on every rank. serve: all ranks gather "
+        "what any of them needs; each forward and each backward costs two more exchanges.",
         min_stage=3,
     )
     stage3_gather_16bit_weights_on_model_save: Bool = key(
         False,
-        "Allow the export of whole 16-bit weights on saving; without it the export returns false.",
+        "Allow save_16bit_model to gather and write whole 16-bit weights; otherwise it returns False.",
         aliases=("gather_16bit_weights_on_model_save",),
         min_stage=3,
     )
     stage3_module_granularity_threshold: Int = key(
         0,
-        "Gather modules smaller than this together, beyond stage3_prefetch_bucket_size; 0 adds nothing.",
+        "Gather modules smaller than this together, even beyond stage3_prefetch_bucket_size. 0: off.",
         unit="elements",
         minimum=0,
         aliases=("module_granularity_threshold",),
@@ -251,17 +251,18 @@ class ZeroOptimization(Section):
     )
     log_trace_cache_warnings: Bool = key(False, "Report changes in the order of modules.", no_effect=_AGREED)
     enable_sanity_checks: Bool = key(False, "Further checks between ranks.", no_effect=_AGREED)
-    leaf_module: LeafModule = key(None, "Modules gathered as a whole.", factory=LeafModule, min_stage=3)
+    leaf_module: LeafModule = key(None, "Modules that are gathered as a whole.", factory=LeafModule, min_stage=3)
 
-    offload_param: OffloadParam | None = key(None, "Where parameter shards live.", null_means="on the device")
+    offload_param: OffloadParam | None = key(None, "Where parameter shards are kept.", null_means="on the device")
     offload_optimizer: OffloadOptimizer | None = key(
-        None, "Where master weights and optimizer state live.", null_means="on the device"
+        None, "Where master weights and optimizer state are kept.", null_means="on the device"
     )
 
     zero_hpz_partition_size: Int = key(
         1,
-        "Neighbouring ranks that share the parameters, so that gathers stay among them (ZeRO++ hpZ); gradients, "
-        "masters and optimizer state are cut over all ranks. Divides the number of ranks; 0 and 1 are off.",
+        "Neighbouring ranks over which parameters are sharded, so that gathers stay among them (ZeRO++ hpZ); "
+        "gradients, master weights and optimizer state are sharded over all ranks. Must divide the number of "
+        "ranks. 0 and 1: off.",
         unit="ranks",
         minimum=0,
         min_stage=3,
@@ -278,7 +279,7 @@ class ZeroOptimization(Section):
     zero_quantized_gradients: Bool = key(
         False,
         "Exchange gradients in int4 with a scale per block (ZeRO++ qgZ): between neighbours, then, with "
-        "zero_hpz_partition_size, between groups. Sums are fp32, and what comes out is the mean over all ranks.",
+        "zero_hpz_partition_size, between groups. Sums are fp32, and the result is the mean over all ranks.",
         min_stage=3,
     )
     zeropp_loco_param: LocoParam | None = key(
@@ -290,8 +291,8 @@ class ZeroOptimization(Section):
     )
     mics_shard_size: Int = key(
         -1,
-        "Neighbouring ranks that share all model states, while other groups hold the same (MiCS). Divides the number "
-        "of ranks; -1 and 0 are off.",
+        "Neighbouring ranks over which all model states are sharded; the other groups are replicas (MiCS). Must "
+        "divide the number of ranks. -1 and 0: off.",
         unit="ranks",
         minimum=-1,
         min_stage=3,
@@ -299,14 +300,14 @@ class ZeroOptimization(Section):
     )
     mics_hierarchical_params_gather: Bool = key(
         False,
-        "Gather in two steps where the ranks of mics_shard_size span several nodes: between ranks with the same place "
-        "on their nodes, then inside each node.",
+        "If the ranks of mics_shard_size span several nodes, gather in two steps: between ranks with the same "
+        "place on their nodes, then inside each node.",
         min_stage=3,
         removed="0.19.8",
     )
     zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous updates.", since="0.17.5")
 
     cpu_offload_use_pin_memory: Bool | None = key(
-        None, "From early releases.", no_effect="pin_memory of offload_optimizer and offload_param says it"
+        None, "From early releases.", no_effect="use pin_memory of offload_optimizer and offload_param"
     )
     grad_hooks: Bool | None = key(None, "From early releases.", no_effect="gradients are always taken by hooks")
