@@ -328,8 +328,10 @@ def main() -> None:
     """Runs the comparison, or what its ranks run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=40, help="turns of the finalists before the referee")
-    parser.add_argument("--keep-grid", action="store_true", help="take the grid of the JSON file beside --out")
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="measurements of each finalist before the last comparison"
+    )
+    parser.add_argument("--keep-grid", action="store_true", help="use the grid in the JSON file beside --out")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"autotuning-{date.today()}.md")
     parser.add_argument("--script", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--referee", choices=MODELS, help=argparse.SUPPRESS)

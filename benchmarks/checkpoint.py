@@ -216,7 +216,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=None, help="folder on the disk to measure")
-    parser.add_argument("--blocks", type=int, default=48, help="12 MiB of checkpoint each")
+    parser.add_argument("--blocks", type=int, default=48, help="blocks of the model, 12 MiB of checkpoint each")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/checkpoint-DATE")
     arguments = parser.parse_args()

@@ -327,7 +327,7 @@ def report(results: dict[str, list[Row]], tasks: list[Task], args: argparse.Name
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text of a million characters or more")
-    parser.add_argument("--scale", type=float, default=1.0, help="times the steps")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of steps")
     parser.add_argument("--write-report", action="store_true", help="write results/compression-of-models-DATE.md")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -356,7 +356,7 @@ def theta(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "theta"])
-    parser.add_argument("--steps", type=int, default=300, help="plain steps whose arithmetic every run gets")
+    parser.add_argument("--steps", type=int, default=300, help="every run gets the operations of this many plain steps")
     parser.add_argument("--turns", type=int, default=30, help="steps of each keep ratio")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to learn from")
     parser.add_argument("--write-report", action="store_true", help="write benchmarks/results/efficiency-DATE.*")

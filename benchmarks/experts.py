@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--block", type=int, default=4, help="timed runs per turn")
     parser.add_argument("--peer-python", help="interpreter of an environment with the published package")
-    parser.add_argument("--only", help="contestants, with commas")
+    parser.add_argument("--only", help="contestants, separated by commas")
     options = parser.parse_args()
     names = [*LOCAL, *(PEER if options.peer_python else ())]
     if options.ep > 1:

@@ -36,9 +36,9 @@ PARTS = {
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="".join(PARTS), help=f"letters, in order (default {''.join(PARTS)})")
-    parser.add_argument("--dry", action="store_true", help="small sizes, no GPU: does the program itself still work?")
+    parser.add_argument("--dry", action="store_true", help="small sizes and no GPU, to test the program itself")
     parser.add_argument("--out", type=Path, help="folder of the JSON files (default: a temporary one)")
-    parser.add_argument("--minutes", type=float, help="limit of every part, instead of its own")
+    parser.add_argument("--minutes", type=float, help="time limit of every part, instead of its own")
     parser.add_argument("--peer-python", help="Python of an environment with the published deepspeed")
     parser.add_argument("--nccl", help="NCCL library to load for part B, if torch's own is older than 2.30")
     parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/gpu-DATE.*")

@@ -265,13 +265,13 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--inner", type=int, help="of the gated layers; default 2.75 x hidden")
+    parser.add_argument("--inner", type=int, help="width of the gated layers; default 2.75 x hidden")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens")
-    parser.add_argument("--new", type=int, default=24, help="tokens that are generated")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompt")
+    parser.add_argument("--new", type=int, default=24, help="generated tokens")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", help="contestants, with commas")
+    parser.add_argument("--only", help="contestants, separated by commas")
     parser.add_argument("--write-report", action="store_true")
     options = parser.parse_args()
     shape = {key: getattr(options, key) for key in ("hidden", "layers", "vocabulary", "prompt", "new")}

@@ -194,8 +194,12 @@ def main() -> int:
     """Measures, prints the tables, and writes the report if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=2, help="runs per point and contestant (default 2)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="points of the first curve")
-    parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS), help="points of the second curve")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=list(RANKS), help="numbers of ranks, the points of the first curve"
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=list(LAYERS), help="numbers of layers, the points of the second curve"
+    )
     parser.add_argument(
         "--write-report", action="store_true", help="write benchmarks/results/memory-DATE.{md,json,svg}"
     )

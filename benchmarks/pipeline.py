@@ -225,16 +225,18 @@ def main() -> None:
     parser.add_argument("--only", help="contestants, separated by commas: ours:zbv,torch:zbv,upstream:1f1b")
     parser.add_argument("--peer-python", help="Python of an environment with the published deepspeed")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to get ready in, and for a step")
-    parser.add_argument("--apart", action="store_true", help="one contestant at a time")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, help="time limit in seconds, for the start and for each step"
+    )
+    parser.add_argument("--apart", action="store_true", help="measure one contestant at a time")
     parser.add_argument("--json", action="store_true")
     sizes = parser.add_argument_group("sizes; times in milliseconds per stage and micro-batch")
     sizes.add_argument("--stages", type=int, help="default: 4, gpt: 2")
     sizes.add_argument("--micro-batches", type=int, help="default: 8")
-    sizes.add_argument("--megabytes", type=int, help="of an activation in workload transfer, default 32")
+    sizes.add_argument("--megabytes", type=int, help="size of an activation in workload transfer, default 32")
     sizes.add_argument("--forward", type=float, default=40.0)
     sizes.add_argument("--backward", type=float, default=80.0)
-    sizes.add_argument("--weight", type=float, default=40.0, help="part of the backward for weights")
+    sizes.add_argument("--weight", type=float, default=40.0, help="time of the part of the backward for weights")
     options = parser.parse_args()
     for workload in options.workload:
         given = {name: getattr(options, name) for name in ("stages", "micro_batches", "megabytes")}

@@ -213,8 +213,8 @@ def report(found: dict[int, tuple[list[Row], str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=5, help="that count, of each case")
-    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     text = report({ranks: compare(ranks, options.steps) for ranks in options.ranks})
     print(text)

@@ -398,9 +398,9 @@ def _rank_correlation(pairs: list[tuple[PredictedStep, PublishedRun]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--out", type=Path, help="file for the table")
     parser.add_argument("--fit", action="store_true", help="fit the constants and print them; they are not written")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="another file of records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="file of records to use instead")
     options = parser.parse_args()
     runs, refused = read_records(options.records)
     if options.fit:

@@ -303,10 +303,17 @@ def main() -> None:
     """Prints a table for each part, and writes them into a report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("memory", "time", "length"), action="append", help="default: all")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the block's sequence (default 2048)")
+    parser.add_argument("--tokens", type=int, default=2048, help="sequence length of the block (default 2048)")
     parser.add_argument("--rounds", type=int, default=41, help="timed pairs of steps (default 41)")
-    parser.add_argument("--mebibytes", type=int, default=2048, help="by which data may grow (default 2048)")
-    parser.add_argument("--times", type=int, default=14, help="plain's length that is tried at most (default 14)")
+    parser.add_argument(
+        "--mebibytes", type=int, default=2048, help="limit on the growth of memory in MiB (default 2048)"
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=14,
+        help="longest sequence to try, as a multiple of that without sequence parallelism (default 14)",
+    )
     parser.add_argument("--report", type=Path, help="also write the tables into this file, as Markdown")
     parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)

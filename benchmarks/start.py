@@ -454,7 +454,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024, 4096, 10_000, 16_384])
     parser.add_argument("--rates", action="store_true", help="measure torch's store on this machine too")
-    parser.add_argument("--out", type=Path, help="write the report there")
+    parser.add_argument("--out", type=Path, help="file for the report")
     options = parser.parse_args()
     text = report(options.ranks, StoreRates(), measure_rates() if options.rates else None)
     print(text)

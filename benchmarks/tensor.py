@@ -236,9 +236,9 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=10, help="blocks per contestant")
     parser.add_argument("--steps", type=int, default=3, help="steps per block")
-    parser.add_argument("--peer", help="interpreter that has the original package")
-    parser.add_argument("--peer-port", type=int, default=29871, help="where its ranks meet")
-    parser.add_argument("--verbose", action="store_true", help="show what the original package writes")
+    parser.add_argument("--peer", help="Python of an environment with the published deepspeed")
+    parser.add_argument("--peer-port", type=int, default=29871, help="port of its rendezvous")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the published package")
     parser.add_argument("--check", action="store_true", help="exit with code 1 unless every goal is met")
     arguments = parser.parse_args()
     import tempfile

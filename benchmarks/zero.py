@@ -40,11 +40,11 @@ def _arguments() -> argparse.Namespace:
         "--workload",
         action="append",
         choices=[*WORKLOADS],
-        help="what to run; may be repeated; all by default",
+        help="workload to run; may be repeated; default: all",
     )
     parser.add_argument("--only", help=f"contestants, separated by commas; known: {', '.join(CONTESTANTS)}")
     parser.add_argument(
-        "--peer-python", help="Python of an environment with the published deepspeed; without it no upstream-*"
+        "--peer-python", help="Python of an environment with the published deepspeed; needed for upstream-*"
     )
     parser.add_argument("--rounds", type=int, default=10, help="blocks per contestant (default 10)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per block (default 5)")
@@ -53,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write-report", action="store_true", help="also write benchmarks/results/NAME-DATE.md and .json"
     )
-    parser.add_argument("--report-name", metavar="NAME", default="zero", help="first part of that name (default zero)")
+    parser.add_argument("--report-name", metavar="NAME", default="zero", help="NAME of the report (default zero)")
     parser.add_argument("--check", action="store_true", help="exit with code 1 unless every goal is met")
     parser.add_argument(
         "--profile", metavar="CONTESTANT", help="profile this one (rank 0, five steps) instead of timing"

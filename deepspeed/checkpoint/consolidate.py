@@ -273,12 +273,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes the full weights of a checkpoint as ordinary files.")
     parser.add_argument("checkpoint_dir", help="folder that contains the tag folder, such as path/checkpoint-12")
     parser.add_argument("output_dir", help="folder for the results, or one file ending in .bin or .safetensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest file of a folder, such as 5GB (the default)")
+    parser.add_argument("--max_shard_size", default="5GB", help="maximum size of a file, such as 5GB (the default)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch files")
-    parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint; by default what 'latest' names")
+    parser.add_argument(
+        "-t", "--tag", default=None, help="name of the checkpoint (default: the one in the file 'latest')"
+    )
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="of the results; fp32 by default")
-    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="dtype of the results (default fp32)")
+    parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
     try:
         written = convert_zero_checkpoint_to_state_dict(

@@ -1,8 +1,7 @@
-"""``python -m deepspeed.checkpoint.ds_to_universal``: accepted as before, and no longer needed.
+"""``python -m deepspeed.checkpoint.ds_to_universal``: exists for scripts; no conversion is needed.
 
-Every checkpoint of this package is read at any number of ranks and any stage, and so are those of the original one.
-What the command still does: it writes the checkpoint under another name, in this package's format, and lets
-``latest_universal`` name it.
+Checkpoints of this package and of upstream load at any number of ranks and any stage. The command writes the checkpoint
+under another name, in this package's format, and writes that name into ``latest_universal``.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed.checkpoint.ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="the folder of one tag")
-    parser.add_argument("--output_folder", required=True, help="where the converted checkpoint goes")
-    without = "accepted; without effect"
+    parser.add_argument("--output_folder", required=True, help="folder for the converted checkpoint")
+    without = "accepted, without effect"
     parser.add_argument("--num_extract_workers", type=int, default=4, help=without)
     parser.add_argument("--num_merge_workers", type=int, default=2, help=without)
     for name in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):

@@ -221,10 +221,12 @@ def main(arguments: list[str] | None = None, prog: str = "ds_inspect") -> int:
         The exit code: 1 if there is no checkpoint or it is damaged.
     """
     parser = argparse.ArgumentParser(
-        prog=prog, description="Shows what is in a checkpoint, of this or the original format."
+        prog=prog, description="Shows the contents of a checkpoint, in this package's or upstream's format."
     )
     parser.add_argument("folder", metavar="DIR", help="folder of checkpoints, or of one tag")
-    parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint; by default what 'latest' names")
+    parser.add_argument(
+        "-t", "--tag", default=None, help="name of the checkpoint (default: the one in the file 'latest')"
+    )
     parser.add_argument("-p", "--parameters", action="store_true", help="list every parameter")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""``ds_bench``: how fast the collectives of training are between the ranks of this machine or of a host file."""
+"""``ds_bench``: times the collectives of training between the ranks of this machine or of a host file."""
 
 from __future__ import annotations
 
@@ -41,17 +41,21 @@ def main(args: Sequence[str] | None = None) -> None:
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="ds_bench",
-        description="Times collectives between ranks: deepspeed.comm's, and those that ZeRO uses. Without options that "
-        "choose operations: all of them. Further options go to the launcher: --num_gpus 4, --hostfile FILE, ...",
+        description="Times collectives between ranks: deepspeed.comm's, and those that ZeRO uses. By default it "
+        "measures all of them. Other options are passed to the launcher: --num_gpus 4, --hostfile FILE, ...",
         allow_abbrev=False,
     )
     for name in _flags():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=f"measure {name}")
-    parser.add_argument("--maxsize", type=int, default=24, help="the buffer has 2 to this power bytes (default 24)")
-    parser.add_argument("--scan", action="store_true", help=f"all powers of 4 from 2^{_SMALLEST} bytes up to there")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of its elements (default bfloat16)")
-    parser.add_argument("--trials", type=int, default=20, help="calls that count; the median is shown (default 20)")
-    parser.add_argument("--warmups", type=int, default=5, help="calls before them (default 5)")
+    parser.add_argument(
+        "--maxsize", type=int, default=24, help="size of the buffer: 2 to this power bytes (default 24)"
+    )
+    parser.add_argument(
+        "--scan", action="store_true", help=f"measure all powers of 4 from 2^{_SMALLEST} bytes to --maxsize"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of the buffer (default bfloat16)")
+    parser.add_argument("--trials", type=int, default=20, help="timed calls, of which the median is shown (default 20)")
+    parser.add_argument("--warmups", type=int, default=5, help="calls before the timed ones (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options, rest = parser.parse_known_args(words)
     for name, least in (("maxsize", _SMALLEST), ("trials", 1), ("warmups", 0)):

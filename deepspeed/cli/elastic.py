@@ -1,4 +1,4 @@
-"""``ds_elastic``: a batch size that suits many numbers of ranks, by the ``elasticity`` section of a configuration."""
+"""``ds_elastic``: shows the batch that many numbers of ranks can share, by a configuration's ``elasticity``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-c", "--config", required=True, help="a configuration with a section 'elasticity'")
     parser.add_argument("-w", "--world-size", type=int, default=0, help="show the micro-batch for this number of ranks")
     parser.add_argument(
-        "--search", action="store_true", help="show too what a search over all batches finds; set the batch keys to it"
+        "--search", action="store_true", help="also search over all batches; set the batch keys to its result"
     )
     return parser.parse_args(args)
 

@@ -52,11 +52,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="ds_io",
-        description="Times sequential passes over a file of the kind that offloaded states live in (nvme_path), and "
-        "shows fio's speed with the same requests beside it. Sizes take K, M, G (powers of 1024).",
+        description="Times sequential reads and writes of a file like those of offloaded states (nvme_path), "
+        "and shows fio's speed with the same requests. Sizes take K, M, G (powers of 1024).",
         allow_abbrev=False,
     )
-    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure (default: here)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="folder on the disk to measure (default: the working directory)"
+    )
     parser.add_argument("--io_size", type=size_of, default=size_of("512M"), help="bytes of the file (default 512M)")
     parser.add_argument(
         "--block_size", type=size_of, default=_DEFAULTS.block_size, help="bytes of a request (aio.block_size)"
@@ -65,11 +67,14 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         "--queue_depth", type=count_of, default=_DEFAULTS.queue_depth, help="requests in flight (aio.queue_depth)"
     )
     parser.add_argument(
-        "--io_parallel", type=count_of, default=_DEFAULTS.threads, help="factor on that (aio.intra_op_parallelism)"
+        "--io_parallel",
+        type=count_of,
+        default=_DEFAULTS.threads,
+        help="factor on queue_depth (aio.intra_op_parallelism)",
     )
-    parser.add_argument("--loops", type=count_of, default=3, help="passes; the fastest counts (default 3)")
-    parser.add_argument("--read", action="store_true", help="reads only")
-    parser.add_argument("--no_fio", action="store_true", help="leave fio out")
+    parser.add_argument("--loops", type=count_of, default=3, help="number of passes; the fastest is shown (default 3)")
+    parser.add_argument("--read", action="store_true", help="measure reads only")
+    parser.add_argument("--no_fio", action="store_true", help="do not run fio")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(args)
 

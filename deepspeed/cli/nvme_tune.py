@@ -45,8 +45,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ds_nvme_tune",
-        description="Times the store of NVMe offload with many aio settings and prints the fastest section `aio`. Of "
-        "settings that are equally fast the one with the fewest requests in flight is taken. Sizes take K, M, G.",
+        description="Times the files of NVMe offload with many aio settings and prints the fastest section `aio`. Of "
+        "equally fast settings it takes the one with the fewest requests in flight. Sizes take K, M, G.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -59,10 +59,14 @@ def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     add("--io_size", type=size_of, default=size_of("400M"), help="bytes of a file (default 400M)")
     add("--gpu", action="store_true", help="not available: files pass through host memory")
     add("--gds", action="store_true", help="not available: files pass through host memory")
-    add("--flush_page_cache", action="store_true", help="refuse folders without direct access, whose cache would count")
+    add(
+        "--flush_page_cache",
+        action="store_true",
+        help="refuse folders without direct access, where the page cache would be measured",
+    )
     add("--log_dir", type=Path, default=Path("_aio_bench_logs"), help="folder for all results (default %(default)s)")
-    add("--loops", type=count_of, default=3, help="passes; the fastest counts (default 3)")
-    add("--verbose", action="store_true", help="a line for each choice as it is measured")
+    add("--loops", type=count_of, default=3, help="number of passes; the fastest counts (default 3)")
+    add("--verbose", action="store_true", help="print a line for each setting when it is measured")
     return parser.parse_args(args)
 
 

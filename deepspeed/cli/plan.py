@@ -1,4 +1,4 @@
-"""``ds_plan``: will it fit, what will it move, at any number of devices, without any."""
+"""``ds_plan``: says whether a job fits and what it communicates, for any number of devices, without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
 from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 
-_SIZES = ("layers", "hidden", "heads", "vocab")
+_SIZES = {
+    "layers": "number of blocks",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "vocab": "vocabulary size",
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -94,32 +99,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", nargs="?", help="ds_config file; without one: bf16 and AdamW at stage 3")
     model = parser.add_argument_group("model, one of")
     model.add_argument("--model", help="module:callable, or a folder or JSON file with a transformers configuration")
-    for name in _SIZES:
-        model.add_argument(f"--{name}", type=int, help="size of a decoder-only transformer")
-    model.add_argument("--kv-heads", type=int, help="its key-value heads; default: as many as heads")
-    model.add_argument("--intermediate", type=int, help="its feed-forward width; default: 8/3 of hidden")
-    model.add_argument("--experts", type=int, help="experts of each block, each of that width; default: none")
-    model.add_argument("--experts-per-token", type=int, help="of them, those that a token goes to; default: 2")
-    model.add_argument("--head-size", type=int, help="width of its heads; default: hidden over heads")
+    for name, what in _SIZES.items():
+        model.add_argument(f"--{name}", type=int, help=f"{what} of a decoder-only transformer")
+    model.add_argument("--kv-heads", type=int, help="key-value heads; default: as many as heads")
+    model.add_argument("--intermediate", type=int, help="feed-forward width; default: 8/3 of hidden")
+    model.add_argument(
+        "--experts", type=int, help="experts of each block, each of the feed-forward width; default: none"
+    )
+    model.add_argument("--experts-per-token", type=int, help="experts to which a token is sent; default: 2")
+    model.add_argument("--head-size", type=int, help="width of a head; default: hidden / heads")
     model.add_argument("--plain-mlp", action="store_true", help="two layers around a GELU, and LayerNorm, as in GPT")
-    model.add_argument("--plain-attention", action="store_true", help="attention that writes its scores")
+    model.add_argument(
+        "--plain-attention", action="store_true", help="attention that stores its scores, not a fused one"
+    )
     model.add_argument("--dropout", type=float, help="probability of dropout; default: 0")
     where = parser.add_argument_group("machines")
-    where.add_argument("--nodes", type=int, default=1)
-    where.add_argument("--devices", type=int, default=1, help="devices of each node")
-    where.add_argument("--device", default="h100", help="a name of --list-devices, cpu, or other")
-    where.add_argument("--machine", metavar="FILE.json", help="figures of a device of your own, instead of --device")
+    where.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
+    where.add_argument("--devices", type=int, default=1, help="devices per node; default: 1")
+    where.add_argument("--device", default="h100", help="a name in --list-devices, cpu, or other; default: h100")
     where.add_argument(
-        "--measure", metavar="FILE.json", help="time --devices ranks on this machine and write that file for --machine"
+        "--machine", metavar="FILE.json", help="file with the figures of another device, instead of --device"
     )
-    where.add_argument("--device-memory", help="of one device, with a unit: 80GB, 64GiB")
-    where.add_argument("--host-memory", help="of one node, with a unit")
+    where.add_argument(
+        "--measure", metavar="FILE.json", help="time --devices ranks on this machine and write such a file"
+    )
+    where.add_argument("--device-memory", help="memory of a device, with a unit: 80GB, 64GiB")
+    where.add_argument("--host-memory", help="host memory of a node, with a unit")
     for name, what in (
         ("flops", "operations per second of a device"),
         ("link", "bytes per second and direction between devices of a node"),
         ("host-link", "bytes per second and direction between device and host"),
         ("disk", "bytes per second of a node's disk"),
-        ("headroom", "share of device memory that is left to driver and fragmentation"),
+        ("headroom", "share of device memory to leave for driver and fragmentation"),
     ):
         where.add_argument(f"--{name}", type=float, help=what)
     where.add_argument(
@@ -129,15 +140,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--list-devices", action="store_true", help="print the table of devices and its sources")
     job = parser.add_argument_group("job")
-    job.add_argument("--sequence-length", type=int, default=2048)
+    job.add_argument("--sequence-length", type=int, default=2048, help="tokens of a sample; default: 2048")
     job.add_argument("--micro-batch", type=int, help="samples per forward and device; default: the configuration's")
     job.add_argument("--accumulation", type=int, help="micro-batches per step and rank; default: the configuration's")
-    job.add_argument("--longest", action="store_true", help="look for the longest sequences that fit")
-    job.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
+    job.add_argument("--longest", action="store_true", help="find the longest sequence that fits")
+    job.add_argument("--activation-checkpointing", action="store_true", help="recompute repeated blocks in backward")
     for name, degree in DEGREES.items():
         job.add_argument(f"--{name}", type=int, help=degree.text)
-    job.add_argument("--schedule", help=f"of the pipeline: {', '.join(TRAIN_SCHEDULES)}; default: the configuration's")
-    job.add_argument("--num-chunks", type=int, help="of each stage, with a schedule that has several")
+    job.add_argument(
+        "--schedule", help=f"pipeline schedule: {', '.join(TRAIN_SCHEDULES)}; default: the configuration's"
+    )
+    job.add_argument("--num-chunks", type=int, help="chunks of each stage, for schedules with several")
     job.add_argument(
         "--sweep",
         nargs="+",
@@ -148,12 +161,12 @@ def _parser() -> argparse.ArgumentParser:
     add_prediction_options(parser)
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
-    out.add_argument("--write", metavar="FILE", help="write the configuration that fits (the cheapest) there")
+    out.add_argument("--write", metavar="FILE", help="write the cheapest configuration that fits to this file")
     out.add_argument(
-        "--picture", metavar="FILE", help="draw a sweep, or the streams of the step (.svg; .json for Perfetto)"
+        "--picture", metavar="FILE", help="draw the sweep, or the streams of the step (.svg; .json for Perfetto)"
     )
-    out.add_argument("--codes", action="store_true", help="show what gradients cost under each codec")
-    out.add_argument("--no-suggestions", action="store_true", help="do not look for changes that make it fit")
+    out.add_argument("--codes", action="store_true", help="show the cost of gradients with each codec")
+    out.add_argument("--no-suggestions", action="store_true", help="do not search for changes with which the job fits")
     return parser
 
 

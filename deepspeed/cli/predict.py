@@ -25,31 +25,44 @@ from deepspeed.plan.prediction.step import StepSetup, predict_step
 from deepspeed.plan.show import as_text, seconds_in_words
 
 _FLAGS = {
-    "fp8": ("is_fp8", "linear layers multiply in fp8"),
+    "fp8": ("is_fp8", "linear layers compute in fp8"),
     "compiled": ("is_compiled", "elementwise operations are fused"),
     "fused-loss": ("has_fused_loss", "one kernel computes the loss from 16-bit logits"),
-    "cut-norms": ("cuts_norms", "tensor.sequence_parallel_norms, also beside stages"),
-    "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks run beside products, in chunks"),
+    "cut-norms": ("cuts_norms", "tensor_parallel.sequence_parallel_norms, with a pipeline too"),
+    "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks overlap with matrix products, in chunks"),
 }
 _NUMBERS = {
-    "shard-ranks": ("shard_ranks", int, "ranks that share states, where these are not all that share a batch"),
-    "lighter-ends": ("lighter_ends", int, "layers that the first and the last chunk have less"),
-    "gradient-bytes": ("gradient_bytes", int, "bytes of an element of the gradients, 2 or 4"),
-    "imbalance": ("imbalance", float, "rows of the busiest experts over those of the mean"),
+    "shard-ranks": ("shard_ranks", int, "ranks over which states are sharded; default: all data ranks"),
+    "lighter-ends": (
+        "lighter_ends",
+        int,
+        "number of layers that the first and the last chunk have fewer than the others",
+    ),
+    "gradient-bytes": ("gradient_bytes", int, "bytes per element of the gradients, 2 or 4"),
+    "imbalance": ("imbalance", float, "tokens of the busiest expert divided by the mean"),
 }
 
 
 def add_prediction_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of both to the parser of ``ds_plan``."""
-    group = parser.add_argument_group("predicted time, of a decoder by its sizes")
+    group = parser.add_argument_group("predicted time of a decoder-only transformer")
     group.add_argument("--predict", action="store_true", help="predict the time of a step, without simulating it")
-    group.add_argument("--search", type=int, metavar="SAMPLES", help="rank layouts for a step of so many samples")
-    group.add_argument("--recompute", choices=RECOMPUTATIONS, help="what runs again in backward; default: none")
-    group.add_argument("--context", type=int, help="ranks that share sequences as a ring")
+    group.add_argument(
+        "--search",
+        type=int,
+        metavar="SAMPLES",
+        help="sort parallel layouts by predicted time, for a global batch of SAMPLES",
+    )
+    group.add_argument("--recompute", choices=RECOMPUTATIONS, help="what is recomputed in backward; default: none")
+    group.add_argument("--context", type=int, help="ranks that divide sequences by ring attention")
     for name, (_, what) in _FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=what)
-    group.add_argument("--whole-vocabulary", action="store_true", help="tensor ranks have the whole embedding and head")
-    group.add_argument("--no-overlap", action="store_true", help="gradients travel after the backward")
+    group.add_argument(
+        "--whole-vocabulary", action="store_true", help="tensor ranks do not divide the embedding and the head"
+    )
+    group.add_argument(
+        "--no-overlap", action="store_true", help="gradients are reduced after the backward, not during it"
+    )
     for name, (_, kind, what) in _NUMBERS.items():
         group.add_argument(f"--{name}", type=kind, help=what)
 

@@ -1,4 +1,4 @@
-"""``ds_report``: what is installed, what this machine is, and what can be used on it."""
+"""``ds_report``: shows what is installed, the devices of this machine, and which features work on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave out what can be used and what not")
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the list of what can be used")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the warnings")
     return parser.parse_args(args)
 

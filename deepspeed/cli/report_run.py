@@ -27,9 +27,11 @@ def _run(args: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="ds_report_run",
         description="Makes report.html and report.json from the files that a run with run_report.path wrote. The run "
-        "may still go on, or have crashed.",
+        "may still be running, or have crashed.",
     )
-    parser.add_argument("folder", type=Path, help="run_report.path of the run; files of several nodes in one folder")
+    parser.add_argument(
+        "folder", type=Path, help="run_report.path of the run; copy the files of all nodes into one folder"
+    )
     sys.stdout.write(f"{write_report(parser.parse_args(args).folder)}\n")
 
 

@@ -21,10 +21,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ds_ssh",
         allow_abbrev=False,
-        description="Runs a command on every machine of a host file, with pdsh or, where that is not installed, ssh.",
+        description="Runs a command on every machine of a host file, with pdsh, or with ssh if pdsh is not installed.",
     )
-    parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE, help="lines 'host slots=N' (default: %(default)s)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command; a shell on each machine reads it")
+    parser.add_argument(
+        "-f", "--hostfile", default=DLTS_HOSTFILE, help="file with lines 'host slots=N' (default: %(default)s)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command, for a shell on each machine")
     return parser.parse_args(args)
 
 

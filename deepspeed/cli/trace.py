@@ -33,14 +33,14 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ds_trace",
         description="Puts the traces of all ranks (trace.path in the configuration) into one Chrome trace for "
-        "ui.perfetto.dev; with --diff, prints what takes another time in the second of two traces.",
+        "ui.perfetto.dev; with --diff, prints which operations take a different time in the second of two traces.",
     )
     parser.add_argument("folder", type=Path, nargs="?", help="trace.path of a run")
     parser.add_argument(
-        "-o", "--output", type=Path, help="file of the merged trace; trace.json in the folder otherwise"
+        "-o", "--output", type=Path, help="file for the merged trace (default: trace.json in the folder)"
     )
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="folders or merged traces to compare")
-    parser.add_argument("--lines", type=int, default=_LINES, help=f"lines of the comparison ({_LINES})")
+    parser.add_argument("--lines", type=int, default=_LINES, help=f"number of lines of the comparison ({_LINES})")
     options = parser.parse_args(args)
     if (options.folder is None) == (options.diff is None):
         parser.error("give either a folder or --diff A B")

@@ -1,4 +1,4 @@
-"""``python -m deepspeed.config``: check a file, or write the schema or the reference page."""
+"""``python -m deepspeed.config``: checks a file, or writes the schema or the reference page."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deepspeed.config", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="check a configuration file")
-    check.add_argument("file", help="Hjson file")
+    check.add_argument("file", help="configuration file (JSON or Hjson)")
     check.add_argument("--world-size", type=int, help="number of data-parallel ranks, for the batch arithmetic")
     commands.add_parser("schema", help="write the JSON Schema to standard output")
     commands.add_parser("reference", help="write the reference page to standard output")

@@ -1,4 +1,4 @@
-"""``python -m deepspeed.launcher.launch``: starts this machine's ranks of a world that is already decided.
+"""``python -m deepspeed.launcher.launch``: starts the ranks of this machine, in a world that is already settled.
 
 The ``deepspeed`` command calls :func:`main` with the world it has resolved, here or on every machine of the run. Where
 MPI or Slurm starts one process per rank, each of them is this module with ``--placed_by``, and starts one rank.
@@ -56,7 +56,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=<n> to the script")
     parser.add_argument("--save_pid", action="store_true", help="write <pid>.deepspeed to the temporary directory")
     parser.add_argument("--enable_each_rank_log", metavar="DIR", help="also write each rank's output to a file in DIR")
-    parser.add_argument("--log_level", default="info", choices=LOG_LEVELS, help="what the launcher itself logs")
+    parser.add_argument("--log_level", default="info", choices=LOG_LEVELS, help="log level of the launcher")
     parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank processor cores of its own")
     parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
@@ -64,17 +64,21 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=float,
         metavar="SECONDS",
-        help="time for ranks to end after a signal to this command (5); see preemption in the configuration",
+        help="seconds that ranks have to end after a signal to this command (5); see preemption in the configuration",
     )
     parser.add_argument(
         "--signal",
         type=stop_signal,
         metavar="NAME",
-        help="the signal by which the scheduler says that it will end the run, such as USR1: handed on to the ranks, "
+        help="signal with which the scheduler announces the end of the run, such as USR1: passed on to the ranks, "
         "which finish their step and save if preemption is enabled in the configuration",
     )
-    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="machines an elastic run waits for (1)")
-    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most machines of an elastic run (all)")
+    parser.add_argument(
+        "--min_elastic_nodes", type=int, default=-1, help="minimum number of machines of an elastic run (1)"
+    )
+    parser.add_argument(
+        "--max_elastic_nodes", type=int, default=-1, help="maximum number of machines of an elastic run (all)"
+    )
 
 
 def stop_signal(text: str) -> str:
@@ -112,22 +116,22 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m deepspeed.launcher.launch", allow_abbrev=False, description=__doc__
     )
     parser.add_argument("--node_rank", type=int, default=0, help="index of this machine in the world")
-    parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 is reached")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0")
     parser.add_argument(
-        "--master_port", type=int, default=None, help=f"its port (default MASTER_PORT, or {DEFAULT_PORT})"
+        "--master_port", type=int, default=None, help=f"port of rank 0 (default MASTER_PORT, or {DEFAULT_PORT})"
     )
     parser.add_argument("--run_id", default="", help="name of the run, the same for all its launchers")
     parser.add_argument(
         "--enable_elastic_training", action="store_true", help="let torch's elastic agent restart ranks"
     )
     parser.add_argument(
-        "--placed_by", choices=PROGRAMS, help="start one rank: the one that this program's variables say"
+        "--placed_by", choices=PROGRAMS, help="start one rank: the one in the environment variables of this program"
     )
-    parser.add_argument("--shares_screen", action="store_true", help="all launchers of the run write to one screen")
+    parser.add_argument("--shares_screen", action="store_true", help="all launchers of the run write to one terminal")
     parser.add_argument("--world_info", default=None, help="URL-safe base64 of JSON {host: [device, ...]}")
     add_rank_options(parser)
     parser.add_argument("training_script", help="the script, module or program to run on each rank")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser.parse_args(args)
 
 

@@ -1,7 +1,7 @@
-"""``python -m deepspeed.launcher.launcher_helper``: becomes a script whose place MPI's or Slurm's variables tell.
+"""``python -m deepspeed.launcher.launcher_helper``: runs a script as the rank that MPI's or Slurm's variables say.
 
-For those who write their own mpirun line: it sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` from what the program
-that started it has set, and then is the script. ``MASTER_ADDR`` and ``MASTER_PORT`` must be set by the line.
+For mpirun lines of your own: it sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` from the variables of the program
+that started it, and then executes the script. The line must set ``MASTER_ADDR`` and ``MASTER_PORT``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed.launcher.launcher_helper", allow_abbrev=False, description=__doc__
     )
-    parser.add_argument("--launcher", default="mpich", type=str.lower, choices=PROGRAMS, help="whose variables count")
+    parser.add_argument(
+        "--launcher", default="mpich", type=str.lower, choices=PROGRAMS, help="program whose variables are read"
+    )
     parser.add_argument("--module", action="store_true", help="run the script as 'python -m', as a module")
     parser.add_argument("--no_python", action="store_true", help="execute the script directly, without Python")
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank processor cores of its own")
     parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
     parser.add_argument("user_script", help="the script, module or program")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser.parse_args(args)
 
 

@@ -114,46 +114,57 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = parser.add_argument_group("where")
     where.add_argument(
-        "-H", "--hostfile", default=DLTS_HOSTFILE, help="lines 'host slots=N' or 'host'; no file: this machine"
+        "-H",
+        "--hostfile",
+        default=DLTS_HOSTFILE,
+        help="file with lines 'host slots=N' or 'host'; without it: this machine",
     )
-    where.add_argument("-i", "--include", default="", help="host[:slot,...]@host... to use")
-    where.add_argument("-e", "--exclude", default="", help="host[:slot,...]@host... to leave out")
+    where.add_argument("-i", "--include", default="", help="use only these hosts and slots: host[:slot,...]@host...")
+    where.add_argument("-e", "--exclude", default="", help="do not use these hosts and slots: host[:slot,...]@host...")
     where.add_argument(
         "--num_nodes",
         type=_node_range,
         default=(-1, -1),
         metavar="N",
-        help="use the first N hosts; MIN:MAX of them with --elastic_training",
+        help="use the first N hosts; with --elastic_training also MIN:MAX",
     )
-    where.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks: the first N devices")
-    where.add_argument("--master_addr", default="", help="where rank 0 is reached (default 127.0.0.1)")
+    where.add_argument(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="use the first N devices of each machine, with one rank each",
+    )
+    where.add_argument("--master_addr", default="", help="address of rank 0 (default 127.0.0.1)")
     where.add_argument(
         "--master_port",
         type=int,
         default=None,
-        help=f"its port (default MASTER_PORT, or {DEFAULT_PORT}; a free one if that is taken)",
+        help=f"port of rank 0 (default MASTER_PORT, or {DEFAULT_PORT}; a free one if that is in use)",
     )
     launch.add_rank_options(parser)
     others = parser.add_argument_group("several machines")
-    others.add_argument("--launcher", default="pdsh", type=str.lower, choices=tuple(BUILDERS), help="what starts ranks")
-    others.add_argument("--launcher_args", default="", help="further arguments for that program, one quoted string")
+    others.add_argument(
+        "--launcher", default="pdsh", type=str.lower, choices=tuple(BUILDERS), help="program that starts the ranks"
+    )
+    others.add_argument("--launcher_args", default="", help="further arguments of that program, as one quoted string")
     others.add_argument("--no_ssh", action="store_true", help="start only this machine's ranks (needs --node_rank)")
     others.add_argument("--node_rank", type=int, default=-1, help="index of this machine, with --no_ssh")
     others.add_argument("--no_ssh_check", action="store_true", help="do not try to log in before starting")
-    others.add_argument("--ssh_port", type=int, default=None, help="port of the ssh servers")
+    others.add_argument("--ssh_port", type=int, default=None, help="port of the SSH servers")
     others.add_argument("--venv_script", default=None, help="shell script to source on each machine (pdsh, ssh)")
-    others.add_argument("--force_multi", action="store_true", help="use the launcher for one machine too")
+    others.add_argument("--force_multi", action="store_true", help="use --launcher for a single machine too")
     elastic = parser.add_argument_group("elastic runs")
     elastic.add_argument("--elastic_training", action="store_true", help="let torch's elastic agent restart ranks")
-    parser.add_argument("--dry_run", action="store_true", help="print what would be executed, and do nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be run, without running it")
     parser.add_argument(
         "--autotuning",
         default="",
         choices=("", "tune", "run"),
-        help="look for the fastest configuration of the script; run: then train with it",
+        help="search for the fastest configuration of the script; run: then train with it",
     )
     parser.add_argument("user_script", help="the script, module or program to run on each rank")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A request with other degrees along the axes of the job: a row for each axis that can be given."""
+"""Requests for plans with other degrees of parallelism: a row for each axis that can be given."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class DegreeRow:
     """A degree that a plan can be asked for.
 
     Attributes:
-        text: What it counts, and what holds without it; the help of ``ds_plan``.
+        text: What it counts, and its default; the help text of ``ds_plan``.
         apply: Returns a request with this degree.
-        default: What ``plan`` takes without it; None: what the configuration says.
+        default: Used by ``plan`` if it is not given; None: the value of the configuration.
     """
 
     text: str
@@ -42,7 +42,7 @@ def _with_sequence_ranks(request: Request, ranks: int) -> Request:
 
 
 def _with_expert_ranks(request: Request, ranks: int) -> Request:
-    """Spreads the experts of a model that is made by its sizes; of others the configuration says it."""
+    """Spreads the experts: in the model's source if it is made from sizes, otherwise in the configuration."""
     if request.source.spread is not None:
         return replace(request, source=request.source.spread(ranks))
     section = request.config.get("expert_parallel") or {}
@@ -50,12 +50,12 @@ def _with_expert_ranks(request: Request, ranks: int) -> Request:
 
 
 DEGREES: Mapping[str, DegreeRow] = {
-    "pipe": DegreeRow("stages of a pipeline; default: 1", _with_stages, default=1),
-    "tensor": DegreeRow("ranks that share layers; default: the configuration's autotp_size", _with_tensor_ranks),
+    "pipe": DegreeRow("number of pipeline stages; default: 1", _with_stages, default=1),
+    "tensor": DegreeRow("tensor-parallel ranks; default: the configuration's autotp_size", _with_tensor_ranks),
     "sequence": DegreeRow(
-        "ranks that share a sequence; default: the configuration's sequence_parallel_size", _with_sequence_ranks
+        "sequence-parallel ranks; default: the configuration's sequence_parallel_size", _with_sequence_ranks
     ),
-    "ep": DegreeRow("ranks that share experts; default: the configuration's autoep_size", _with_expert_ranks),
+    "ep": DegreeRow("expert-parallel ranks; default: the configuration's autoep_size", _with_expert_ranks),
 }
 """By the name of the keyword and of the option."""
 

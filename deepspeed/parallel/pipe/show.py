@@ -1,4 +1,4 @@
-"""``python -m deepspeed.parallel.pipe.show``: what a pipeline's stages do and when, without any device.
+"""``python -m deepspeed.parallel.pipe.show``: shows when the stages of a pipeline do what, without a device.
 
 Without ``--schedule`` it compares all of them.
 """
@@ -36,15 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed.parallel.pipe.show", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--schedule", choices=(*TRAIN_SCHEDULES, "inference"), help="show this one, step by step")
+    parser.add_argument("--schedule", choices=(*TRAIN_SCHEDULES, "inference"), help="show this schedule, step by step")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--num-chunks", type=int, help="chunks per stage, for interleaved and zb-h1")
     times = parser.add_argument_group("times of a stage and micro-batch, in milliseconds")
     times.add_argument("--forward", type=float, default=40.0)
-    times.add_argument("--backward", type=float, default=80.0, help="of the whole backward")
-    times.add_argument("--weight", type=float, help="its part for weights; default: half of it")
-    times.add_argument("--transfer", type=float, default=0.0, help="until a result is at the next stage")
+    times.add_argument("--backward", type=float, default=80.0, help="time of the whole backward")
+    times.add_argument("--weight", type=float, help="time of the part for weights; default: half of the backward")
+    times.add_argument("--transfer", type=float, default=0.0, help="time to send a result to the next stage")
     parser.add_argument("--instructions", type=int, metavar="STAGE", help="print the instructions of this stage")
     parser.add_argument("--picture", metavar="FILE.svg", help="draw the timelines")
     return parser
