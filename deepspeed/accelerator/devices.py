@@ -25,6 +25,10 @@ _UNITS = {
 }
 
 
+CONTENTION_OF_PROCESSORS = 1.0
+"""``contention`` of ranks on processors: a collective computes on the cores on which the model is computed."""
+
+
 @dataclass(frozen=True)
 class DeviceEfficiency:
     """The constants of predicted times: which share of a device's figures programs reach.

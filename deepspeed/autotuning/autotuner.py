@@ -331,18 +331,22 @@ def _run_to_end(program: Sequence[str], environment: Mapping[str, str], folder: 
         SystemExit: This process got a signal. (A program that a signal has ended by itself has failed, no more.)
     """
     received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, _: Any) -> None:
         received.append(number)
-        process.send_signal(number)
+        if process is not None:
+            process.send_signal(number)
 
     with ExitStack() as stack:
         out, err = (None, None)
         if folder is not None:
             out, err = (stack.enter_context((folder / name).open("wb")) for name in ("stdout.log", "stderr.log"))
-        process = subprocess.Popen(program, env={**os.environ, **environment}, stdout=out, stderr=err)
         for number in _SIGNALS:
             stack.callback(signal.signal, number, signal.signal(number, pass_on))
+        process = subprocess.Popen(program, env={**os.environ, **environment}, stdout=out, stderr=err)
+        for early in list(received):  # came while the program was started
+            process.send_signal(early)
         code = process.wait()
     if received:
         raise SystemExit(128 + received[0])

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.devices import Device, DeviceEfficiency
+from deepspeed.accelerator.devices import CONTENTION_OF_PROCESSORS, Device, DeviceEfficiency
 
 _SECONDS = 0.05  # of one probe
 _MIB = 2**20
@@ -42,7 +42,15 @@ def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Dev
     launch = _launch_seconds(one)
     link, start = _link_speed(device)
     reached = DeviceEfficiency(
-        matmul=1.0, bandwidth=1.0, link=1.0, network=1.0, half_size=16.0, launch=launch, start=start
+        matmul=1.0,
+        attention=1.0,
+        bandwidth=1.0,
+        link=1.0,
+        network=1.0,
+        half_size=16.0,
+        launch=launch,
+        start=start,
+        contention=CONTENTION_OF_PROCESSORS if device.type == "cpu" else DeviceEfficiency().contention,
     )
     return Device(
         name=get_accelerator().device_name(device.index) or device.type,

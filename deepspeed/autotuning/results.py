@@ -53,7 +53,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
             f"{seconds / row.seconds:.2f}" if row.seconds else "",
             f"{samples / seconds:,.1f}",
             in_words(row.device_bytes),
-            "fastest" if name == queue.best else "",
+            "chosen" if name == queue.best else "",
         )
     for name, reason in queue.failed.items():
         row = rows[name]

@@ -60,7 +60,7 @@ def test_run_tunes_a_dict_of_the_script_and_then_trains_with_the_best(tmp_path):
     assert best["train_batch_size"] == 8 == size * best["gradient_accumulation_steps"]
     assert "autotuning" not in best and best["zero_optimization"]["stage"] in (0, 1)
     assert f"trained to the end with {size}" in text  # after the search, with that configuration
-    assert "fastest" in text and "measured / predicted" in text
+    assert "chosen" in text and "measured / predicted" in text
     name = f"z{best['zero_optimization']['stage']}_gas{8 // size}_tmbspg{size}"
     metrics = json.loads((results / name / "metrics.json").read_text())
     assert {"fwd", "bwd", "step", "latency", "throughput", "FLOPS_per_gpu"} <= metrics.keys()
@@ -125,6 +125,19 @@ def test_a_signal_to_the_search_goes_to_the_program_and_ends_both(tmp_path):
         autotuner._run_to_end([sys.executable, "-c", text], {}, tmp_path)
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_while_the_program_is_started_ends_both(tmp_path, monkeypatch):
+    start = subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        signal.raise_signal(signal.SIGTERM)
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(autotuner.subprocess, "Popen", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        autotuner._run_to_end([sys.executable, "-c", "import signal; signal.pause()"], {}, tmp_path)
+    assert caught.value.code == 128 + signal.SIGTERM
 
 
 def row(name, seconds, **more):

@@ -66,3 +66,16 @@ def test_a_gain_that_is_too_small_is_worth_no_trial():
     found = queue(1.0, 1.001, 1.002)
     found.measured.update(c0=1.0, c1=1.001)
     assert found.next() is None and "by more than 3%" in found.why_over()
+
+
+def test_of_two_that_are_measured_alike_the_one_that_was_predicted_to_be_faster_is_chosen():
+    found = queue(1.28, 1.30, 3.0)
+    found.measured.update(c0=1.09, c1=1.08)  # two starts of one candidate differ by more
+    assert found.best == "c0"
+    assert 1.07 < found.estimate("c0") < 1.09 < found.estimate("c1") < 1.10
+
+
+def test_a_clear_difference_is_believed_against_the_prediction():
+    found = queue(1.0, 1.1, 3.0)
+    found.measured.update(c0=1.3, c1=1.0)
+    assert found.best == "c1"

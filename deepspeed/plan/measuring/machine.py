@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deepspeed import comm
-from deepspeed.accelerator.devices import Device, DeviceEfficiency, device_of_product
+from deepspeed.accelerator.devices import CONTENTION_OF_PROCESSORS, Device, DeviceEfficiency, device_of_product
 from deepspeed.comm.speed import CollectiveSpeed, measure_collectives
 from deepspeed.comm.start.device import local_device
 from deepspeed.errors import DeepSpeedConfigError
@@ -24,7 +24,6 @@ DEVICE_SIZES = ProbeSizes(DecoderShape(1, 4096, 32, 64), 4096, (1, 2), torch.bfl
 """What the block probe runs on processors and on other devices."""
 _BUFFERS = (256 * 1024, 16 * 2**20)
 _TRIALS = 15
-_ALONE = 1.0  # contention of processors: a collective computes on the same cores
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _device(
             source=source,
             efficiency=DeviceEfficiency(
                 half_size=0.0 if is_cpu else DeviceEfficiency().half_size,
-                contention=_ALONE if is_cpu else DeviceEfficiency().contention,
+                contention=CONTENTION_OF_PROCESSORS if is_cpu else DeviceEfficiency().contention,
             ),
         )
     else:
