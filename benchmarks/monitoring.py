@@ -50,6 +50,7 @@ def settings(folder: str) -> dict[str, dict[str, Any]]:
         "wall_clock_breakdown, printed every 10 steps": {"wall_clock_breakdown": True, "steps_per_print": 10},
         "comms_logger": {"comms_logger": {"enabled": True}},
         "run_report": {"run_report": {"path": f"{folder}/run"}},
+        "run_report.stragglers without a folder": {"run_report": {"stragglers": True}},
         "csv, tensorboard, breakdown, steps_per_print: 10": {
             "csv_monitor": files("all"),
             "tensorboard": files("all"),

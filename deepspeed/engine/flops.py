@@ -97,6 +97,10 @@ class FlopsCounter:
             yield
         self._per_unit = found * (1 + BACKWARD_FACTOR) / self._units
 
+    def operations(self, units: int) -> float | None:
+        """Returns the operations of forward and backward of so many tokens, or micro-batches; None: not counted."""
+        return None if self._per_unit is None else self._per_unit * units
+
     def share(self, units_per_second: float) -> float | None:
         """Returns the MFU at a rate of tokens, or micro-batches, of this rank; None where it is not known."""
         return None if self.peak is None or self._per_unit is None else self._per_unit * units_per_second / self.peak

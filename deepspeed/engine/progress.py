@@ -67,7 +67,10 @@ class ProgressLog:
         if self._breakdown:
             waiting.start()
             self._stop_clock = weakref.finalize(self, waiting.stop)  # also where nobody closes this
-        self._flops = FlopsCounter(self._every > 0 and self._throughput.enabled)
+        shows_mfu = (self._every > 0 and self._throughput.enabled) or any(tracker.wants_events for tracker in trackers)
+        self._flops = FlopsCounter(is_rank_0 and shows_mfu)
+        self._announces_flops = True
+        self._tokens = self._micro_batches = 0  # of this update
         self._sequence_ranks = root.sequence_parallel_size
         self._loss: torch.Tensor | None = None
         self._waited_before = 0.0
@@ -126,6 +129,8 @@ class ProgressLog:
             tokens = count_tokens(inputs, named)
             self._report.tokens += tokens
             self._report.micro_batches += 1
+            self._tokens += tokens
+            self._micro_batches += 1
             self._flops.before_forward(tokens or 1)
             for tracker in self._trackers:
                 tracker.add_tokens(tokens)
@@ -174,6 +179,7 @@ class ProgressLog:
         """An update is done: write its events, and log if it is time to."""
         for tracker in self._trackers:
             tracker.end_step(facts, self._loss)
+        self._announce_flops()
         is_time = self._every > 0 and facts.step % self._every == 0
         # Only where it is shown: reading it makes the host wait for the device.
         loss = self._read_loss() if self._monitor.writes or is_time else None
@@ -192,6 +198,15 @@ class ProgressLog:
             comm.log_summary()
         if is_time or not self._every:
             self._report = _Interval(time.perf_counter())
+
+    def _announce_flops(self) -> None:
+        """Tells trackers once how many operations the model takes, so that they can say the MFU."""
+        tokens, units = self._tokens, self._tokens or self._micro_batches
+        self._tokens = self._micro_batches = 0
+        operations = self._flops.operations(units)
+        if self._announces_flops and operations is not None:
+            self._announces_flops = False
+            self.event("operations", of_update=operations, tokens=tokens, device_flops=self._flops.peak)
 
     def _read_loss(self) -> float | None:
         if self._loss is None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from deepspeed.exit_notes import ExitNotes
@@ -165,7 +165,7 @@ def all_events(run: RunData) -> list[dict[str, Any]]:
         {**event, "rank": number, "text": _event_text(event)}
         for number, rank in run.ranks.items()
         for event in rank.events
-        if event["name"] not in ("memory", FAILURE, *_OF_ALL_RANKS)
+        if event["name"] not in ("memory", "operations", FAILURE, *_OF_ALL_RANKS)
     ]
     found += _events_of_all_ranks(run)
     found += find_failures(run)
@@ -245,6 +245,7 @@ def _rates(run: RunData) -> list[tuple[float, float]]:
 def _tiles(run: RunData, analysis: RunSummary) -> str:
     losses = _series(run, "loss")
     memory = max((line["memory"] for r in run.ranks.values() for line in r.steps.values()), default=0)
+    without = ""
     tiles = [
         ("step", f"{analysis.step_seconds * 1e3:,.1f} ms"),
         ("samples per second", f"{analysis.samples_per_second:,.1f}"),
@@ -252,12 +253,19 @@ def _tiles(run: RunData, analysis: RunSummary) -> str:
     ]
     if analysis.tokens_per_second:
         tiles.insert(1, ("tokens per second", f"{analysis.tokens_per_second:,.0f}"))
-    if (share := flops_share(run, analysis.step_seconds)) is not None:
+    if (share := mfu(run, analysis.step_seconds)) is not None:
+        tiles.append(("of the device's FLOP/s (MFU)", f"{share:.1%}"))
+    elif (share := flops_share(run, analysis.step_seconds)) is not None:
         tiles.append(("of the device's FLOP/s (MFU, by the plan)", f"{share:.1%}"))
+    else:
+        without = (
+            "No MFU: the table of devices does not have this one (a processor, for example), or the model is compiled; "
+            "a plan in run_report.plan brings the operations and the rate."
+        )
     if losses:
         tiles.insert(0, ("loss", f"{losses[0][1]:.4g} to {losses[-1][1]:.4g}"))
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
-    more = "" if run.plan else "<p class=none>No MFU: it takes the operations and the rate in run_report.plan.</p>"
+    more = f"<p class=none>{without}</p>" if without else ""
     return f"<div class=tiles>{cells}</div>{more}"
 
 
@@ -423,6 +431,20 @@ def bytes_beside_plan(run: RunData) -> list[Row]:
     axes = sorted({axis for line in lines for axis in line["bytes"]})
     planned: Mapping[str, Any] = (run.plan or {}).get("sent_by_axis", {})
     return [_row(axis, planned.get(axis), int(median(line["bytes"].get(axis, 0) for line in lines))) for axis in axes]
+
+
+def mfu(run: RunData, step_seconds: float) -> float | None:
+    """Returns the operations that the first rank counted in its model, per second, over the rate of its device.
+
+    What recomputation repeats does not count. None where nothing was counted.
+    """
+    counted = next((event for event in reversed(run.first.events) if event["name"] == "operations"), None)
+    if counted is None or not step_seconds:
+        return None
+    operations = counted["of_update"]
+    if counted["tokens"]:  # an update may have more tokens than another one
+        operations *= mean(line["tokens"] for line in run.first.steps.values()) / counted["tokens"]
+    return float(operations / step_seconds / counted["device_flops"])
 
 
 def flops_share(run: RunData, step_seconds: float) -> float | None:

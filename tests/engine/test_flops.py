@@ -36,6 +36,7 @@ def test_the_products_of_one_forward_count_three_times(known):
     with counted.counting(model):
         model(torch.randn(40, 6))
     assert counted.share(7.0) == pytest.approx(per_token * 7 / 1e6), "only the first one is counted"
+    assert counted.operations(7) == pytest.approx(per_token * 7)
 
 
 def test_attention_counts(known):

@@ -191,11 +191,11 @@ def test_lines_of_rank_0(backward):
     assert 97 <= sum(shares) <= 103
 
 
-def _say_mfu():
+def _say_mfu(folder):
     known, flops.device_of_product = flops.device_of_product, lambda name: replace(DEVICES["h100"], flops=1e5)
     try:
         with _Lines() as lines:
-            engine = engine_of(tower(), 3, accumulation=2, steps_per_print=2)
+            engine = engine_of(tower(), 3, accumulation=2, steps_per_print=2, run_report={"path": folder})
             _train(engine, 4)
         engine.destroy()
     finally:
@@ -203,9 +203,10 @@ def _say_mfu():
     return [line for line in lines if line.startswith("step ")]
 
 
-def test_a_device_with_a_known_peak_has_an_mfu():
-    lines, other = run_ranks(_say_mfu, 2)
+def test_a_device_with_a_known_peak_has_an_mfu(tmp_path):
+    lines, other = run_ranks(_say_mfu, 2, str(tmp_path))
     assert len(lines) == 2 and not other
+    assert "(MFU)" in (tmp_path / "report.html").read_text()
     for line in lines:
         assert float(re.search(r"\| MFU +(\d+\.\d)% \| data", line)[1]) > 0
 

@@ -114,6 +114,24 @@ def test_the_share_of_the_devices_rate_is_by_the_plan(plan, says, tmp_path):
     assert says in page and ("MFU, by the plan" in page) == bool(says)
 
 
+def test_what_the_model_was_counted_to_take_gives_the_mfu(tmp_path):
+    write_rank(tmp_path, 0, [step_line(n, seconds=0.5, tokens=200 if n == 1 else 100) for n in range(1, 6)])
+    counted = {
+        "kind": "event",
+        "time": 1.0,
+        "name": "operations",
+        "of_update": 4e9,
+        "tokens": 200,
+        "device_flops": 1e11,
+    }
+    with (tmp_path / "rank-00000.jsonl").open("a") as file:
+        file.write(json.dumps(counted) + "\n")
+    (tmp_path / "plan.json").write_text(json.dumps({"flops": 5e9, "device_flops": 1e11}))
+    page = write_report(tmp_path).read_text()
+    assert "4.8%" in page and "FLOP/s (MFU)" in page and "by the plan" not in page
+    assert "operations" not in page.split("<h2>Events</h2>")[-1]
+
+
 def test_the_command_prints_where_the_page_is(folder, capsys):
     report_run.main([str(folder)])
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
