@@ -134,10 +134,12 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv.pop(1)))  # ranks are of one run: their command lines must be alike
     worker.die_with_parent()
     worker.explain_assertions()
+    gc.disable()  # nothing of what is imported is ever freed
     _import_much()
     server = os.getpid()
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         try:
             question, descriptors = _receive(channel)
