@@ -112,10 +112,10 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.zero.update.optimizer": "BF16_Optimizer",
     },
     "runtime.checkpoint_engine": {
-        "deepspeed.checkpoint.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine",
+        "deepspeed.checkpoint.checkpoint_engine": "CheckpointCommitInfo CheckpointEngine TorchCheckpointEngine",
     },
     "runtime.checkpoint_engine.checkpoint_engine": {
-        "deepspeed.checkpoint.checkpoint_engine": "CheckpointEngine",
+        "deepspeed.checkpoint.checkpoint_engine": "CheckpointCommitInfo CheckpointEngine",
     },
     "runtime.checkpoint_engine.torch_checkpoint_engine": {
         "deepspeed.checkpoint.checkpoint_engine": "TorchCheckpointEngine",

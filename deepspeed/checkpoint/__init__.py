@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["constants", "utils"])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {"DeepSpeedCheckpoint": "deepspeed.checkpoint.deepspeed_checkpoint"},
+    submodules=["constants", "utils"],
+)

@@ -1,12 +1,15 @@
-"""What writes and reads files that a program names itself, such as a layer of a pipeline in a file of its own.
+"""Checkpoint engines store and load state dicts by path: torch's files, or a class of a program's own.
 
-``PipelineModule.save_state_dict`` and ``load_state_dir`` take one, of a program's own class if it derives one.
-``engine.save_checkpoint`` does not: its files have checksums, and parts that any number of ranks can read.
+A program gives its own to ``engine.checkpoint_engine``; ``save_checkpoint`` and ``load_checkpoint`` then pass every
+large tensor through it. ``PipelineModule.save_state_dict`` and ``load_state_dir`` take one as an argument.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,33 @@ import torch
 from typing_extensions import override
 
 from deepspeed.checkpoint import disk
+from deepspeed.checkpoint.format import SavedFile
+from deepspeed.checkpoint.reader import FileReader
 from deepspeed.checkpoint.restricted import dumps, loads
+from deepspeed.checkpoint.writer import ChunkedStream, FileTensor, FileWriter
+from deepspeed.errors import CheckpointError
 
 FilePath = str | PathLike[str]
+
+_HEAD = 64  # bytes before the first tensor, since no tensor of a manifest begins at the first byte
+
+
+@dataclass(frozen=True)
+class CheckpointCommitInfo:
+    """Says which checkpoint ``save_checkpoint`` begins or ends; its text is the tag.
+
+    Attributes:
+        tag: Name of the checkpoint.
+        save_dir: Folder of checkpoints.
+        save_latest: Whether ``latest`` will name this one.
+    """
+
+    tag: str
+    save_dir: str
+    save_latest: bool
+
+    def __str__(self) -> str:
+        return self.tag
 
 
 class CheckpointEngine:
@@ -34,11 +61,15 @@ class CheckpointEngine:
         """Called before the files of a checkpoint are saved.
 
         Args:
-            info: The tag, or what a program says of the checkpoint.
+            info: A :class:`CheckpointCommitInfo` from ``save_checkpoint``, else what a program says of the checkpoint.
         """
 
     def save(self, state_dict: Any, path: FilePath) -> None:
-        """Stores ``state_dict`` under ``path``.
+        """Stores ``state_dict`` under ``path``. ``save_checkpoint`` may call it in a thread (``async_save``).
+
+        Args:
+            state_dict: Tensors by name; those of ``save_checkpoint`` are in host memory.
+            path: Of the file: ``<folder>/<tag>/<name>.pt``.
 
         Raises:
             NotImplementedError: In the base class.
@@ -58,7 +89,10 @@ class CheckpointEngine:
         raise NotImplementedError(f"{type(self).__name__}.load: derive it from CheckpointEngine with a load(...)")
 
     def commit(self, info: Any) -> bool:
-        """Returns whether all files since :meth:`create` are stored; called behind the last one."""
+        """Returns whether all files since :meth:`create` are stored; called after the last one.
+
+        An engine whose :meth:`save` returns early waits here. On False, ``save_checkpoint`` raises on every rank.
+        """
         return True
 
     def makedirs(self, path: FilePath, exist_ok: bool = False) -> None:
@@ -104,3 +138,112 @@ def _moved(value: Any, device: torch.device) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_moved(each, device) for each in value)
     return value
+
+
+class StateDictWriter(FileWriter):
+    """Writes the tensors of one rank through a checkpoint engine, and small files into the folder itself.
+
+    Args:
+        folder: The tag folder.
+        engine: Stores the tensors.
+        note: Called with the number of bytes of each part; None: nobody asks.
+    """
+
+    def __init__(self, folder: Path, engine: CheckpointEngine, note: Callable[[int], None] | None = None) -> None:
+        super().__init__(folder, note)
+        self._engine = engine
+
+    @override
+    def _write(self, name: str, entries: Sequence[FileTensor]) -> tuple[list[int], int, tuple[int, ...]]:
+        state = {entry.name: _joined(entry) for entry in entries}
+        # Checksums and places are those of a file with a head of zeros and the tensors end to end.
+        with open(os.devnull, "wb") as sink:
+            stream = ChunkedStream(sink.fileno(), self._pool, self._note)
+            stream.write(memoryview(bytes(_HEAD)))
+            offsets = []
+            for tensor in state.values():
+                offsets.append(stream.size)
+                stream.write(disk.bytes_of(tensor.view(-1)), tensor)
+            checksums = stream.finish()
+        self._engine.save(state, _path_for_engine(self.folder / name))
+        return offsets, stream.size, checksums
+
+
+def _joined(entry: FileTensor) -> torch.Tensor:
+    """Returns a tensor that is written in parts as one, in host memory and with a storage of its own."""
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    flat, position = whole.view(-1), 0
+    for part in entry.values:
+        flat[position : position + part.numel()].copy_(part.detach().view(-1))
+        position += part.numel()
+    if position != flat.numel():
+        raise CheckpointError(f"{entry.name} has {position} elements, other than its shape {entry.shape}")
+    return whole
+
+
+class StateDictFile(FileReader):
+    """Reads the bytes of one file that :class:`StateDictWriter` gave to a checkpoint engine.
+
+    Args:
+        folder: The tag folder.
+        record: What the manifest says about the file.
+        engine: Loads the state dict, whole, when the file is opened.
+    """
+
+    def __init__(self, folder: Path, record: SavedFile, engine: CheckpointEngine) -> None:
+        super().__init__(folder, record)
+        self._engine = engine
+        self._ends: list[int] = []
+        self._parts: list[torch.Tensor] = []
+
+    @override
+    def open(self) -> int:
+        if not self._parts:
+            path = _path_for_engine(self.path)
+            call = f"{type(self._engine).__name__}.load({path!r})"
+            state = self._engine.load(path, map_location="cpu")
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{call} returned a {type(state).__name__}, expected the dict that was saved")
+            wanted = [(f"{run.bucket}:{run.start}", run.dtype, run.nbytes, run.offset) for run in self.record.runs]
+            wanted += [(entry.name, entry.dtype, entry.nbytes, entry.offset) for entry in self.record.tensors]
+            parts, ends = [torch.zeros(_HEAD, dtype=torch.uint8)], [_HEAD]
+            for name, dtype, nbytes, offset in wanted:
+                found = state.get(name)
+                is_right = isinstance(found, torch.Tensor) and found.dtype == dtype and found.nbytes == nbytes
+                if not is_right or offset != ends[-1]:
+                    raise CheckpointError(
+                        f"{call}: expected {name!r} with {nbytes} bytes of {dtype}, as it was saved, found "
+                        f"{_shown(found)}; the file was altered, or the engine returned another one"
+                    )
+                parts.append(torch.as_tensor(found).detach().cpu().contiguous().view(-1))
+                ends.append(offset + nbytes)
+            self._parts, self._ends = parts, ends
+        return -1
+
+    @override
+    def close(self) -> None:
+        self._parts, self._ends = [], []
+
+    @override
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.open()
+        while out:
+            number = bisect_right(self._ends, offset)
+            if number == len(self._parts):
+                raise CheckpointError(f"{self.path} ended at byte {offset} while it was being read")
+            data = disk.bytes_of(self._parts[number])
+            within = offset - (self._ends[number] - len(data))
+            part = data[within : within + len(out)]
+            out[: len(part)] = part
+            out, offset = out[len(part) :], offset + len(part)
+
+
+def _path_for_engine(path: Path) -> str:
+    """Returns the path of a file as a checkpoint engine sees it; torch.load takes ``.safetensors`` for that format."""
+    return str(path.with_suffix(".pt"))
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, torch.Tensor):
+        return f"{found.nbytes} bytes of {found.dtype}"
+    return "nothing" if found is None else f"a {type(found).__name__}"

@@ -50,6 +50,8 @@ PRIVATE = "private"
 TORCH = "torch"
 FOLDERS = "folders"
 """Key of the facts: of each rank the first rank that wrote into the same folder; absent where all wrote into one."""
+STORED_BY = "checkpoint_engine"
+"""Key of the facts: class of the checkpoint engine that stored the tensors; absent where files hold them."""
 _OPTIMIZER = "optimizer."
 
 _LARGEST_MANIFEST = 1 << 30

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed.checkpoint import names, restricted
+from deepspeed.checkpoint.checkpoint_engine import CheckpointEngine, StateDictFile
 from deepspeed.checkpoint.consolidate import full_tensors
 from deepspeed.checkpoint.directory import Format, FoundCheckpoint, find, what_exists
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.fill import WeightFiller, load_buffers
+from deepspeed.checkpoint.format import STORED_BY, Manifest
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.param_groups import choose_groups, schedule_for
 from deepspeed.checkpoint.plan import Mismatch, ParameterMatch, kind_of_names, match, renamed
 from deepspeed.checkpoint.private import PrivateFiller
-from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.reader import CheckpointReader, FileReader
 from deepspeed.checkpoint.roster import names_elsewhere
 from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
@@ -47,6 +49,7 @@ class LoadOptions:
         custom_load_fn: Called with ``(state_dict, module)`` instead of copying weights by name.
         must_exist: A folder without any checkpoint is an error.
         trust_objects: Unpickle what the restricted loader would not restore.
+        engine: The program's own checkpoint engine, or None.
     """
 
     root: Path
@@ -58,6 +61,7 @@ class LoadOptions:
     custom_load_fn: Callable[..., Any] | None = None
     must_exist: bool = False
     trust_objects: bool = False
+    engine: CheckpointEngine | None = None
 
 
 @dataclass
@@ -238,7 +242,17 @@ def _open(
             layer_names=run_state.layer_names(),
         )
         return upstream, upstream.state
-    reader = stack.enter_context(CheckpointReader(found.folder, verify=run_state.settings.verify_checksums))
+    manifest = Manifest.read(found.folder)
+    files = None
+    if options.engine is not None and STORED_BY in manifest.facts:
+        files = [
+            StateDictFile(found.folder, record, options.engine)
+            if record.runs or record.tensors
+            else FileReader(found.folder, record)
+            for record in manifest.files
+        ]
+    opened = CheckpointReader(found.folder, verify=run_state.settings.verify_checksums, manifest=manifest, files=files)
+    reader = stack.enter_context(opened)
     return reader, read_training_state(reader, rank, trust=options.trust_objects)
 
 

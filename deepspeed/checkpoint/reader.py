@@ -23,6 +23,7 @@ from deepspeed.checkpoint.format import (
     COMPUTE,
     FOLDERS,
     MASTER,
+    STORED_BY,
     Manifest,
     NamedTensor,
     SavedFile,
@@ -197,6 +198,12 @@ class CheckpointReader:
         self.label = str(folder)
         self.manifest = Manifest.read(folder) if manifest is None else manifest
         self._verify = verify
+        if files is None and STORED_BY in self.manifest.facts:
+            name = self.manifest.facts[STORED_BY]
+            raise CheckpointError(
+                f"{folder}: its tensors were stored by the checkpoint engine {name!r}, expected files; load it by "
+                f"engine.load_checkpoint, with engine.checkpoint_engine = {name}(...) before"
+            )
         readers = [FileReader(folder, record) for record in self.manifest.files] if files is None else files
         self._files = {reader.record.name: reader for reader in readers}
         self._runs = self._index_runs()

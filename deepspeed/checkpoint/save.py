@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import disk, names, states
+from deepspeed.checkpoint.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, StateDictWriter
 from deepspeed.checkpoint.collect import RankCheckpoint, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.format import BUFFERS, FOLDERS, PRIVATE, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.format import BUFFERS, FOLDERS, MANIFEST, PRIVATE, STORED_BY, TORCH, Manifest, SavedFile
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
@@ -51,6 +52,7 @@ class SaveOptions:
         save_latest: Let ``latest`` name it.
         exclude_frozen: Leave frozen parameters out.
         in_background: Write beside training.
+        engine: The program's own checkpoint engine, which stores the tensors; None: they go to files.
     """
 
     root: Path
@@ -59,6 +61,7 @@ class SaveOptions:
     save_latest: bool
     exclude_frozen: bool
     in_background: bool
+    engine: CheckpointEngine | None = None
 
 
 @dataclass
@@ -299,6 +302,9 @@ def _copy_to_host(job: _Job, host: HostCopy) -> None:
 def _run(job: _Job, exchange: Exchange) -> None:
     """Writes and commits. Every rank runs it; they meet after each phase, so that one failure is everybody's."""
     options = job.options
+    if options.engine is not None:
+        _run_through(options.engine, job, exchange)
+        return
     folder = SaveFolder(options.root, options.tag, job.token)
     doing = f"save_checkpoint({options.root}, tag={options.tag!r})"
     try:
@@ -323,6 +329,53 @@ def _run(job: _Job, exchange: Exchange) -> None:
         )
 
 
+def _run_through(engine: CheckpointEngine, job: _Job, exchange: Exchange) -> None:
+    """Saves through a program's own checkpoint engine: tensors by its ``save``, small files and the manifest by ours.
+
+    The manifest comes last, so a save that breaks off leaves a folder that is no checkpoint. What the engine stored
+    cannot be exchanged at once as a folder can, so a tag that is a checkpoint already is refused.
+    """
+    options = job.options
+    folder = options.root / options.tag
+    kind = type(engine).__name__
+    doing = f"save_checkpoint({options.root}, tag={options.tag!r}) through {kind}"
+    info = CheckpointCommitInfo(options.tag, str(options.root), options.save_latest)
+
+    def make() -> None:
+        if exchange.rank != 0:
+            return
+        if (folder / MANIFEST).exists():
+            raise CheckpointError(
+                f"{folder} is a checkpoint already, and what {kind} stored there cannot be replaced at once; expected "
+                "a new tag. Save under another tag, or remove the folder before"
+            )
+        disk.make_folder(folder)
+
+    def begin() -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: expected a folder that all ranks see; this rank does not see it")
+        engine.create(info)
+
+    def commit() -> None:
+        if not engine.commit(info):
+            raise CheckpointError(f"{kind}.commit({options.tag!r}) returned False: not all files are stored")
+
+    def complete(manifest: Manifest) -> None:
+        disk.replace_file(folder / MANIFEST, manifest.encode())
+        if options.save_latest:
+            point_latest(options.root, options.tag)
+
+    exchange.together(f"{doing}: making the folder", make)
+    exchange.together(f"{doing}: create", begin)
+    buffers_file = names.buffers_file(exchange.rank)
+    written = exchange.together(f"{doing}: save", lambda: _write_files(job, folder, buffers_file))
+    exchange.together(f"{doing}: commit", commit)
+    unique = {entry.name: entry for files in written for entry in files}
+    manifest = job.manifest(tuple(unique.values()), [0] * exchange.size)
+    manifest = replace(manifest, facts={**manifest.facts, STORED_BY: kind})
+    exchange.together(f"{doing}: completing", lambda: complete(manifest) if exchange.rank == 0 else None)
+
+
 def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
     """Gives the leader of every folder what ranks in other folders have for all. Every rank must call it."""
     gathered = exchange.together(doing, lambda: (job.shared, [(name, t.detach().cpu()) for name, t in job.buffers]))
@@ -337,7 +390,9 @@ def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
     tensors = [tensor for _, tensor in (*job.buffers, *job.private)]
     total = sum((run.stop - run.start) * run.dtype.itemsize for run in runs_of) + sum(t.nbytes for t in tensors)
     progress = SaveProgress(job.options.tag, total) if job.rank == 0 else None
-    with FileWriter(folder, None if progress is None else progress.add) as writer:
+    note = None if progress is None else progress.add
+    engine = job.options.engine
+    with FileWriter(folder, note) if engine is None else StateDictWriter(folder, engine, note) as writer:
         for number, (kind, runs) in enumerate(job.collected.runs.items()):
             name = names.data_file(job.rank, kind, number)
             written.append(writer.write_runs(name, kind, runs))

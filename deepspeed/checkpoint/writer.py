@@ -162,7 +162,16 @@ class WritableRun(Protocol):
 
 
 @dataclass(frozen=True)
-class _FileTensor:
+class FileTensor:
+    """One tensor of a file that is being written.
+
+    Attributes:
+        name: Its name in the file.
+        dtype: Of the elements.
+        shape: Its shape.
+        values: Yields the elements in order, in parts.
+    """
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -170,6 +179,7 @@ class _FileTensor:
 
     @property
     def nbytes(self) -> int:
+        """Its size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -203,7 +213,7 @@ class FileWriter:
 
     def write_runs(self, name: str, kind: str, runs: Sequence[WritableRun]) -> SavedFile:
         """Writes runs of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
-        entries = [_FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in runs]
+        entries = [FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in runs]
         offsets, size, checksums = self._write(name, entries)
         saved = tuple(
             SavedRun(s.bucket, s.start, s.stop, s.dtype, offset) for s, offset in zip(runs, offsets, strict=True)
@@ -212,7 +222,7 @@ class FileWriter:
 
     def write_tensors(self, name: str, kind: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> SavedFile:
         """Writes whole tensors, of any shape, under their names."""
-        entries = [_FileTensor(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
+        entries = [FileTensor(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
         offsets, size, checksums = self._write(name, entries)
         records = tuple(NamedTensor(e.name, e.shape, e.dtype, o) for e, o in zip(entries, offsets, strict=True))
         return SavedFile(name, kind, size, checksums, tensors=records)
@@ -226,7 +236,7 @@ class FileWriter:
         size, checksums = self._stream(name, fill)
         return SavedFile(name, kind, size, checksums)
 
-    def _write(self, name: str, entries: Sequence[_FileTensor]) -> tuple[list[int], int, tuple[int, ...]]:
+    def _write(self, name: str, entries: Sequence[FileTensor]) -> tuple[list[int], int, tuple[int, ...]]:
         header = safetensors_header([(e.name, e.dtype, e.shape) for e in entries])
         offsets, position = [], len(header)
         for entry in entries:

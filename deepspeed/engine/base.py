@@ -264,6 +264,14 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     module_state_dict = forwarded("_checkpoints", EngineCheckpoints.module_state_dict)
 
+    checkpoint_engine = forwarded_attribute(
+        "_checkpoints",
+        "engine",
+        "Stores state dicts by path: torch's files, or an object of a class derived from ``CheckpointEngine`` that a "
+        "program assigns, the same class on every rank. That one stores and loads the tensors of "
+        ":meth:`save_checkpoint` and :meth:`load_checkpoint`; None goes back to files.",
+    )
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def collect_python_gc(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.checkpoint.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from deepspeed.checkpoint.export import full_state_dict, iter_weights, write_weights
 from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, load_state_dict
 from deepspeed.checkpoint.run_state import RunState
@@ -54,6 +55,7 @@ class EngineCheckpoints:
         self._resume = resume
         self._sums_are_open = sums_are_open
         self._made_saver: Saver | None = None
+        self._own_engine: CheckpointEngine | None = None
         self._writes_for_all = False
 
     def save_checkpoint(
@@ -112,6 +114,7 @@ class EngineCheckpoints:
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             in_background=_is_in_background(settings) if async_save is None else async_save,
+            engine=self._own_engine,
         )
         with self._progress.during("save", step=run_state.counters["global_steps"], tag=options.tag):
             self._saver.save(run_state, options)
@@ -177,6 +180,7 @@ class EngineCheckpoints:
             custom_load_fn=custom_load_fn,
             must_exist=must_exist,
             trust_objects=allow_pickled_objects,
+            engine=self._own_engine,
         )
         loaded = load(run_state, options, self._saver.exchange)
         if loaded is None:
@@ -187,6 +191,28 @@ class EngineCheckpoints:
     def close(self) -> None:
         """Waits for a save in the background and gives the channel of checkpoints back."""
         self._saver.close()
+        if self._own_engine is not None:
+            self._own_engine.cleanup()
+
+    @property
+    def engine(self) -> CheckpointEngine:
+        """The program's own checkpoint engine; torch's files where it gave none."""
+        return TorchCheckpointEngine() if self._own_engine is None else self._own_engine
+
+    @engine.setter
+    def engine(self, engine: CheckpointEngine | None) -> None:
+        if engine is not None and not isinstance(engine, CheckpointEngine):
+            raise DeepSpeedConfigError(
+                f"engine.checkpoint_engine: expected an object of a class derived from CheckpointEngine, found "
+                f"{type(engine).__name__}; derive it from deepspeed.runtime.checkpoint_engine.CheckpointEngine"
+            )
+        if engine is not None and self._root.checkpoint.keep_last is not None:
+            raise DeepSpeedConfigError(
+                f"checkpoint.keep_last={self._root.checkpoint.keep_last}: expected null beside "
+                f"engine.checkpoint_engine, since only {type(engine).__name__} can remove what it stored; leave the "
+                "key out"
+            )
+        self._own_engine = engine
 
     def wait_for_checkpoint(self) -> None:
         """Waits until a save in the background is on the disk. Every rank should call it.

@@ -120,11 +120,6 @@ FEATURES: tuple[Feature, ...] = (
         keys=(switch("nebula.enabled"),),
     ),
     Feature(
-        "access to an upstream checkpoint by its files",
-        "Use the functions of deepspeed.utils.zero_to_fp32, or ds_inspect to look into it.",
-        {"deepspeed.checkpoint": "DeepSpeedCheckpoint"},
-    ),
-    Feature(
         "the building of a mixture-of-experts operator",
         "Nothing is compiled here: deepspeed.moe works as it is.",
         {"deepspeed.ops.op_builder": "MoEBuilder"},

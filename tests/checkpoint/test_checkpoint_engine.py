@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import collections
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from deepspeed.errors import CheckpointError
+from deepspeed import comm
+from deepspeed.checkpoint.consolidate import open_source
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
-from tests.harness import run_ranks
+from tests.checkpoint.training import engine as make_engine
+from tests.checkpoint.training import fragments, joined, other_state, train
+from tests.harness import assert_states_equal, run_ranks
 
 
 class Evil:
@@ -72,3 +77,121 @@ def _layers_in_files(folder):
 
 def test_a_pipeline_writes_its_layers_through_one(tmp_path):
     run_ranks(_layers_in_files, 1, str(tmp_path))
+
+
+class Elsewhere(CheckpointEngine):
+    """Keeps state dicts below another folder, and notes the calls."""
+
+    def __init__(self, store, commits=True):
+        super().__init__()
+        self.store, self.commits, self.calls = Path(store), commits, []
+
+    def _place(self, path):
+        return self.store / path.replace(os.sep, "+")
+
+    def create(self, info):
+        self.calls.append(f"create {info}")
+
+    def save(self, state_dict, path):
+        assert all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in state_dict.values())
+        self.calls.append(f"save {Path(path).name}")
+        torch.save(state_dict, self._place(path))
+
+    def load(self, path, map_location=None):
+        return torch.load(self._place(path), map_location=map_location, weights_only=True)
+
+    def commit(self, info):
+        self.calls.append(f"commit {info.tag} {info.save_latest}")
+        return self.commits
+
+    def cleanup(self):
+        self.calls.append("cleanup")
+
+
+def _through_ones_own(folder, store, stage, in_background):
+    run = make_engine(stage, "bf16")
+    assert isinstance(run.checkpoint_engine, TorchCheckpointEngine)
+    own = run.checkpoint_engine = Elsewhere(store)
+    train(run, range(3))
+    saved = fragments(run), other_state(run)
+    run.save_checkpoint(folder, tag="one", client_state={"note": "hello"}, async_save=in_background)
+    losses = train(run, range(3, 5))
+    run.wait_for_checkpoint()
+    assert own.calls[0] == "create one" and own.calls[-1] == "commit one True"
+    assert any(call.startswith("save rank") and "master" in call for call in own.calls)
+    again = make_engine(stage, "bf16", seed=8)
+    again.checkpoint_engine = Elsewhere(store)
+    path, client = again.load_checkpoint(folder)
+    assert path == os.path.join(folder, "one") and client["note"] == "hello"
+    loaded = fragments(again), other_state(again)
+    assert train(again, range(3, 5)) == losses
+    with pytest.raises(CheckpointError, match=r"one is a checkpoint already.*Save under another tag"):
+        again.save_checkpoint(folder, tag="one")
+    again.checkpoint_engine = Elsewhere(store, commits=comm.get_rank() == 0)
+    with pytest.raises(CheckpointError, match=r"rank 1: Elsewhere\.commit\('two'\) returned False"):
+        again.save_checkpoint(folder, tag="two")
+    again.checkpoint_engine = None
+    with pytest.raises(CheckpointError, match=r"stored by the checkpoint engine 'Elsewhere'.*checkpoint_engine = "):
+        again.load_checkpoint(folder, tag="one")
+    run.destroy()
+    assert own.calls[-1] == "cleanup"
+    return saved, loaded
+
+
+@pytest.mark.parametrize(("stage", "in_background"), [(0, False), (3, True)])
+def test_checkpoints_go_through_ones_own(stage, in_background, tmp_path):
+    store, folder = tmp_path / "store", tmp_path / "folder"
+    store.mkdir()
+    results = run_ranks(_through_ones_own, 2, str(folder), str(store), stage, in_background)
+    for (_, state), (_, found) in results:
+        assert_states_equal(found, state)
+    assert_states_equal(joined([loaded[0] for _, loaded in results]), joined([saved[0] for saved, _ in results]))
+    assert (folder / "latest").read_text() == "one"
+    assert not [path for path in (folder / "one").iterdir() if path.suffix == ".safetensors"]
+    with pytest.raises(CheckpointError, match="stored by the checkpoint engine 'Elsewhere', expected files"):
+        open_source(folder)
+
+
+def _another_topology(folder, store, write):
+    run = make_engine(2 if write else 3, "fp32", seed=1 if write else 5)
+    run.checkpoint_engine = Elsewhere(store)
+    if write:
+        train(run, range(2))
+        run.save_checkpoint(folder)
+    else:
+        run.load_checkpoint(folder)
+    return fragments(run)
+
+
+def test_any_number_of_ranks_loads_it_and_what_was_altered_is_named(tmp_path):
+    store, folder = tmp_path / "store", tmp_path / "folder"
+    store.mkdir()
+    written = run_ranks(_another_topology, 2, str(folder), str(store), True)
+    loaded = run_ranks(_another_topology, 1, str(folder), str(store), False)
+    assert_states_equal(joined(loaded), joined(written))
+    path = next(path for path in store.iterdir() if "rank00001-master" in path.name)
+    state = torch.load(path)
+    name, values = next(iter(state.items()))
+    for changed, message in (
+        ({name: values + 1}, "checksum mismatch"),
+        (
+            {name: values[1:]},
+            r"Elsewhere\.load\(.*rank00001-master.*expected '\d+:\d+' with \d+ bytes",
+        ),
+        ({}, r"expected '\d+:\d+' with .* found nothing"),
+    ):
+        torch.save({**{key: value for key, value in state.items() if key != name}, **changed}, path)
+        with pytest.raises(Exception, match=message):
+            run_ranks(_another_topology, 1, str(folder), str(store), False)
+
+
+def _refused():
+    run = make_engine(0, "fp32", checkpoint={"keep_last": 2})
+    with pytest.raises(DeepSpeedConfigError, match=r"derived from CheckpointEngine, found dict"):
+        run.checkpoint_engine = {}
+    with pytest.raises(DeepSpeedConfigError, match=r"checkpoint\.keep_last=2: expected null"):
+        run.checkpoint_engine = InMemory()
+
+
+def test_what_is_no_checkpoint_engine_is_refused():
+    run_ranks(_refused, 1)

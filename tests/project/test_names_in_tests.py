@@ -16,7 +16,7 @@ from tests.project.graph import ROOT
 
 # Names that a test expects not to exist.
 _ABSENT = {
-    ("tests/surface/test_features.py", "DeepSpeedCheckpoint.no_such_name"),
+    ("tests/surface/test_features.py", "InferenceEngineV2.no_such_name"),
 }
 
 

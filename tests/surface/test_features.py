@@ -54,11 +54,11 @@ def test_classes():
 
 
 def test_attributes_of_classes():
-    from deepspeed.checkpoint import DeepSpeedCheckpoint
+    from deepspeed.inference import InferenceEngineV2
 
-    with pytest.raises(NotYetSupportedError, match="upstream checkpoint"):
-        DeepSpeedCheckpoint.no_such_name(sequence_parallel_size=2)
-    assert not hasattr(DeepSpeedCheckpoint, "no_such_name")
+    with pytest.raises(NotYetSupportedError, match="second inference engine"):
+        InferenceEngineV2.no_such_name(sequence_parallel_size=2)
+    assert not hasattr(InferenceEngineV2, "no_such_name")
 
 
 def test_functions_look_like_functions():

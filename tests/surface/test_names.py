@@ -24,6 +24,7 @@ deepspeed.io:FastFileWriter
 deepspeed.monitor.config:get_monitor_config,DeepSpeedMonitorConfig
 deepspeed:HAS_TRITON,TORCH_DISTRIBUTED_DEFAULT_PORT,MUON_OPTIMIZER,version,__version__,__version_major__,__git_hash__
 deepspeed.accelerator:get_accelerator
+deepspeed.checkpoint:DeepSpeedCheckpoint
 deepspeed.checkpoint.utils:clone_tensors_for_torch_save
 deepspeed.comm:get_rank,init_distributed,is_initialized
 deepspeed.inference.config:DeepSpeedInferenceConfig
