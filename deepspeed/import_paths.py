@@ -36,6 +36,19 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "datastates": {},
     "datastates.config": {},
+    "elasticity.config": {
+        "deepspeed.elasticity.elasticity": "ElasticityConfig",
+        "deepspeed.errors": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
+    },
+    "elasticity.constants": {
+        "deepspeed.elasticity.elasticity": (
+            "DEEPSPEED_ELASTICITY_CONFIG ELASTICITY ENABLED ENABLED_DEFAULT LATEST_ELASTICITY_VERSION "
+            "MINIMUM_DEEPSPEED_VERSION"
+        ),
+    },
+    "elasticity.utils": {
+        "deepspeed.elasticity.elasticity": "is_torch_elastic_compatible",
+    },
     "features": {
         "deepspeed.missing_features": "FEATURES Feature is_missing missing_names unavailable",
     },

@@ -12,8 +12,7 @@ from deepspeed.cli.command import run_command
 from deepspeed.config import load_ds_config
 from deepspeed.config.elastic_batch import divisors_of
 from deepspeed.config.sections.elasticity import Elasticity
-from deepspeed.elasticity.config import ElasticityConfig
-from deepspeed.elasticity.elasticity import compute_elastic_config
+from deepspeed.elasticity.elasticity import ElasticityConfig, compute_elastic_config
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.release import VERSION
 

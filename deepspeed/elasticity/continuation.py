@@ -29,8 +29,7 @@ from deepspeed.elasticity.copies import (
     copy_states,
     newest_whole,
 )
-from deepspeed.elasticity.rebuild import build_again, take_apart
-from deepspeed.elasticity.restore import restore
+from deepspeed.elasticity.restore import build_again, restore, take_apart
 from deepspeed.engine.base import EngineBase
 from deepspeed.engine.resuming import run_state_of
 from deepspeed.engine_feature import UnevenBatch

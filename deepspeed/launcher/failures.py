@@ -13,8 +13,9 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deepspeed.exit_notes import LOST_PEER
@@ -42,6 +43,8 @@ _CLIPPED_CAUSE_BYTES = 4000
 _FRESH_SECONDS = 30.0
 # A native error within so many lines after an exception happened while the interpreter was shutting down.
 _SHUTDOWN_LINES = 4
+FAILURE_FILE_VARIABLE = "DS_FAILURE_FILE"
+_SAGEMAKER = Path("/opt/ml/output")
 
 
 class ErrorStream(RankStream):
@@ -362,3 +365,34 @@ def _bus_error_cause() -> str:
     shm = os.statvfs("/dev/shm")
     free, total = shm.f_bavail * shm.f_frsize / 2**20, shm.f_blocks * shm.f_frsize / 2**20
     return f"{advice}; now {free:.0f} of {total:.0f} MiB are free"
+
+
+def find_failure_file(environ: Mapping[str, str]) -> Path | None:
+    """Returns where to write why a run has failed; None where nobody looks.
+
+    ``DS_FAILURE_FILE`` names it (in a pod: ``/dev/termination-log``). On SageMaker it is ``/opt/ml/output/failure``.
+    """
+    if environ.get(FAILURE_FILE_VARIABLE):
+        return Path(environ[FAILURE_FILE_VARIABLE])
+    if environ.get("SM_HOSTS") and _SAGEMAKER.is_dir():
+        return _SAGEMAKER / "failure"
+    return None
+
+
+def write_failure(path: Path, lines: Sequence[str]) -> str | None:
+    """Writes the reason of a failure, replacing what an earlier run has written there.
+
+    Returns:
+        Why the file cannot be written, as a sentence; None if it was.
+    """
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return (
+            f"{FAILURE_FILE_VARIABLE}: cannot write the reason of the failure to {path}: {error}; name a file in a "
+            "folder"
+        )
+    return None

@@ -15,14 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed.cli.command import run_command
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.launcher.cores import share_cores
-from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
-from deepspeed.launcher.elastic import Elastic, agent_command
+from deepspeed.launcher.devices import LocalDevices, find_devices, share_cores, usable_cores
 from deepspeed.launcher.environment import (
     SECRET,
     LaunchWorld,
@@ -32,11 +31,11 @@ from deepspeed.launcher.environment import (
     screen_width,
     threads_per_rank,
 )
-from deepspeed.launcher.failure_file import find_failure_file
+from deepspeed.launcher.failures import find_failure_file
 from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.ports import PortClaim, RequestedPort, agreed_port, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
-from deepspeed.launcher.slurm import hosts_of_step
+from deepspeed.launcher.selection import hosts_of_step
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
 from deepspeed.release import VERSION
@@ -47,6 +46,10 @@ if TYPE_CHECKING:
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 # Variables with the rank of a process. A launcher must not pass on its own.
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+# Failures of ranks that a run survives.
+MAX_RESTARTS = 100
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -386,6 +389,66 @@ def _write_new(path: Path, text: str) -> None:
         ) from error
     with os.fdopen(handle, "w") as file:
         file.write(text)
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Between how many machines a run may have.
+
+    Attributes:
+        min_nodes: It waits until so many are there.
+        max_nodes: No more are taken in.
+    """
+
+    min_nodes: int
+    max_nodes: int
+
+    @classmethod
+    def from_options(cls, min_nodes: int, max_nodes: int, nodes: int) -> Elastic:
+        """From ``--min_elastic_nodes`` and ``--max_elastic_nodes`` (-1: not given) for ``nodes`` machines.
+
+        Raises:
+            LauncherError: The numbers contradict each other.
+        """
+        least = 1 if min_nodes == -1 else min_nodes
+        most = max(nodes, least) if max_nodes == -1 else max_nodes
+        if not 1 <= least <= most:
+            raise LauncherError(
+                f"--min_elastic_nodes {least}, --max_elastic_nodes {most}: expected 1 <= minimum <= maximum; correct "
+                "them, or leave them out for 1 up to all machines"
+            )
+        return cls(least, most)
+
+
+def agent_command(
+    elastic: Elastic,
+    local_size: int,
+    address: str,
+    port: int,
+    run_id: str,
+    script: Sequence[str],
+    flags: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The command of torch's elastic agent for one machine.
+
+    Args:
+        elastic: How many machines.
+        local_size: Ranks per machine.
+        address: Where the machines meet: the first one.
+        port: Its port.
+        run_id: Name of the run: agents of another one are not let in.
+        script: The script and its arguments.
+        flags: ``--module`` or ``--no_python``.
+    """
+    spelled = {"--no_python": "--no-python"}
+    # On one machine its own name need not mean anything to the resolver.
+    local = ["--local-addr=127.0.0.1"] if address in ("127.0.0.1", "localhost") else []
+    return (
+        sys.executable, "-u", "-m", "torch.distributed.run",
+        f"--nnodes={elastic.min_nodes}:{elastic.max_nodes}", f"--nproc-per-node={local_size}",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={run_id}",
+        *local, f"--max-restarts={MAX_RESTARTS}", *(spelled.get(flag, flag) for flag in flags), *script,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

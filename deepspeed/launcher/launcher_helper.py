@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from deepspeed.cli.command import run_command
-from deepspeed.launcher.cores import share_cores
+from deepspeed.launcher.devices import share_cores
 from deepspeed.launcher.launch import interpreter
 from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.resources import LauncherError

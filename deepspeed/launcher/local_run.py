@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 
 from deepspeed.exit_notes import NOTES, ExitNotes
 from deepspeed.launcher import processes
-from deepspeed.launcher.failure_file import write_failure
-from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause
+from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause, write_failure
 from deepspeed.launcher.link import LauncherLink
 from deepspeed.launcher.screen import Output, RankStream, Screen
 from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker

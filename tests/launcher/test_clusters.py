@@ -5,7 +5,7 @@ import json
 import shlex
 
 from deepspeed.launcher import runner
-from deepspeed.launcher.failure_file import find_failure_file, write_failure
+from deepspeed.launcher.failures import find_failure_file, write_failure
 from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed.launcher import json_lines, link
+from deepspeed.launcher import link
 from deepspeed.launcher.failures import Failure
 from deepspeed.launcher.handshake import LauncherInfo
-from deepspeed.launcher.json_lines import JsonConnection, listen
-from deepspeed.launcher.link import LauncherLink
+from deepspeed.launcher.link import JsonConnection, LauncherLink, listen
 from deepspeed.ports import free_port
 
 ME = LauncherInfo(0, "hub", (1, 1, 1), 29500, "1.0", "run x", "the secret")
@@ -213,10 +212,10 @@ def test_launchers_of_one_run_hear_of_each_other_and_not_of_an_impostor():
 def test_the_hub_listens_where_the_others_reach_it(monkeypatch):
     mine = {"interface": "127.0.0.2", "debian": "127.0.1.1", "translated": "192.0.2.1"}
     monkeypatch.setattr(
-        json_lines.socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 0, 0, "", (mine[host], 0))]
+        link.socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 0, 0, "", (mine[host], 0))]
     )
-    is_loopback = json_lines._is_loopback
-    monkeypatch.setattr(json_lines, "_is_loopback", lambda host: host != "127.0.0.2" and is_loopback(host))
+    is_loopback = link._is_loopback
+    monkeypatch.setattr(link, "_is_loopback", lambda host: host != "127.0.0.2" and is_loopback(host))
     everywhere = {"::", "0.0.0.0"}
     for address, expected in (
         ("interface", {"127.0.0.2"}), ("debian", everywhere), ("translated", everywhere), ("localhost", {"127.0.0.1"})

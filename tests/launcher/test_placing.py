@@ -5,10 +5,10 @@ import os
 import pytest
 
 from deepspeed.launcher import launch, launcher_helper
-from deepspeed.launcher.cores import first_threads, parse_core_list, share_cores
+from deepspeed.launcher.devices import first_threads, parse_core_list, share_cores
 from deepspeed.launcher.placing import PROGRAMS, LaunchedProcess, find_placed
 from deepspeed.launcher.resources import LauncherError
-from deepspeed.launcher.slurm import expand_nodelist, hosts_of_step, slots_of_allocation
+from deepspeed.launcher.selection import expand_nodelist, hosts_of_step, slots_of_allocation
 from tests.launcher.processes import Launcher
 
 VARIABLES = {

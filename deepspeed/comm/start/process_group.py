@@ -2,17 +2,24 @@
 
 ``deepspeed.comm`` keeps no group of its own. Everything sits on torch's global process group, whoever started it, so
 that a program may mix calls of both libraries and tear the group down with either.
+
+Gloo listens at the address of the machine's host name. Many installers write that name into ``/etc/hosts`` as
+``127.0.1.1``: ranks on other machines are then sent to themselves. On such a machine :func:`choose_interface` lets gloo
+use the interface of the route to another machine of the run.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as torch_dist
 
@@ -23,15 +30,14 @@ from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, recei
 from deepspeed.comm.start.barrier import SupervisedStore
 from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group, unbound
 from deepspeed.comm.start.environment import Place, find_place, local_rank_of
-from deepspeed.comm.start.interface import choose_interface
 from deepspeed.comm.start.mpi import find_first_host
 from deepspeed.comm.start.probes import probed_connections
 from deepspeed.comm.start.rendezvous import open_store, release_store
 from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CallOrderError, CommunicationError
-from deepspeed.logging import log_dist
-from deepspeed.ports import DEFAULT_PORT
+from deepspeed.logging import log_dist, logger
+from deepspeed.ports import DEFAULT_PORT, address_towards
 
 NCCL_BACKEND = "nccl"
 GLOO_BACKEND = "gloo"
@@ -39,6 +45,10 @@ MPI_BACKEND = "mpi"
 CCL_BACKEND = "ccl"
 HCCL_BACKEND = "hccl"
 SCCL_BACKEND = "sccl"
+
+
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_OTHER_HOST_KEY = "deepspeed/other_host"
 
 
 def init_distributed(
@@ -365,3 +375,51 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
     Job.current().process_groups.meet(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
     return init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place, facts: Sequence[RankInfo]) -> None:
+    """Sets ``GLOO_SOCKET_IFNAME`` where gloo would listen where no other machine reaches it. Every rank must call it.
+
+    Nothing is set on one machine, where the name means an address of the network, or where the variable is set.
+
+    Args:
+        environ: The environment, for the variable.
+        store: The run's own.
+        place: Of this rank.
+        facts: Of all ranks, on rank 0; empty on the others.
+    """
+    if place.rank == 0:
+        here = facts[0].host
+        store.set(_OTHER_HOST_KEY, next((fact.address for fact in facts if fact.host != here and fact.address), ""))
+    other = store.get(_OTHER_HOST_KEY).decode()
+    if not other or environ.get(_INTERFACE_VARIABLE) or not means_loopback(socket.gethostname()):
+        return
+    mine = address_towards(other)  # where other is an address of this machine: that one
+    name = interface_of(mine) if mine is not None else None
+    if name is None:
+        logger.warning(
+            f"the host name {socket.gethostname()} resolves to the loopback interface here, and no route to the other "
+            f"machines names another interface, so they may not reach gloo. Set {_INTERFACE_VARIABLE} to the network's "
+            "interface"
+        )
+        return
+    environ[_INTERFACE_VARIABLE] = name
+
+
+def means_loopback(name: str) -> bool:
+    """Returns whether a host name is unknown here, or means a loopback address first: gloo takes the first."""
+    try:
+        first = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return True
+    return ipaddress.ip_address(first.partition("%")[0]).is_loopback
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the network interface of this machine that has ``address``; None if none has, or it is the loopback."""
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
+            return name
+    return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.elastic import Elastic, agent_command
+from deepspeed.launcher.launch import Elastic, agent_command
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
