@@ -6,7 +6,7 @@ Parts (``compression.py PART``; all of them without one):
 - bytes: what each way sends per step and rank, by the books and by the kernel's counters of the interface.
 - steps: step times on a link of ``--megabits`` beside torch's DDP with its bf16 hook.
 - auto: ``"auto"`` beside plain gradients, on links of 100 Mbit/s and of 10 Gbit/s.
-- cells: whether a codec pays on each link, as ``deepspeed.plan.codec_cost`` says and as measured.
+- cells: whether a codec pays on each link, as ``deepspeed.plan.codes`` says and as measured.
 
 What is compared takes turns, a step each, in the same processes.
 
@@ -37,7 +37,7 @@ import links  # noqa: E402 - lies beside the ranks, which import it too
 from deepspeed.accelerator.cpu import keep_freed_memory  # noqa: E402
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode  # noqa: E402
 from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec  # noqa: E402
-from deepspeed.plan.codec_cost import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_on_the_wire  # noqa: E402
+from deepspeed.plan.codes import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_on_the_wire  # noqa: E402
 
 RANK = HERE / "contest" / "compression_rank.py"
 CODECS = {"sign": SignCodec(2048), "int8": Int8Codec(256), "int4": Int4Codec(256)}

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import deepspeed
 from deepspeed.comm.job.mesh import DATA, Mesh
-from deepspeed.plan.network import SimulatedJob
+from deepspeed.plan.environment import SimulatedJob
 from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
 from on_gpu.part import timed, waiter
 from on_gpu.queue import QueuedGroup

@@ -1,19 +1,187 @@
-"""What the engine does for ``activation_checkpointing.recompute_modules`` and ``activation_checkpointing.blocks``."""
+"""What the engine does for ``activation_checkpointing.recompute_modules`` and ``activation_checkpointing.blocks``.
+
+The first recomputes the inner part of attention in backward and keeps everything else, the second keeps the inputs of
+the model's repeated blocks only.
+
+Between the projections attention keeps scores and probabilities, whose size grows with the square of the length, and
+computes little (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_, section 5). Fused implementations keep no
+scores; there recomputation saves the output of the attention only.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.activation_checkpointing.attention import KEY, offers_recomputation, recompute_attention
-from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
+from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.start.process_group import default_timeout
+from deepspeed.comm.transports.objects import gather_json
 from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.attention import (
+    attention_name,
+    check_use_of_attention,
+    configured_modules,
+    interface_of,
+    own_configurations,
+    register_attention,
+    set_attention_name,
+    takes_attention_by_name,
+)
+from deepspeed.models.checkpointing import switch_of
+from deepspeed.models.masks import mask_of_implementation
 
+KEY = "activation_checkpointing.recompute_modules"
+_ENDING = "_recomputed"
 BLOCKS = "activation_checkpointing.blocks"
+
+
+def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> None:
+    """Lets attention modules run their inner part again in backward, in place.
+
+    They are those of a Transformers model, or modules with a method ``recompute_core_attention(recompute)``, which
+    calls ``recompute(function, *tensors)`` from then on where it called ``function(*tensors)``.
+
+    Args:
+        model: The model, what wraps it, or a stage of a pipeline with its layers.
+        whole: The model that the layers of a stage are from, with values or without; None: ``model`` is no stage, or
+            its layers are from none.
+
+    Raises:
+        DeepSpeedConfigError: There are no such modules, or the classes of a Transformers model do not take their
+            attention by name.
+    """
+    if whole is None and _recompute_own(model):
+        return
+    inside = [module for module in model.modules() if takes_attention_by_name(module)]
+    outermost = whole if whole is not None else next(iter(inside), None)
+    if outermost is None:
+        raise DeepSpeedConfigError(
+            f"{KEY}: expected a Transformers model, whose attention can be exchanged, or modules with a method "
+            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint around "
+            "the attention in the model's own code, or leave the key out"
+        )
+    names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
+    for name in names:
+        attention, mask = _functions(str(name))
+        check_use_of_attention(outermost, f"{name}{_ENDING}", attention, mask, KEY)
+    config: Any = outermost.config
+    if getattr(config, "reorder_and_upcast_attn", False) and "eager" in names:
+        raise DeepSpeedConfigError(
+            f"{KEY}: reorder_and_upcast_attn computes attention in the layer itself, which cannot be exchanged; set "
+            "it to false, or leave the key out"
+        )
+    own_configurations(model)
+    for module in configured_modules(model):
+        name = attention_name(module.config)
+        if name is not None and not name.endswith(_ENDING):
+            register_attention(f"{name}{_ENDING}", *_functions(name))
+            set_attention_name(module.config, f"{name}{_ENDING}")
+
+
+def _recompute_own(model: nn.Module) -> bool:
+    """Asks modules for recomputation that offer it; returns whether there are any, on whatever stage of a pipeline."""
+    for module in _own(model):
+        module.recompute_core_attention(non_reentrant_checkpoint)
+    return offers_recomputation(model)
+
+
+def _own(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "recompute_core_attention")]
+
+
+def offers_recomputation(model: nn.Module) -> bool:
+    """Returns whether modules of the model have ``recompute_core_attention``. Of a pipeline every rank must call it."""
+    own = _own(model)
+    if not getattr(model, "is_part_of_model", False):
+        return bool(own)
+    transport = (
+        Job.current().axis_of().transport("outside engines", device=torch.device("cpu"), timeout=default_timeout())
+    )
+    return any(gather_json(transport, len(own), label=f"the attention modules of the stages ({KEY})"))
+
+
+def _functions(name: str) -> tuple[Any, Any]:
+    """Returns the attention and the mask function in the place of those of an implementation."""
+    return functools.partial(_attend, name), functools.partial(mask_of_implementation, name)
+
+
+def _attend(
+    name: str, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+) -> Any:
+    """Computes attention of ``[batch, heads, tokens, width]`` by the implementation ``name``."""
+    attention = functools.partial(interface_of(name, layer), layer)
+    if not torch.is_grad_enabled():
+        return attention(query, key, value, mask, **more)
+    return non_reentrant_checkpoint(attention, query, key, value, mask, **more)
+
+
+class BlockCheckpointing:
+    """Lets every repeated block keep its inputs only, and run again during backward; and takes it back.
+
+    A model of transformers does it itself; elsewhere the children of each ``ModuleList`` are the blocks.
+
+    Raises:
+        DeepSpeedConfigError: There is no repeated block.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._blocks: list[nn.Module] = []
+        if switch_of(model, "enable") is not None:
+            return
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        self._blocks = [block for blocks in lists for block in blocks if next(block.parameters(), None) is not None]
+        if not self._blocks:
+            raise DeepSpeedConfigError(
+                "activation checkpointing of blocks: expected a model with repeated blocks (children of a ModuleList), "
+                f"found none in {type(model).__name__}; call deepspeed.checkpointing.checkpoint in its forward instead"
+            )
+
+    def on(self) -> None:
+        """Switches it on.
+
+        Raises:
+            DeepSpeedConfigError: The model refuses.
+        """
+        if switch_of(self._model, "enable") is not None:
+            self._model.train()
+            self._call_own("enable")
+            return
+        from torch.utils.checkpoint import checkpoint
+
+        for block in self._blocks:
+            checkpointed = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = checkpointed  # type: ignore[method-assign]
+
+    def off(self) -> None:
+        """Restores the model to its state before :meth:`on`.
+
+        Raises:
+            DeepSpeedConfigError: The model cannot do that.
+        """
+        if switch_of(self._model, "enable") is not None:
+            self._call_own("disable")
+            return
+        for block in self._blocks:
+            block.forward = block.forward.args[0]  # type: ignore[method-assign, attr-defined]
+
+    def _call_own(self, verb: str) -> None:
+        method = switch_of(self._model, verb)
+        try:
+            if method is None:
+                raise AttributeError(f"it has no gradient_checkpointing_{verb}")
+            method()
+        except Exception as error:  # whatever the model's own code raises
+            raise DeepSpeedConfigError(
+                f"activation checkpointing: {type(self._model).__name__} cannot {verb} it: {error}"
+            ) from error
 
 
 def _is_on(setup: EngineSetup) -> bool:

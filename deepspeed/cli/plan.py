@@ -29,9 +29,8 @@ from deepspeed.plan.api import make_machine
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
-from deepspeed.plan.links import NETWORKS, read_network
 from deepspeed.plan.longest import longest_sequence
-from deepspeed.plan.machine import Machine, read_machine_file
+from deepspeed.plan.machine import NETWORKS, Machine, read_machine_file, read_network
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
 from deepspeed.plan.pipeline import pipeline_of

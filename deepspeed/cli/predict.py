@@ -16,12 +16,10 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.pipeline import pipeline_of
-from deepspeed.plan.prediction.cost_shares import costs_turned_off
-from deepspeed.plan.prediction.layout import RECOMPUTATIONS
-from deepspeed.plan.prediction.layout_options import layout_of
+from deepspeed.plan.prediction.layout import RECOMPUTATIONS, layout_of
 from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
 from deepspeed.plan.prediction.show import step_text
-from deepspeed.plan.prediction.step import StepSetup, predict_step
+from deepspeed.plan.prediction.step import StepSetup, costs_turned_off, predict_step
 from deepspeed.plan.show import as_text, seconds_in_words
 
 _FLAGS = {

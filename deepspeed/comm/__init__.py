@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch.distributed import P2POp, ProcessGroup
 
 from deepspeed.comm.collectives import (
+    ReduceOp,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -40,7 +41,6 @@ from deepspeed.comm.collectives import (
 )
 from deepspeed.comm.job.world import define_group
 from deepspeed.comm.recorder import log as comms_logger
-from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.start.process_group import (
     CCL_BACKEND,
     GLOO_BACKEND,

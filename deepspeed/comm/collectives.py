@@ -9,6 +9,7 @@ something else, or whose program ends, is named on all that wait for it.
 
 from __future__ import annotations
 
+import enum
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,12 +19,34 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import recorded
-from deepspeed.comm.reduce_op import ReduceOp
-from deepspeed.comm.torch_names import all_gather_flat, reduce_scatter_flat
 from deepspeed.comm.watch.supervised import between, blocking, collective, from_anybody
+
+# Torch 2.13 renames the two flat collectives and warns at each use of the old names; older releases know only those.
+all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+reduce_scatter_flat: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 Group = Any  # a torch ProcessGroup, or None for all ranks
 Handle = Any  # a torch Work, or None if the operation is complete
+
+
+class _UnsupportedOp(enum.Enum):
+    """A reduction that nothing performs; a placeholder in tables of operations."""
+
+    UNUSED = "unused"
+
+
+class ReduceOp:
+    """Reductions. The members are torch's own, so either may be passed to either library's functions."""
+
+    SUM: Any = torch_dist.ReduceOp.SUM
+    PRODUCT: Any = torch_dist.ReduceOp.PRODUCT
+    MIN: Any = torch_dist.ReduceOp.MIN
+    MAX: Any = torch_dist.ReduceOp.MAX
+    BAND: Any = torch_dist.ReduceOp.BAND
+    BOR: Any = torch_dist.ReduceOp.BOR
+    BXOR: Any = torch_dist.ReduceOp.BXOR
+    AVG: Any = torch_dist.ReduceOp.AVG
+    UNUSED: Any = _UnsupportedOp.UNUSED
 
 
 def _operations() -> Any:

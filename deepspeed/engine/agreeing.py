@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator.cpu import keep_freed_memory
@@ -14,14 +16,37 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
 from deepspeed.comm.start.device import local_device
 from deepspeed.config import ParsedConfig, parse
-from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.arguments import device_rank
 from deepspeed.engine.features import FeatureSet
+from deepspeed.engine.optimizers import group_indices
 from deepspeed.engine.parts import Client
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
+from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.address import full_shape
+
+# What a rank writes, shows or measures is its own affair, and so is where its files lie.
+_OWN_AFFAIRS = frozenset(
+    {
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "dump_state",
+        "flops_profiler",
+        "log_level",
+        "memory_breakdown",
+        "run_report",
+        "steps_per_print",
+        "tensorboard",
+        "timers",
+        "trace",
+        "wall_clock_breakdown",
+        "wandb",
+    }
+)
+_OWN_NAMES = frozenset({"nvme_path"})
 
 
 @dataclass(frozen=True)
@@ -124,3 +149,60 @@ def _device(args: Any) -> torch.device:
     if device.type == "cpu":
         keep_freed_memory()
     return device
+
+
+def compared_values(root: Root) -> dict[str, Any]:
+    """Value per dotted key, without those that may differ between ranks."""
+    flat: dict[str, Any] = {}
+    for name, value in root.model_dump(mode="python").items():
+        if name not in _OWN_AFFAIRS:
+            _flatten(name, value, flat)
+    return flat
+
+
+def _flatten(path: str, value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            if name not in _OWN_NAMES:
+                _flatten(f"{path}.{name}", inner, flat)
+    else:
+        flat[path] = value
+
+
+def check_model_alike(
+    model: nn.Module, precision: PrecisionPolicy, optimizer: torch.optim.Optimizer | None, group: Any
+) -> None:
+    """Raises on all ranks of ``group`` if one of them has another model or other param groups. Every rank must call it.
+
+    Args:
+        model: The model; sharded parameters count with their full shapes.
+        precision: Decides the dtypes that parameters will have.
+        optimizer: The torch optimizer, or None.
+        group: Torch process group; None: all ranks.
+    """
+    comm.check_same_model(_model_lines(model, precision, optimizer, group_indices(optimizer)), group)
+
+
+def _model_lines(
+    model: nn.Module,
+    precision: PrecisionPolicy,
+    optimizer: torch.optim.Optimizer | None,
+    group_indices: Mapping[int, int],
+) -> list[str]:
+    """Describes a model, a line for each parameter and buffer."""
+    first_names: dict[int, str] = {}
+    lines = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            lines.append(f"{name}: the same parameter as {first}")
+            continue
+        dtype = str(precision.dtype_for(name, parameter)).removeprefix("torch.")
+        trained = "trained" if parameter.requires_grad else "frozen"
+        group = group_indices.get(id(parameter))
+        member = "in no param group" if group is None else f"in param group {group}"
+        lines.append(f"{name}: shape {tuple(full_shape(parameter))}, {dtype}, {trained}, {member}")
+    for name, buffer in model.named_buffers():
+        lines.append(f"{name}: a buffer of shape {tuple(buffer.shape)}, {str(buffer.dtype).removeprefix('torch.')}")
+    lines.append(f"optimizer: {type(optimizer).__name__}")
+    return lines

@@ -10,8 +10,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.comm.job.mpu import RankCoordinates
-from deepspeed.engine.agreeing import agree, start_ranks
-from deepspeed.engine.alike import check_model_alike
+from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.groups import make_groups

@@ -1,11 +1,10 @@
 """Plan before renting: ``deepspeed.plan(model, config, nodes=..., ...)`` and the command ``ds_plan``.
 
 The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted: once
-for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``simulation`` (the run), ``actions``,
-``pipeline`` and ``simulated_stage`` (what a rank does in a step), ``environment``, ``simulated_hardware``, ``network``,
-``values`` and ``autocasting`` (the world around it), ``memory`` and ``current_module`` (the counting), ``known_shapes``
-(why it is quick), then ``planner``, ``simulated_step``, ``result`` and ``show``. ``prediction`` says how long a step
-takes.
+for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``simulation`` (the run), ``pipeline``
+and ``simulated_stage`` (what a rank does in a step), ``environment``, ``simulated_hardware``, ``values`` and
+``autocasting`` (the world around it), ``memory`` (the counting), then ``planner``, ``simulated_step``, ``result`` and
+``show``. ``prediction`` says how long a step takes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
+from deepspeed.activation_checkpointing.feature import BlockCheckpointing
 from deepspeed.comm.job.grid import grid_mesh
 from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config

@@ -1,14 +1,18 @@
 """Runs the real engine as rank *r* of *N* on tensors without values, and counts.
 
-Nothing of the engine is copied or imitated here. The world around it is simulated: the other ranks (``network``),
+Nothing of the engine is copied or imitated here. The world around it is simulated: the other ranks (``environment``),
 device, host memory and disk (``simulated_hardware``), and the answers to what it reads from the device (``values``).
 Two steps are run; the second, in which every order is known and the optimizer has its state, is reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,14 +23,14 @@ from deepspeed.comm.job.mesh import SEQUENCE, TENSOR
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.inspection import EngineInspection
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
 from deepspeed.parallel.sequence.context import sharing_of
-from deepspeed.plan.actions import Act, actions_of_step, loss_of
+from deepspeed.plan import decoder
 from deepspeed.plan.codes import gradient_codec, gradient_sums
-from deepspeed.plan.current_module import CurrentModule
 from deepspeed.plan.environment import SimulatedPart, simulated_environment
+from deepspeed.plan.memory import MemoryCount, Moment
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.simulated_hardware import SimulatedDisk
 from deepspeed.plan.simulated_stage import SimulatedStage, StageCost
@@ -34,10 +38,61 @@ from deepspeed.plan.simulated_step import SimulatedStep
 from deepspeed.plan.step_totals import StepTotals
 from deepspeed.plan.timeline.step_trace import MarkEvent
 from deepspeed.plan.values import OperationCount
+from deepspeed.zero.gather.outputs import tensors_in
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
+
+
+class Act(Enum):
+    """What a rank does with a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class SimulatedAction:
+    """One act of a step.
+
+    Attributes:
+        act: What is done.
+        micro_batch: With which micro-batch, from 0.
+    """
+
+    act: Act
+    micro_batch: int
+
+
+def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
+    """What a rank without stages does: each micro-batch forward and backward."""
+    return [SimulatedAction(act, number) for number in range(micro_batches) for act in Act]
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returned: the tensor itself, ``.loss``, or the first member.
+
+    Raises:
+        DeepSpeedConfigError: There is no tensor of floating dtype.
+    """
+    if isinstance(outputs, dict) and "loss" in outputs:
+        outputs = outputs["loss"]
+    found = getattr(outputs, "loss", None)
+    if not isinstance(found, torch.Tensor):
+        found = next((t for t in _in_order(outputs) if t.is_floating_point()), None)
+    if found is None:
+        raise DeepSpeedConfigError(f"plan: the model returned {type(outputs).__name__} without a floating tensor")
+    return found if found.numel() == 1 else found.float().mean()
+
+
+def _in_order(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, (tuple, list)):
+        for item in outputs:
+            yield from _in_order(item)
+    else:
+        yield from tensors_in(outputs)
 
 
 def simulate_step(
@@ -341,3 +396,82 @@ def _client_optimizer(config: dict[str, Any]) -> Any:
     if isinstance(section, dict) and section.get("type") is not None:
         return None
     return torch.optim.AdamW
+
+
+class CurrentModule:
+    """Keeps :attr:`MemoryCount.moment` up to date.
+
+    Args:
+        model: What runs; it is not touched.
+        count: Whose moment that is.
+    """
+
+    def __init__(self, model: nn.Module, count: MemoryCount) -> None:
+        self._model = model
+        self._count = count
+        self._names = {module: name for name, module in model.named_modules()}
+        self._stack: list[str] = []
+
+    def enter(self, phase: str, module: str = "") -> None:
+        """A phase begins, or a module in it."""
+        self._count.moment = Moment(phase, module)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, modules say that they begin and end."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._before)
+        after = nn.modules.module.register_module_forward_hook(self._after, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextmanager
+    def own_errors_named(self, circumstances: str) -> Iterator[None]:
+        """Turns an error of the model's own code into one that says under which circumstances it came.
+
+        Raises:
+            DeepSpeedConfigError: The model's own code raised inside the block.
+        """
+        try:
+            yield
+        except DeepSpeedError:
+            raise
+        except Exception as error:
+            place = _own_place(error)
+            if place is None:
+                raise
+            raise DeepSpeedConfigError(
+                f"plan: {self._count.moment.phase or 'the step'} of {type(self._model).__name__} failed at "
+                f"{place}: {type(error).__name__}: {error} ({circumstances}). Choose sizes that the model allows, "
+                "and keep what depends on values (masks that select, .tolist()) out of forward"
+            ) from error
+
+    def _before(self, module: nn.Module, _args: Any) -> None:
+        name = self._names.get(module)
+        if name is not None:
+            self._stack.append(name)
+            self.enter(self._count.moment.phase, name)
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
+        name = self._names.get(module)
+        if name is None or not self._stack:
+            return
+        self._stack.pop()
+        self.enter(self._count.moment.phase, self._stack[-1] if self._stack else "")
+        if self._count.moment.phase == "forward" and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _gradient, name=name: self.enter("backward", name))
+
+
+def _own_place(error: Exception) -> str | None:
+    """The innermost line of the model's code in a traceback; None if all of it is torch's and this package's."""
+    ours = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = os.path.basename(frame.filename)
+        is_model = frame.filename == decoder.__file__ or not frame.filename.startswith(ours)
+        if is_model and name != "contextlib.py":
+            return f"{name}, line {frame.lineno}"
+    return None

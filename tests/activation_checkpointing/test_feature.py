@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.pipe import PipelineModule
+from deepspeed.sequence import mean_loss
 from tests.harness.pool import run_ranks
 from tests.harness.toy_models import TOWER_WIDTH, Tower
+from tests.parallel.tensor.support import VOCABULARY, adamw, ids, llama
 
 
 def train(stage: int, blocks: bool) -> tuple[list[float], int]:
@@ -64,3 +71,139 @@ def test_a_model_without_blocks_is_refused():
         "expected a model with repeated blocks (children of a ModuleList), found none in Linear"
         in run_ranks(refused, 1)[0]
     )
+
+
+transformers = pytest.importorskip("transformers")
+LENGTH = 12
+KEYS = {"activation_checkpointing": {"recompute_modules": ["core_attn"]}}
+
+
+def _gpt2(attention: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 6}
+    config = transformers.GPT2Config(**sizes, attn_implementation=attention, **changes)
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS = {
+    "llama, eager": lambda: llama(attn_implementation="eager"),
+    "llama, sdpa": lambda: llama(attn_implementation="sdpa"),
+    "gpt2 with dropout, eager": lambda: _gpt2("eager"),
+}
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, **more}
+
+
+def _trained(model: nn.Module, more: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, weights, and how many tensors of heads by tokens by tokens forwards keep."""
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_config(**more))[0]
+    torch.manual_seed(3)
+    squares = 0
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        nonlocal squares
+        squares += tuple(value.shape) == (2, 6, LENGTH, LENGTH)
+        return value
+
+    losses = []
+    for step in range(3):
+        batch = ids(step, 0, LENGTH)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine.destroy()
+    return losses, weights, squares
+
+
+def _bit_for_bit() -> None:
+    for name, make in MODELS.items():
+        losses, weights, kept = _trained(make(), {})
+        found_losses, found_weights, found_kept = _trained(make(), KEYS)
+        assert found_losses == losses, name
+        assert all(torch.equal(found_weights[key], value) for key, value in weights.items()), name
+        assert found_kept == 0 and (kept > 0) == ("eager" in name), (name, kept, found_kept)
+
+
+def test_the_same_bits_without_scores():
+    run_ranks(_bit_for_bit, 1)
+
+
+def _in_stages(pipe: int, more: dict[str, Any]) -> list[float]:
+    module = PipelineModule.from_transformers(MODELS["llama, eager"](), num_stages=pipe)
+    config = _config(gradient_accumulation_steps=2, **more)
+    engine = deepspeed.initialize(model=module, optimizer=adamw(module.parameters()), config=config)[0]
+    names = {layer.config._attn_implementation for layer in module.modules() if hasattr(layer, "config")}
+    assert names == ({"eager_recomputed"} if more else {"eager"})
+    batches = [(ids(step, 0, LENGTH),) * 2 for step in range(2)]
+    return [engine.train_batch(iter(batches)).item() for _ in range(3)]
+
+
+def test_in_a_pipeline():
+    expected = run_ranks(_in_stages, 2, 2, {})
+    assert run_ranks(_in_stages, 2, 2, KEYS) == expected
+
+
+def _refused() -> None:
+    for model, message in (
+        (nn.Linear(3, 3), "expected a Transformers model, whose attention can be exchanged, or .* found Linear"),
+        (_gpt2("eager", reorder_and_upcast_attn=True), "reorder_and_upcast_attn computes attention in the layer"),
+        (
+            transformers.CodeGenForCausalLM(
+                transformers.CodeGenConfig(vocab_size=67, n_embd=24, n_layer=1, n_head=4, rotary_dim=4)
+            ),
+            "the class does not take its attention from transformers' AttentionInterface",
+        ),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=message):
+            deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=_config(**KEYS))
+
+
+def test_what_has_no_attention_by_name_is_refused():
+    run_ranks(_refused, 1)
+
+
+def _shared(more: dict[str, Any]) -> tuple[list[float], int]:
+    """Losses, and the elements that a forward keeps."""
+    model = llama(attn_implementation="sdpa")
+    config = _config(sequence_parallel_size=2, **more)
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
+    rank, kept, losses = dist.get_rank(), 0, []
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += value.numel()
+        return value
+
+    for step in range(3):
+        batch = ids(step, 0, LENGTH)
+        following = torch.nn.functional.pad(batch, (0, 1), value=-100)[:, 1:].chunk(2, 1)[rank]
+        positions = torch.arange(LENGTH).expand_as(batch).chunk(2, 1)[rank]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            logits = engine(input_ids=batch.chunk(2, 1)[rank], position_ids=positions).logits
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        loss = mean_loss(each, following, engine.get_sequence_parallel_group())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, kept
+
+
+def _refused_round_the_ranks() -> None:
+    model = llama(attn_implementation="sdpa")
+    config = _config(sequence_parallel_size=2, sequence_parallel={"mode": "ring"}, **KEYS)
+    with pytest.raises(DeepSpeedConfigError, match="recompute_modules: attention round the ranks .* keeps no scores"):
+        deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+
+def test_where_ranks_share_sequences():
+    (losses, kept), *_ = run_ranks(_shared, 2, {})
+    for more in ({}, {"sequence_parallel": {"recompute_exchange": True}}):
+        for found, found_kept in run_ranks(_shared, 2, {**KEYS, **more}):
+            assert found == losses
+            assert found_kept < kept
+    run_ranks(_refused_round_the_ranks, 2)

@@ -11,7 +11,7 @@ from rich.console import Console
 import deepspeed
 from deepspeed.accelerator import cpu, selection
 from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.cli import environment_info, report
+from deepspeed.cli import report
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.missing_features import FEATURES
 
@@ -47,13 +47,13 @@ def test_the_command():
 
 
 def test_everything_that_is_missing_is_listed():
-    text = " ".join(shown(environment_info.collect()).replace("│", " ").split())
+    text = " ".join(shown(report.collect()).replace("│", " ").split())
     for feature in FEATURES:
         assert feature.title in text and feature.instead in text
 
 
 def test_options_hide_tables(capfd, monkeypatch):
-    monkeypatch.setattr(environment_info, "_machine_warnings", lambda: iter(["something is wrong"]))
+    monkeypatch.setattr(report, "_machine_warnings", lambda: iter(["something is wrong"]))
     for options, features, warnings in (
         ([], True, True),
         (["--hide_operator_status"], False, True),
@@ -69,17 +69,17 @@ def test_a_wrong_choice_of_accelerator_is_reported_not_raised(monkeypatch):
     def wrong():
         raise DeepSpeedConfigError("DS_ACCELERATOR=cuda: torch sees no cuda device here")
 
-    monkeypatch.setattr(environment_info, "get_accelerator", wrong)
-    found = environment_info.collect()
+    monkeypatch.setattr(report, "get_accelerator", wrong)
+    found = report.collect()
     assert "DS_ACCELERATOR=cuda" in found.warnings[0]
     assert dict(found.machine)["accelerator"].startswith("cpu")
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_bf16_on_the_cpu(monkeypatch, native):
-    monkeypatch.setattr(environment_info, "cpu_has_bf16", lambda: native)
+    monkeypatch.setattr(report, "cpu_has_bf16", lambda: native)
     monkeypatch.setattr(cpu, "cpu_has_bf16", lambda: native)
-    found = environment_info.collect()
+    found = report.collect()
     assert verdicts(found)["bf16 training"][0] == ("yes" if native else "slow")
     assert dict(found.machine)["native bf16 in the processor"] == ("yes" if native else "no")
 
@@ -87,14 +87,14 @@ def test_bf16_on_the_cpu(monkeypatch, native):
 def test_fp16_that_the_processor_emulates_is_slow(monkeypatch):
     monkeypatch.setattr(cpu, "cpu_has_fp16", lambda: False)
     monkeypatch.setattr(cpu, "cpu_has_bf16", lambda: True)
-    assert verdicts(environment_info.collect())["fp16 training"] == (
+    assert verdicts(report.collect())["fp16 training"] == (
         "slow",
         "cpu has no fp16 instructions; bf16 or fp32 is faster here",
     )
 
 
 def test_what_can_be_used_comes_first_and_what_is_missing_last():
-    text = shown(environment_info.collect())
+    text = shown(report.collect())
     places = [
         text.index(title) for title in ("What can be used here", "This machine", "Versions", "Not in this release")
     ]
@@ -102,27 +102,27 @@ def test_what_can_be_used_comes_first_and_what_is_missing_last():
 
 
 def test_what_needs_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(environment_info.shutil, "which", lambda name: None)
-    verdict, reason = verdicts(environment_info.collect())["torch.compile (optional)"]
+    monkeypatch.setattr(report.shutil, "which", lambda name: None)
+    verdict, reason = verdicts(report.collect())["torch.compile (optional)"]
     assert verdict == "no" and "C++ compiler" in reason
 
 
 def test_a_torch_without_communication(monkeypatch):
-    monkeypatch.setattr(environment_info.comm, "is_available", lambda: False)
-    verdict, reason = verdicts(environment_info.collect())["collectives (gloo)"]
+    monkeypatch.setattr(report.comm, "is_available", lambda: False)
+    verdict, reason = verdicts(report.collect())["collectives (gloo)"]
     assert verdict == "no" and "torch.distributed" in reason
 
 
 def test_small_shared_memory_is_a_warning(monkeypatch):
-    monkeypatch.setattr(environment_info.host_memory, "shared_memory_bytes", lambda: (64 << 20, 1 << 20))
-    (warning,) = [sentence for sentence in environment_info.collect().warnings if "/dev/shm" in sentence]
+    monkeypatch.setattr(report.host_memory, "shared_memory_bytes", lambda: (64 << 20, 1 << 20))
+    (warning,) = [sentence for sentence in report.collect().warnings if "/dev/shm" in sentence]
     assert "0.06 GiB" in warning and "--shm-size" in warning
 
 
 def test_devices_that_torch_does_not_see_are_a_warning(monkeypatch):
-    monkeypatch.setattr(environment_info.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(report.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert any("torch sees none of them" in sentence for sentence in environment_info.collect().warnings)
+    assert any("torch sees none of them" in sentence for sentence in report.collect().warnings)
 
 
 def test_devices_are_listed_with_their_memory(monkeypatch):
@@ -148,6 +148,6 @@ def test_devices_are_listed_with_their_memory(monkeypatch):
 
     monkeypatch.setattr(selection, "_current", TwoDevices())
     monkeypatch.setattr(torch, "get_device_module", lambda name: Module)
-    machine = dict(environment_info.collect().machine)
+    machine = dict(report.collect().machine)
     assert machine["cuda:0"] == "Fast 0, 20.0 GiB free of 80.0 GiB"
     assert machine["cuda:1"] == "Fast 1, does not answer: CUDA error: busy"

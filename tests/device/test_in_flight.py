@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed.comm.job.mesh import DATA, Mesh
 from deepspeed.comm.transports import native
 from deepspeed.plan.decoder import Decoder
-from deepspeed.plan.network import SimulatedJob
+from deepspeed.plan.environment import SimulatedJob
 from deepspeed.zero.gather import schedule
 from deepspeed.zero.gradient import gradients
 from deepspeed.zero.placement import Tier

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.activation_checkpointing import checkpointing, settings
-from deepspeed.activation_checkpointing.partition import Partition
+from deepspeed.activation_checkpointing.checkpointing import Partition
 from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.transports.connect import channel_over
 from deepspeed.parallel.tensor.batches import BatchCheck

@@ -11,8 +11,8 @@ from torch import nn
 import deepspeed
 from deepspeed.comm.transports.counters import counted
 from deepspeed.ops.chunks import drop_scratch
-from deepspeed.plan.actions import loss_of
 from deepspeed.plan.memory import MemoryCount
+from deepspeed.plan.simulation import loss_of
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.plan.cells import SAMPLES

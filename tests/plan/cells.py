@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import deepspeed
-from deepspeed.activation_checkpointing.blocks import BlockCheckpointing
+from deepspeed.activation_checkpointing.feature import BlockCheckpointing
 from deepspeed.comm.transports.counters import counted
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan import DecoderShape

@@ -15,14 +15,12 @@ from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
-from deepspeed.plan.links import read_network
-from deepspeed.plan.machine import Machine, read_machine_file, write_machine_file
+from deepspeed.plan.machine import Machine, read_machine_file, read_network, write_machine_file
 from deepspeed.plan.pipeline import Pipeline
-from deepspeed.plan.prediction.cost_shares import costs_turned_off
 from deepspeed.plan.prediction.device_model import DeviceModel
-from deepspeed.plan.prediction.layout_options import layout_of
+from deepspeed.plan.prediction.layout import layout_of
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
-from deepspeed.plan.prediction.step import layers_of_chunks
+from deepspeed.plan.prediction.step import costs_turned_off, layers_of_chunks
 
 LLAMA_8B = DecoderShape(32, 4096, 32, 128256, kv_heads=8, intermediate=14336)
 LLAMA_70B = DecoderShape(80, 8192, 64, 128256, kv_heads=8, intermediate=28672)

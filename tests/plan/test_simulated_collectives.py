@@ -15,7 +15,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss
 from deepspeed.parallel.sequence.vocabulary import vocab_sequence_parallel_cross_entropy
-from deepspeed.plan.network import SimulatedJob
+from deepspeed.plan.environment import SimulatedJob
 
 SEQUENCE, TENSOR = FakeGroup((0, 2)), FakeGroup((0, 1))
 

@@ -29,7 +29,7 @@ ALLOWED = {
     ("deepspeed.compression.cleaning", "num_key_value_heads"): "one of many names that attention modules have",
     ("deepspeed.parallel.sequence.fpdt", "num_key_value_heads"): "a field of Megatron's configuration, too",
     ("deepspeed.config.sections.zero", "transformers."): "names of classes that are defaults of the configuration",
-    ("deepspeed.cli.environment_info", "transformers"): "its version is reported",
+    ("deepspeed.cli.report", "transformers"): "its version is reported",
 }
 
 

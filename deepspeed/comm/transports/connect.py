@@ -15,8 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.message_queue import MessageQueue
 from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
-from deepspeed.comm.host.shared_exchange import SameHostTransport
-from deepspeed.comm.host.shared_sums import same_host_sums
+from deepspeed.comm.host.shared_exchange import SameHostTransport, same_host_sums
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
 from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.activation_checkpointing.attention import offers_recomputation
+from deepspeed.activation_checkpointing.feature import offers_recomputation
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import SEQUENCE, TENSOR, Mesh

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from deepspeed.accelerator.devices import in_words
-from deepspeed.plan.prediction.cost_shares import costs_turned_off
-from deepspeed.plan.prediction.step import ERROR, PredictedStep
+from deepspeed.plan.prediction.step import ERROR, PredictedStep, costs_turned_off
 from deepspeed.plan.show import as_text, seconds_in_words, times_table
 
 _MOST_HELP = 4  # lines of what would help

@@ -8,8 +8,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.plan import DecoderShape, values
-from deepspeed.plan.known_shapes import KnownShapes
 from deepspeed.plan.memory import tensors_of
+from deepspeed.plan.values import KnownShapes
 from deepspeed.zero.storage import storage_key
 
 SHAPE = DecoderShape(layers=4, hidden=64, heads=4, vocab=128, kv_heads=2)

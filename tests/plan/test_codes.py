@@ -11,7 +11,7 @@ from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCo
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Reduction
-from deepspeed.plan.codec_cost import CodecCost, NetworkLink, exchange_seconds, plain_bits_on_the_wire, sent_bytes
+from deepspeed.plan.codes import CodecCost, NetworkLink, exchange_seconds, plain_bits_on_the_wire, sent_bytes
 from tests.harness import run_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))
