@@ -1,8 +1,11 @@
 """Numbers about checkpoints: saving beside a plain write of the same bytes, loading, export, and their memory.
 
     python benchmarks/checkpoint.py [--path DIR] [--blocks N] [--rounds N] [--write-report]
+    python benchmarks/checkpoint.py --beside-training [--rows N] [--write-report]
 
-Every time is the shortest of several interleaved rounds, because other work on the machine only ever adds time.
+Every time is the shortest of several interleaved rounds, because other work on the machine only ever adds time. With
+``--beside-training``: steps while a save in the background writes (goal: at most 1.10 of a step alone), steps alone,
+and saves that training waits for, in turns; medians.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import datetime
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -141,6 +145,56 @@ def measure(folder: str, blocks: int, stage: int, rounds: int, width: int = WIDT
     return {"times": times, "grown": grown, "total": total, "read": read, "bucket": bucket}
 
 
+def step_seconds(run: Any, batch: torch.Tensor) -> float:
+    """Seconds of one training step."""
+    start = time.perf_counter()
+    run.backward(run(batch).float().square().mean())
+    run.step()
+    return time.perf_counter() - start
+
+
+def beside_training(folder: str, blocks: int, rounds: int, rows: int) -> dict[str, Any]:
+    """Steps alone, steps while a save writes, and saves that training waits for. One rank, one thread of torch."""
+    from deepspeed.logging import logger
+
+    logger.setLevel("WARNING")
+    torch.set_num_threads(1)
+    run = large_engine(blocks)
+    batch = torch.ones(rows, WIDTH, dtype=torch.bfloat16)
+    for _ in range(2):
+        step_seconds(run, batch)
+    times: dict[str, list[float]] = {"alone": [], "beside": [], "copying": [], "writing": [], "synchronous": []}
+    for number in range(rounds):
+        times["alone"] += [step_seconds(run, batch) for _ in range(3)]
+        start = time.perf_counter()
+        run.save_checkpoint(folder, tag=f"beside{number}", async_save=True)
+        copied = time.perf_counter()
+        writer = run._checkpoints._saver._thread
+        while writer.is_alive():
+            seconds = step_seconds(run, batch)
+            if writer.is_alive():  # else a part of the step was without it
+                times["beside"].append(seconds)
+        run.wait_for_checkpoint()
+        times["copying"].append(copied - start)
+        times["writing"].append(time.perf_counter() - copied)
+        start = time.perf_counter()
+        run.save_checkpoint(folder, tag=f"synchronous{number}")
+        times["synchronous"].append(time.perf_counter() - start)
+        total = sum(path.stat().st_size for path in (Path(folder) / f"beside{number}").iterdir())
+        for tag in (f"beside{number}", f"synchronous{number}"):
+            shutil.rmtree(Path(folder) / tag)
+    run.destroy()
+    medians = {f"{name}_seconds": statistics.median(values) for name, values in times.items() if values}
+    return {
+        "bytes": total,
+        "rows": rows,
+        "steps_alone": len(times["alone"]),
+        "steps_beside": len(times["beside"]),
+        **medians,
+        "beside_against_alone (goal 1.10)": medians["beside_seconds"] / medians["alone_seconds"],
+    }
+
+
 EXPORT = """
 import resource, sys, time
 from deepspeed.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
@@ -212,17 +266,44 @@ def show(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def show_beside(report: dict[str, Any]) -> str:
+    """The report of ``--beside-training`` as Markdown."""
+    lines = [
+        f"# Saving beside training, {report['date']}",
+        "",
+        f"Machine: {report['machine']}.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    for key, value in report["rows"][0].items():
+        lines.append(f"| {key.replace('_', ' ')} | {f'{value:,}' if isinstance(value, int) else f'{value:.3f}'} |")
+    lines += [
+        "",
+        "One rank, one thread of torch, stage 1, bf16 with fp32 masters; the bytes of one checkpoint. In turns: three",
+        "steps alone, a save in the background and the steps that begin and end while it writes, a save that",
+        "training waits for. Medians. Copying is what training waits for at the call of a save in the background.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=None, help="folder on the disk to measure")
     parser.add_argument("--blocks", type=int, default=48, help="blocks of the model, 12 MiB of checkpoint each")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--beside-training", action="store_true", help="steps while a save writes")
+    parser.add_argument("--rows", type=int, default=64, help="with --beside-training: rows of a micro-batch")
     parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/checkpoint-DATE")
     arguments = parser.parse_args()
     rows = []
     load_before = os.getloadavg()[0]
-    for ranks, stage in ((1, 1), (2, 3)):
+    if arguments.beside_training:
+        with tempfile.TemporaryDirectory(dir=arguments.path or os.getcwd()) as folder:
+            rows.append(beside_training(folder, arguments.blocks, arguments.rounds, arguments.rows))
+    for ranks, stage in () if arguments.beside_training else ((1, 1), (2, 3)):
         with tempfile.TemporaryDirectory(dir=arguments.path or os.getcwd()) as folder:
             rows.append(row(folder, arguments.blocks, ranks, stage, arguments.rounds))
     report = {
@@ -231,11 +312,13 @@ def main() -> None:
         "torch": torch.__version__,
         "rows": rows,
     }
-    sys.stdout.write(show(report))
+    text = show_beside(report) if arguments.beside_training else show(report)
+    sys.stdout.write(text)
     if arguments.write_report:
-        stem = ROOT / "benchmarks" / "results" / f"checkpoint-{report['date']}"
+        name = "checkpoint-beside-training" if arguments.beside_training else "checkpoint"
+        stem = ROOT / "benchmarks" / "results" / f"{name}-{report['date']}"
         stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(show(report))
+        stem.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ def model_type_of(model: Any) -> str | None:
 
 def heads_of(config: Any) -> int | None:
     """Returns the number of query heads of every layer; None where the configuration has no single number."""
-    heads = getattr(text_config(config), "num_attention_heads", None)
+    heads = _common(text_config(config), "num_attention_heads")
     return heads if isinstance(heads, int) else None
 
 
 def kv_heads_of(config: Any) -> int | None:
-    """Returns the number of key/value heads of every layer; None where :func:`heads_of` is None."""
+    """Returns the number of key/value heads of every layer; None where :func:`heads_of` is None, or layers differ."""
     heads, text = heads_of(config), text_config(config)
-    if heads is None:
+    if heads is None or any(_differs(text, name) for name in _KEY_VALUE_HEADS):
         return None
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         return 1
@@ -44,12 +44,27 @@ def kv_heads_of(config: Any) -> int | None:
 
 
 def head_dim_of(config: Any) -> int | None:
-    """Returns the width of one head; None where the configuration says neither it nor heads and hidden size."""
+    """Returns the width of one head of every layer.
+
+    None where layers differ, or the configuration says neither it nor heads and hidden size.
+    """
     heads, text = heads_of(config), text_config(config)
+    if _differs(text, "head_dim"):
+        return None
     if isinstance(width := getattr(text, "head_dim", None), int):
         return width
     hidden = getattr(text, "hidden_size", None)
     return hidden // heads if heads and isinstance(hidden, int) else None
+
+
+def _differs(config: Any, name: str) -> bool:
+    """Returns whether a field has one value for each layer; the library then raises where one asks for the field."""
+    return name in (getattr(config, "per_layer_attributes", None) or ())
+
+
+def _common(config: Any, name: str) -> Any:
+    """Returns a field that all layers share; None where there is none, or layers differ."""
+    return None if _differs(config, name) else getattr(config, name, None)
 
 
 def vocabulary_of(config: Any) -> int | None:

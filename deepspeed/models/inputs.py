@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -35,9 +36,17 @@ def small_inputs(model: nn.Module, rows: int, length: int) -> dict[str, Any] | N
         inputs = {"pixel_values": torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)}
     else:
         return None
+    takes = inspect.signature(model.forward).parameters.values()
+    if getattr(text_config(config), "use_cache", False) and any(
+        one.name == "use_cache" or one.kind is one.VAR_KEYWORD for one in takes
+    ):
+        inputs["use_cache"] = False  # some families have no cache that fits a model of linear attention only
     at = next(model.parameters()).device
     dtype = next(model.parameters()).dtype
-    return {key: value.to(at, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
+    return {
+        key: value.to(at, dtype if value.is_floating_point() else None) if isinstance(value, torch.Tensor) else value
+        for key, value in inputs.items()
+    }
 
 
 def main_input_of(model: Any, otherwise: str | None = None) -> str | None:

@@ -159,11 +159,24 @@ def test_stacked_experts():
     assert routes_in(None, None, {"router_indices": first, "routing_weights": second}) == (first, second)
 
 
+def test_sizes_that_differ_from_layer_to_layer_are_none():
+    from deepspeed.models import configurations
+
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=4, head_dim=8, num_key_value_heads=2)
+    if not hasattr(config, "per_layer_config"):
+        pytest.skip("this release of the library has one configuration for all layers")
+    sizes = (configurations.heads_of, configurations.kv_heads_of, configurations.head_dim_of)
+    assert [size(config) for size in sizes] == [4, 2, 8]
+    config.per_layer_config = {1: {"head_dim": 16, "num_key_value_heads": 4}}
+    assert [size(config) for size in sizes] == [4, None, None]
+
+
 def test_small_inputs():
     from deepspeed.models import inputs
 
     made = inputs.small_inputs(family("llama", pad_token_id=3), 2, 8)
     assert made is not None and made["input_ids"].shape == (2, 8) and inputs.small_inputs(nn.Linear(1, 1), 2, 8) is None
+    assert made["use_cache"] is False  # Lfm3 and others cannot make a cache where no layer has attention
     assert inputs.main_input_of(nn.Linear(1, 1), "input_ids") == "input_ids"
     vision = transformers.ViTConfig(image_size=8, num_channels=1)
     assert inputs.image_shape_of(vision) == (1, 8, 8) and inputs.spectrum_shape_of(vision) is None
