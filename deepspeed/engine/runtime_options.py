@@ -102,7 +102,7 @@ def runtime_options(
         ),
         gathers=GatherLimits(
             prefetch=zero.stage3_prefetch_bucket_size,
-            max_live=zero.stage3_max_live_parameters,
+            max_live=zero.stage3_max_live_parameters if "stage3_max_live_parameters" in zero.model_fields_set else None,
             max_reuse_distance=zero.stage3_max_reuse_distance,
         ),
         serves_branches=zero.agreement == "serve",

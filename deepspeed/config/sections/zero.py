@@ -192,7 +192,8 @@ class ZeroOptimization(Section):
     )
     stage3_max_live_parameters: Int = key(
         1_000_000_000,
-        "Gathered elements at one time; prefetching stops at this limit.",
+        "Gathered elements at one time; prefetching stops at this limit. Without this key the largest two neighbouring "
+        "modules always fit.",
         unit="elements",
         minimum=0,
         aliases=("max_live_parameters",),

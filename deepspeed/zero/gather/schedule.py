@@ -24,12 +24,14 @@ may differ between ranks.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from deepspeed.comm.watch.agreement import END_OF_SEGMENT, Agreement
+from deepspeed.logging import warn_once
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, GatherCount, State
 
@@ -42,17 +44,19 @@ class GatherLimits:
         prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``). The next unit
             may, whatever its size, unless this is 0.
         max_live: Gathered elements at once, beyond which nothing is prefetched or kept
-            (``stage3_max_live_parameters``).
+            (``stage3_max_live_parameters``); None: 1,000,000,000, or the size of the largest two neighbouring units if
+            that is more.
         max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
             away (``stage3_max_reuse_distance``).
     """
 
     prefetch: int = 50_000_000
-    max_live: int = 1_000_000_000
+    max_live: int | None = None
     max_reuse_distance: int = 1_000_000_000
 
 
 _ANNOUNCED = 2
+_LEAST_LIVE = 1_000_000_000  # elements that may be gathered at once where the configuration says nothing
 
 _UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
 
@@ -93,6 +97,7 @@ class GatherSchedule:
         self._demanded_leaves: set[tuple[int, ...]] = set()  # of this backward
         self._agreement = agreement
         self._limits = limits
+        self._max_live = self._room(limits)
         self._orders: dict[Situation, LearnedOrder] = {}
         self._skipped: frozenset[int] = frozenset()
         self._situation: Situation | None = None
@@ -103,12 +108,29 @@ class GatherSchedule:
         self._is_learned = False  # the open segment is recorded, and will be followed
         self._kept_after_forward = self._near_their_backward(buckets)
 
+    def _room(self, limits: GatherLimits) -> int:
+        """Returns how many elements may be gathered at once; warns where the next unit never fits beside another."""
+        units = sorted(set(self._units.values()))
+        sizes = [sum(self._buckets[index].layout.numel for index in unit) for unit in units]
+        pair = max((one + next_one for one, next_one in itertools.pairwise(sizes)), default=0)
+        if limits.max_live is None:
+            return max(_LEAST_LIVE, pair)
+        if limits.prefetch > 0 and limits.max_live < pair:
+            warn_once(
+                "stage3_max_live_parameters",
+                f"zero_optimization.stage3_max_live_parameters={limits.max_live}: the largest two neighbouring modules "
+                f"have {pair} elements, so some modules are gathered only when they are needed, and computation waits. "
+                f"Leave it out, or set it to {pair} or more, if memory allows",
+                ranks=[0],
+            )
+        return limits.max_live
+
     def _near_their_backward(self, buckets: list[Bucket]) -> frozenset[int]:
         """Buckets that stay gathered between forward and backward: a pure function of layout and limits."""
         kept, later = set(), 0
         for bucket in reversed(buckets):
             numel = bucket.layout.numel
-            if 2 * later > self._limits.max_reuse_distance or later + numel > self._limits.max_live:
+            if 2 * later > self._limits.max_reuse_distance or later + numel > self._max_live:
                 break
             kept.add(bucket.index)
             later += numel
@@ -272,6 +294,12 @@ class GatherSchedule:
         if bucket.state is State.GATHERING:
             self._prefetch(bucket)
             bucket.finish_gather()
+        elif self._order is not None:
+            # Kept since its forward, or persistent for a while: what comes next is wanted as soon as behind a gather.
+            if not self._agreement.serves:
+                self._meet()  # asks nobody
+            if self._has_met:
+                self._prefetch(bucket)
 
     def _demand_leaf_of(self, bucket: Bucket) -> None:
         """Makes a leaf FULL at the first use of it; what was FULL from the start may have been used up already."""
@@ -334,7 +362,7 @@ class GatherSchedule:
     def _issue_for_others(self, index: int) -> None:
         bucket = self._buckets[index]
         self._issue(bucket)
-        if self._agreement.serves and bucket.state is State.GATHERING and self._count.live > self._limits.max_live:
+        if self._agreement.serves and bucket.state is State.GATHERING and self._count.live > self._max_live:
             bucket.abandon_gather()
 
     def _serve(self, request: int) -> bool:
@@ -385,7 +413,7 @@ class GatherSchedule:
             numel, its_unit = upcoming.layout.numel, self._units[upcoming.index]
             is_near = its_unit in (unit, following) or following is None
             fits = limits.prefetch > 0 and (is_near or ahead + numel <= limits.prefetch)
-            if not fits or count.live + numel > limits.max_live:
+            if not fits or count.live + numel > self._max_live:
                 self._announce()
                 return
             self._issue(upcoming)

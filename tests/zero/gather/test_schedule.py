@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import DivergenceError
 from deepspeed.zero.address import State
+from deepspeed.zero.gather import schedule
 from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Memory
 from tests.harness.loopback import LoopbackTransport, run_threads
@@ -266,6 +267,44 @@ def test_nothing_is_asked_for_beyond_the_limit_of_live_elements() -> None:
         assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
 
     run_threads(body, 2)
+
+
+def test_what_is_still_gathered_asks_for_the_next_unit_too() -> None:
+    def body(transport: LoopbackTransport, serves: bool) -> None:
+        limits = GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0)
+        ranks = Gathering(transport, limits, serves=serves)
+        for _ in range(3):
+            ranks.schedule.begin("forward", 0)
+            for number in range(4):
+                ranks.schedule.demand(ranks.buckets[number])
+                if not ranks.schedule.stays_after_forward(ranks.buckets[number]):
+                    ranks.buckets[number].reshard()
+            ranks.schedule.end()
+            assert ranks.states == "SSSF"
+            seen = ranks.run(3, 2, 1, 0, kind="backward")
+        # Ranks that may want different buckets compare what they know before they gather anything.
+        assert seen == ["SSSF" if serves else "SSGF", "SGFS", "GFSS", "FSSS"]
+
+    for serves in (False, True):
+        run_threads(body, 2, serves)
+
+
+def test_two_neighbouring_units_have_room_where_nothing_is_configured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(schedule, "_LEAST_LIVE", NUMEL)
+    monkeypatch.setattr("deepspeed.logging._seen", set())
+    units = [[0, 1], [2, 3]]
+
+    def body(transport: LoopbackTransport, max_live: int | None) -> list[str]:
+        ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=max_live, max_reuse_distance=0), units=units)
+        ranks.run(0, 1, 2, 3)
+        return ranks.run(0, 1, 2, 3)
+
+    assert run_threads(body, 1, None) == [["FGGG", "SFGG", "SSFG", "SSSF"]]
+    assert "stage3_max_live_parameters" not in caplog.text
+    assert run_threads(body, 1, 3 * NUMEL) == [["FGGS", "SFGG", "SSFG", "SSSF"]]
+    assert f"stage3_max_live_parameters={3 * NUMEL}: the largest two neighbouring modules" in caplog.text
 
 
 class _ReadAhead(Memory):
