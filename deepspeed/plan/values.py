@@ -215,7 +215,7 @@ class OperationCount(MemoryCount):
         if cost is not None:
             self.flops += cost.flops
             if self.trace.is_on and cost.kind is not _FREE:
-                self.trace.add(OperationEvent(cost, self._is_on_host(args)))
+                self.trace.add(OperationEvent(cost, self._is_on_host(args), self.trace.stream))
         return result, is_new
 
     def _is_on_host(self, args: tuple[Any, ...]) -> bool:
@@ -265,7 +265,7 @@ def _nothing(count: OperationCount, args: Any, _kwargs: Any) -> None:
     """Returns nothing, as updates of lists do; what they would compute is of no interest."""
     if count.trace.is_on:
         on_host = any(count._is_on_host(tuple(value)) for value in args if isinstance(value, (tuple, list)))
-        count.trace.add(OperationEvent(cost_of_lists(args), on_host))
+        count.trace.add(OperationEvent(cost_of_lists(args), on_host, count.trace.stream))
 
 
 def _read_number(count: OperationCount, args: tuple[Any, ...], _kwargs: Any) -> Any:

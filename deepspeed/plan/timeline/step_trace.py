@@ -98,10 +98,12 @@ class StepRecording:
     Attributes:
         events: The recorded events, in the order in which the engine issued them.
         is_on: True while events are recorded.
+        stream: Number of the stream to which operations and exchanges are issued.
     """
 
     events: list[TraceEvent] = field(default_factory=list)
     is_on: bool = False
+    stream: int = COMPUTE_STREAM
     _count: int = 0
 
     @contextmanager
@@ -122,7 +124,7 @@ class StepRecording:
     def start(self, name: str, axis: str, nbytes: int, ranks: tuple[int, ...]) -> int:
         """Records the start of an exchange and returns its number."""
         self._count += 1
-        self.add(CollectiveEvent(self._count, name, axis, nbytes, ranks))
+        self.add(CollectiveEvent(self._count, name, axis, nbytes, ranks, self.stream))
         return self._count
 
 
