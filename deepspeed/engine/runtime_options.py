@@ -58,20 +58,23 @@ def placement_for(setup: EngineSetup) -> Placement:
 
 
 def gradient_divisor(root: Root, ranks: RankCoordinates) -> int:
-    """Returns what makes a mean over samples of the sum of gradients over data and sequence ranks.
+    """Returns what makes a mean over samples of the sum of gradients over the ranks that hold the same part.
+
+    It is the number of these ranks, whichever axes they lie along, unless ranks that share a sequence have parts of one
+    loss: then it is the number of sequences.
 
     Raises:
         DeepSpeedConfigError: Gradients are to be summed, and each rank that shares a sequence has all of the loss.
     """
     if ranks.sequence_size == 1 or root.sequence_parallel.loss == "own_share":
-        return ranks.data_size
+        return ranks.zero_size // ranks.sequence_size
     if root.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError(
             f'gradient_allreduce_op "sum" with {ranks.sequence_size} ranks that share a sequence: each of them has the '
             'gradient of the whole loss, so that their sum is too large; set it to "mean", or sequence_parallel.loss '
             'to "own_share" if each rank back-propagates its share'
         )
-    return ranks.data_size * ranks.sequence_size
+    return ranks.zero_size
 
 
 def gathers_by_nodes(root: Root) -> bool:
