@@ -35,8 +35,8 @@ class CommunicationCompression(Section):
 
     gradients: Annotated[Gradients | None, AnyCase] = key(
         None,
-        'How gradients are sent: "sign" (a bit per element and a scale per block), "int8" or "int4". Every rank '
-        'gets the same sums. "auto" measures the network at initialize and picks int8, int4 or neither; a codec '
+        'How gradients are sent: "sign" (a bit per element and a scale per block) or integers of so many bits. Every '
+        'rank gets the same sums. "auto" measures the network at initialize and picks int8, int4 or neither; a codec '
         "that seems to pay takes turns with plain gradients in the first 15 updates, and the faster of the two is "
         "kept. Not with zero_quantized_gradients.",
         own_auto=True,
@@ -52,7 +52,7 @@ class CommunicationCompression(Section):
         None,
         "Add the coding error of a gradient to the next one. Costs 4 bytes per element on each rank, and 4 more "
         "if a step may be skipped (fp16).",
-        null_means='true with "sign" and "int4", false with "int8"',
+        null_means='false with "int8", else true',
     )
     block: Int | None = key(
         None,
