@@ -14,7 +14,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.pipe import PipelineModule
 from deepspeed.sequence import mean_loss
 from tests.harness.pool import run_ranks
-from tests.harness.toy_models import TOWER_WIDTH, Tower
+from tests.harness.toy_models import TOWER_WIDTH, Tower, causal_model
 from tests.parallel.tensor.support import VOCABULARY, adamw, ids, llama
 
 
@@ -79,10 +79,8 @@ KEYS = {"activation_checkpointing": {"recompute_modules": ["core_attn"]}}
 
 
 def _gpt2(attention: str, **changes: Any) -> nn.Module:
-    torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 6}
-    config = transformers.GPT2Config(**sizes, attn_implementation=attention, **changes)
-    return transformers.GPT2LMHeadModel(config)
+    return causal_model("GPT2", **sizes, attn_implementation=attention, **changes)
 
 
 MODELS = {

@@ -13,24 +13,22 @@ from deepspeed.errors import CheckpointError
 from deepspeed.parallel.pipe.transformers_models import next_token_loss
 from deepspeed.pipe import PipelineModule
 from tests.harness import run_ranks
+from tests.harness.toy_models import NO_DROPOUT, causal_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 COUNT = 2
 
 
 def causal(kind: str, seed: int) -> Any:
-    torch.manual_seed(seed)
     shared = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     if kind == "gpt2":  # the head is tied to the embedding
         sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32}
-        config = transformers.GPT2Config(**shared, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    else:
-        config = transformers.LlamaConfig(
-            **shared, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
-        )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
+        return causal_model("GPT2", seed=seed, **shared, **sizes, **NO_DROPOUT)
+    return causal_model(
+        seed=seed, **shared, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
 
 
 def start(kind: str, stages: int, seed: int) -> Any:

@@ -16,8 +16,9 @@ from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.engine.support import adamw, engine_of, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import NO_DROPOUT, causal_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 STEPS, SAVED = 7, 3
 SHARED = {
@@ -48,12 +49,18 @@ def test_density_falls_by_one_factor() -> None:
 
 
 def gpt() -> Any:
-    config = transformers.GPT2Config(
-        n_embd=12, n_layer=2, n_head=3, vocab_size=20, n_positions=16, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config)
+    return causal_model(
+        "GPT2",
+        n_embd=12,
+        n_layer=2,
+        n_head=3,
+        vocab_size=20,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        **NO_DROPOUT,
+    )
 
 
 def tokens(step: int, micro: int, of_rank: int) -> torch.Tensor:

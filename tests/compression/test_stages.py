@@ -11,8 +11,9 @@ import torch
 from deepspeed.compression import compression_state, init_compression
 from tests.engine.support import adamw, engine_of, rank
 from tests.harness import run_ranks
+from tests.harness.toy_models import NO_DROPOUT, causal_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 STEPS, SAVED = 6, 3
 HEADS, WIDTH, VOCABULARY = 3, 12, 20
@@ -44,12 +45,18 @@ SECTION = {
 
 
 def gpt() -> Any:
-    config = transformers.GPT2Config(
-        n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, n_positions=16, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config)
+    return causal_model(
+        "GPT2",
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        **NO_DROPOUT,
+    )
 
 
 def prepared() -> Any:

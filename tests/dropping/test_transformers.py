@@ -12,7 +12,7 @@ from deepspeed.comm.transports.counters import counted
 from deepspeed.dropping.layers import rows_of
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
-from tests.harness.toy_models import causal_model
+from tests.harness.toy_models import NO_DROPOUT, causal_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,10 +26,7 @@ def _model(family: str) -> tuple[Any, str]:
     if family == "bert":
         config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         return transformers.BertForMaskedLM(config), "bert.encoder.layer"
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=4, n_head=2, vocab_size=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    return transformers.GPT2LMHeadModel(config), "transformer.h"
+    return causal_model("GPT2", n_embd=16, n_layer=4, n_head=2, vocab_size=32, **NO_DROPOUT), "transformer.h"
 
 
 def _losses(family: str, checkpointed: bool) -> tuple[list[float], list[int], list[float]]:

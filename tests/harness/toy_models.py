@@ -187,16 +187,20 @@ def param_groups(model: nn.Module, *, lr: float = 0.01, with_empty: bool = True)
     ]
 
 
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # of a GPT2
+
+
 def causal_model(family: str = "Llama", *, seed: int = 0, **sizes: Any) -> Any:
     """Returns a language model of Transformers with the values of ``seed``.
 
     Args:
-        family: What its classes begin with, as in ``LlamaConfig`` and ``LlamaForCausalLM``.
+        family: What its classes begin with, as in ``LlamaConfig`` and ``LlamaForCausalLM``, or ``GPT2LMHeadModel``.
         seed: Set before it is built.
         **sizes: Arguments of the configuration.
     """
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**sizes)
+    ending = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     torch.manual_seed(seed)
-    return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+    return getattr(transformers, family.removesuffix("Text") + ending)(config)

@@ -9,6 +9,7 @@ import deepspeed
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear import Init, LoRAConfig, OptimizedLinear, QuantizationConfig, QuantizedLinear, init_lora
 from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import causal_model
 
 EIGHT = QuantizationConfig(q_bits=8)
 
@@ -59,12 +60,10 @@ def test_adapters_can_come_later_and_bad_input_is_said():
 def test_models_that_are_built_inside_init():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=50, **sizes)
-    torch.manual_seed(0)
-    plain = transformers.LlamaForCausalLM(config)
+    plain = causal_model(vocab_size=50, **sizes)
     torch.manual_seed(0)
     with Init(lora_config=LoRAConfig(lora_r=4, target_mods=["q_proj", "down_proj"]), quant_config=EIGHT):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(plain.config)
     assert nn.Module.__init__.__qualname__ == "Module.__init__"
     block = model.model.layers[1]
     assert type(block.self_attn.q_proj.base) is QuantizedLinear and type(block.self_attn.k_proj) is nn.Linear

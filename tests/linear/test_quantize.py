@@ -9,7 +9,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear import QuantizationConfig, QuantizedLinear, quantize_model
 from tests.harness.toy_models import causal_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def llama(**kwargs):
@@ -18,11 +18,8 @@ def llama(**kwargs):
 
 
 def gpt2():
-    config = transformers.GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, vocab_size=120, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 120, "n_positions": 32}
+    return causal_model("GPT2", **sizes, bos_token_id=0, eos_token_id=0).eval()
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])

@@ -10,6 +10,7 @@ import deepspeed
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
+from tests.harness.toy_models import NO_DROPOUT, causal_model
 from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
 from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
 
@@ -29,11 +30,7 @@ def _engine(model, size: int, stage: int, is_cut: bool = True, **sections):
 
 
 def _gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=67, n_positions=16, n_embd=24, n_layer=2, n_head=6, **none))
+    return causal_model("GPT2", vocab_size=67, n_positions=16, n_embd=24, n_layer=2, n_head=6, **NO_DROPOUT)
 
 
 def _bytes() -> int:
