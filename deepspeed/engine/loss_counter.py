@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from deepspeed.comm.watch.wait_records import with_advice
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
+
+_FIRST_COUNT = with_advice(
+    "the token counts of the first losses (engine.backward(loss, count=...))",
+    "The first loss with a count needs the counts of all ranks. Pass count on every rank, 0 where a rank has no "
+    "tokens, or on none",
+)
 
 
 class LossCounter:
@@ -61,7 +68,7 @@ class LossCounter:
             return 1.0
         if not self._scale:
             assert self._updater is not None
-            counts = self._updater.gather_over_job(_number_of(count), "the tokens of the first loss")
+            counts = self._updater.gather_over_job(_number_of(count), _FIRST_COUNT)
             self._scale = _near(float(counts.mean()) * micro_batches)
         return self._scale
 
@@ -76,8 +83,9 @@ class LossCounter:
     def _note_kind(self, *, is_counted: bool) -> None:
         if self._is_counted not in (None, is_counted):
             raise CallOrderError(
-                "engine.backward(loss, count=...): some losses since the last update have a count, and others have "
-                "none; give every one a count (its loss is then a sum), or none (means). engine.zero_grad() begins anew"
+                "engine.backward(loss, count=...): some losses since the last update have a count, and others "
+                "have none; give every one a count (its loss is then a sum), or none (means). After "
+                "engine.zero_grad() you can start again"
             )
         self._is_counted = is_counted
 

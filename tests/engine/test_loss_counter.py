@@ -147,6 +147,23 @@ def test_ranks_that_disagree_on_a_count_are_named():
     run_ranks(_only_rank_0_counts, 2)
 
 
+def _only_rank_0_counts_first():
+    x, labels = _batch(0)
+    engine = engine_of(_model(), 1)
+    with pytest.raises(DivergenceError) as caught:
+        engine.backward(_sum(engine, x, labels)[0], **({"count": 5} if dist.get_rank() == 0 else {}))
+        engine.step()
+    assert str(caught.value).startswith(
+        "ranks made different calls and wait for each other: rank 0 waits for the token counts of the first losses "
+        "(engine.backward(loss, count=...)); rank 1 waits for the reduction"
+    )
+    assert str(caught.value).endswith("Pass count on every rank, 0 where a rank has no tokens, or on none")
+
+
+def test_a_rank_that_alone_counts_its_first_loss_is_told_so():
+    run_ranks(_only_rank_0_counts_first, 2)
+
+
 class _Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -7,6 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+_ADVICE = " | "  # in a label: what follows says what to change if ranks wait for each other
+_ALIKE = (
+    "Every rank must use the same modules and make the same calls. Make the branch depend on data that is equal on all "
+    "ranks, or mark the module that holds both branches with deepspeed.utils.set_z3_leaf_modules, so that it is "
+    "gathered whole"
+)
+
+
+def with_advice(label: str, advice: str) -> str:
+    """Returns the label of an exchange that only one kind of call makes.
+
+    If ranks wait for each other and one of them waits in this exchange, the error gives ``advice`` in place of the
+    general one about modules.
+
+    Args:
+        label: What the ranks wait for, in words.
+        advice: Sentences that say which calls must be equal on all ranks.
+    """
+    return f"{label}{_ADVICE}{advice}"
+
 
 @dataclass(frozen=True)
 class WaitRecord:
@@ -16,7 +36,7 @@ class WaitRecord:
         channel: Of the transfer.
         index: Its number on the channel.
         members: The ranks that take part in it.
-        label: In words.
+        label: In words, with or without :func:`with_advice`.
         since: Start of the wait, in seconds of the monotonic clock.
         on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
         gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
@@ -30,6 +50,11 @@ class WaitRecord:
     on_stream: bool = False
     gives_up: bool = False
 
+    @property
+    def words(self) -> str:
+        """The label without advice."""
+        return self.label.partition(_ADVICE)[0]
+
 
 def exit_notice_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str | None:
     """Returns what to say if a rank has left without issuing what is waited for."""
@@ -42,7 +67,7 @@ def exit_notice_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str
         return None
     who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
     return (
-        f"{who} ended while this rank waits for {awaited.label}. If no error is shown there, that program came to its "
+        f"{who} ended while this rank waits for {awaited.words}. If no error is shown there, that program came to its "
         "end too early: every rank must make the same calls, so look for a loop over fewer batches, a skipped step or "
         "an early exit"
     )
@@ -52,7 +77,7 @@ def words_for_dead(rank: int, me: int, awaited: WaitRecord) -> str:
     """Returns what rank ``me`` says where the process of ``rank`` is gone."""
     return (
         f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
-        f"rank {me} waits for {awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log "
+        f"rank {me} waits for {awaited.words}. Look at the end of the output of rank {rank}, and in the kernel's log "
         "for the out-of-memory killer"
     )
 
@@ -133,14 +158,13 @@ def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterato
 
 
 def sentence_of(waiting: dict[int, str]) -> str:
-    """Returns what ranks in a circle say.
+    """Returns the error of ranks that wait for each other.
 
     Args:
-        waiting: By rank, what it waits for.
+        waiting: By rank, the label of what it waits for.
     """
-    parts = "; ".join(f"rank {rank} waits for {label}" for rank, label in sorted(waiting.items()))
-    return (
-        f"ranks took different branches and wait for each other: {parts}. Every rank must use the same modules and "
-        "make the same calls. Make the branch depend on data that is equal on all ranks, or mark the module that holds "
-        "both branches with deepspeed.utils.set_z3_leaf_modules, so that it is gathered whole"
-    )
+    split = {rank: label.partition(_ADVICE) for rank, label in sorted(waiting.items())}
+    parts = "; ".join(f"rank {rank} waits for {words}" for rank, (words, _, _) in split.items())
+    advice = next((advice for _, _, advice in split.values() if advice), None)
+    did = "took different branches" if advice is None else "made different calls"
+    return f"ranks {did} and wait for each other: {parts}. {advice or _ALIKE}"

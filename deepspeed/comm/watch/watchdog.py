@@ -318,9 +318,9 @@ class Watch:
         started, limit = time.monotonic(), timeout.total_seconds()
         while not self._is_there(keys, time.monotonic() - started):
             if self.is_in_vain():
-                raise RuntimeError("other ranks went another way")
+                raise RuntimeError("other ranks took another branch")
             if time.monotonic() - started >= limit:
-                raise RuntimeError(f"not all ranks came within {timeout}")
+                raise RuntimeError(f"not all ranks arrived within {timeout}")
 
     def _is_there(self, keys: list[str], waited: float) -> bool:
         if self._size > MOST_THAT_POLL:
@@ -478,7 +478,7 @@ class Watch:
             self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
         reason, gone = self._reason(awaited, seconds)
         return reason or CommunicationError(
-            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {plain_error(error)}"
+            f"waiting for {awaited.words} failed; a peer has probably died or timed out{gone}: {plain_error(error)}"
         )
 
     def _reason(self, awaited: WaitRecord, patience: float) -> tuple[Exception | None, str]:
