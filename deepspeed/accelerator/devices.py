@@ -278,8 +278,8 @@ def find_device(name: str) -> Device:
     found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         raise DeepSpeedConfigError(
-            f"device {name!r} is not in the table; choose one of {', '.join(DEVICES)}, or give the memory "
-            "(such as 24GB) and, for times, the rates of your own"
+            f"device {name!r} is not in the table; choose one of {', '.join(DEVICES)}, or give its memory "
+            "(such as 24GB) and, for predicted times, its rates"
         )
     return found
 
@@ -304,7 +304,8 @@ def read_bytes(value: int | str, what: str) -> int:
         raise DeepSpeedConfigError(f"{what}: expected a quantity such as 80GB or 64GiB, found {value!r}")
     if not unit:
         raise DeepSpeedConfigError(
-            f"{what}: {value!r} has no unit; write {match.group(1)}GB (powers of ten) or {match.group(1)}GiB (of two)"
+            f"{what}: {value!r} has no unit; write {match.group(1)}GB (powers of ten) or {match.group(1)}GiB "
+            "(powers of two)"
         )
     nbytes = int(float(match.group(1)) * _UNITS[unit])
     if nbytes <= 0:

@@ -75,8 +75,8 @@ def _from_environment(name: str) -> DeepSpeedAccelerator:
 
 def _not_seen(name: str) -> str:
     return (
-        f"DS_ACCELERATOR={name}: torch {torch.__version__} sees no {name} device here; "
-        "install a torch build (and driver) for it, or unset DS_ACCELERATOR to use what is there"
+        f"DS_ACCELERATOR={name}: torch {torch.__version__} sees no {name} device here; install a torch build "
+        "(and driver) for it, or unset DS_ACCELERATOR to detect the device"
     )
 
 
@@ -95,5 +95,5 @@ def _detect() -> DeepSpeedAccelerator:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
         return _create(found.type)
-    log_dist_once("no accelerator device found, using the CPU (DS_ACCELERATOR=cpu chooses it without this line)")
+    log_dist_once("no accelerator device found, using the CPU (set DS_ACCELERATOR=cpu to silence this line)")
     return CPUAccelerator()

@@ -63,9 +63,9 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
     outermost = whole if whole is not None else next(iter(inside), None)
     if outermost is None:
         raise DeepSpeedConfigError(
-            f"{KEY}: expected a Transformers model, whose attention can be exchanged, or modules with a method "
-            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint around "
-            "the attention in the model's own code, or leave the key out"
+            f"{KEY}: expected a Transformers model, whose attention can be replaced, or modules with a method "
+            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint "
+            "around the attention in the model's own code, or leave the key out"
         )
     names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
     for name in names:
@@ -74,8 +74,8 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
     config: Any = outermost.config
     if getattr(config, "reorder_and_upcast_attn", False) and "eager" in names:
         raise DeepSpeedConfigError(
-            f"{KEY}: reorder_and_upcast_attn computes attention in the layer itself, which cannot be exchanged; set "
-            "it to false, or leave the key out"
+            f"{KEY}: reorder_and_upcast_attn computes attention in the layer itself, which cannot be replaced; "
+            "set it to false, or leave the key out"
         )
     own_configurations(model)
     for module in configured_modules(model):
@@ -222,8 +222,7 @@ class SelectiveCheckpointing(EngineFeature):
             return
         if _is_on(setup):
             raise DeepSpeedConfigError(
-                f"{BLOCKS} and {KEY}: whole blocks run again, so parts of them need not be named; leave one of the "
-                "two out"
+                f"{BLOCKS} and {KEY}: whole blocks are recomputed already; leave one of the two out"
             )
         BlockCheckpointing(setup.model)
 

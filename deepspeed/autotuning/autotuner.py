@@ -177,8 +177,8 @@ class Autotuner:
         seconds = sum(row["plan_seconds"] for file in files for row in file["rows"])
         fitting = [row for row in rows if row.fits]
         logger.info(
-            f"autotuning: {len(rows)} candidates planned in {seconds:.1f} s, {len(fitting)} fit; predictions rest on a "
-            f"measured step of {self._profile['seconds'] * 1e3:.1f} ms"
+            f"autotuning: {len(rows)} candidates planned in {seconds:.1f} s, {len(fitting)} fit; predictions "
+            f"are based on a measured step of {self._profile['seconds'] * 1e3:.1f} ms"
         )
         return TrialQueue(rows, self.section.tuner_num_trials, self.section.tuner_early_stopping)
 

@@ -139,8 +139,8 @@ class CandidateSpace:
         found = [micro for micro in found if limits.least <= micro <= limits.most]
         if not found:
             raise DeepSpeedConfigError(
-                f"{MICRO}: none of the sizes that may be tried divides the {own} samples of a rank's update; change "
-                f"{TOTAL}, the list of sizes, or autotuning.min_/max_train_micro_batch_size_per_gpu"
+                f"{MICRO}: none of the micro-batch sizes to try divides the {own} samples of a rank's update; "
+                f"change {TOTAL}, the list of sizes, or autotuning.min_/max_train_micro_batch_size_per_gpu"
             )
         return found
 

@@ -141,7 +141,7 @@ class TrialQueue:
         names = list(self.measured)
         if self.best is not None:
             if len(names) - 1 - names.index(self.best) >= self.patience:
-                return f"{self.patience} trials brought no gain (autotuning.tuner_early_stopping)"
+                return f"{self.patience} trials brought no improvement (autotuning.tuner_early_stopping)"
             quickest = self.expected(left[0]) * (1 - self.error)
             fastest = self.estimate(self.best)
             if quickest >= fastest * (1 - WORTH_A_TRIAL):

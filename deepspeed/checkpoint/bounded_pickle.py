@@ -71,7 +71,7 @@ def check_file(file: IO[bytes]) -> None:
         for stream in _pickles(file):
             _follow(stream)
     except (ValueError, IndexError, KeyError, TypeError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise pickle.UnpicklingError(f"no pickle that a restricted loader reads: {error!r}") from None
+        raise pickle.UnpicklingError(f"not a pickle that the restricted loader can read: {error!r}") from None
     finally:
         file.seek(0)
 
@@ -154,7 +154,7 @@ def _check_call(called: Any, arguments: Any) -> str:
         _refuse(name, "a range")
     if name.startswith("builtins."):
         if name not in _BUILTINS:
-            _refuse(name, "arguments: picklers only name it")
+            _refuse(name, "arguments, though picklers never call it")
         if name in ("builtins.bytes", "builtins.bytearray") and arguments and not _is_text(arguments[0]):
             _refuse(name, "a number")
     elif name == "_codecs.encode":
@@ -166,11 +166,11 @@ def _check_call(called: Any, arguments: Any) -> str:
         if name.endswith(".scalar") and len(arguments) != 2:
             _refuse(name, "no value")
     elif name.startswith("numpy.") and name != "numpy.dtype" and not name.startswith("numpy.dtypes."):
-        _refuse(name, "arguments: picklers only name it")
+        _refuse(name, "arguments, though picklers never call it")
     elif name == "torch._tensor._rebuild_from_type_v2":
         _check_rebuilt(arguments)
     elif name.startswith(("torch.storage.", "torch.Tensor")) or (name.startswith("torch.") and name.endswith("Tensor")):
-        _refuse(name, "arguments: picklers only name it")
+        _refuse(name, "arguments, though picklers never call it")
     return name
 
 

@@ -145,8 +145,8 @@ def find(root: Path, tag: str | None, *, prefer_universal: bool = False) -> Foun
         found = _open(root, check_tag(named))
         if found is None:
             raise CheckpointError(
-                f"{root / pointer} names {named!r}, which is not a whole checkpoint; {what_exists(root)}. Pass the tag "
-                "of one of them"
+                f"{root / pointer} names {named!r}, which is not a complete checkpoint; {what_exists(root)}. "
+                "Pass the tag of one of them"
             )
         return found
     there = list(tags(root))
@@ -220,7 +220,7 @@ def what_exists(root: Path) -> str:
         return "it is not a folder"
     there = list(tags(root))
     if not there:
-        return "no whole checkpoint is in this folder"
+        return "there is no complete checkpoint in this folder"
     shown = there[-_SHOWN_TAGS:]
     more = f" and {len(there) - len(shown)} older" if len(there) > len(shown) else ""
     latest = root / LATEST

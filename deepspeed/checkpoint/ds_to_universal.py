@@ -37,8 +37,8 @@ _NOT_NEEDED = (
     "ZeRO stage.\n"
 )
 _NO_OPTIMIZER = (
-    "The optimizer states were left out: the checkpoint has none, or does not name them (stage 0). load_checkpoint on "
-    "the original folder can take them, because there the model says which is which.\n"
+    "The optimizer states were left out: the checkpoint has none, or does not name them (stage 0). "
+    "load_checkpoint on the original folder can restore them, because the model gives their names.\n"
 )
 
 

@@ -61,7 +61,8 @@ class WeightFiller:
         for bucket in self._runtime.buckets:
             if bucket.is_sharded and bucket.state is not State.SHARDED:
                 raise CheckpointError(
-                    f"the parameters {bucket.label} are gathered just now (GatheredParameters); load outside of it"
+                    f"load_checkpoint: the parameters {bucket.label} are inside a GatheredParameters block; "
+                    "load after the block"
                 )
 
     @torch.no_grad()

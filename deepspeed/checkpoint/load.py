@@ -276,7 +276,10 @@ def _prepare(
                 matches, buffers, difference = match(
                     names, run_state.shapes(), run_state.aliases(), run_state.buffers()
                 )
-                notes.append(f"it was saved from {kind_of_names(source.parameters)}; names are those of this model now")
+                notes.append(
+                    f"it was saved from {kind_of_names(source.parameters)}; its names were translated "
+                    "to those of this model"
+                )
                 break
     difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
     strict = options.strict and options.custom_load_fn is None
@@ -414,10 +417,10 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
             run_state.dataloader.load_position(position)
         elif run_state.sampler_state() is None and hasattr(run_state.dataloader, "load_state_dict"):
             log_dist(
-                "load_checkpoint: the ranks are others than those that saved, so the position in the data is not "
-                "restored: the order of this loader (a sampler of the program, a stream, or a loader of another "
-                "library) belongs to one number of ranks. The data begin anew; skip what was used, or resume on as "
-                "many ranks",
+                "load_checkpoint: the layout of ranks differs from that of the save, so the position in the "
+                "data is not restored: the order of this loader (a sampler of the program, a stream, or a "
+                "loader of another library) depends on the number of ranks. The data start from the "
+                "beginning; skip the samples that were used, or resume on the same layout of ranks",
                 level=WARNING,
             )
         return

@@ -101,11 +101,11 @@ class OptimizerFiller:
         if idle:
             shown = ", ".join(repr(name) for name in idle[:5]) + (" ..." if len(idle) > 5 else "")
             self.notes.append(
-                f"{len(idle)} parameters have saved masters and optimizer states, but are not trained here, so these "
-                f"are left out: {shown}. If they shall be, unfreeze them before load_checkpoint"
+                f"{len(idle)} parameters have saved masters and optimizer states, but are not trained here, so "
+                f"these are not loaded: {shown}. To train them, unfreeze them before load_checkpoint"
             )
         if surplus:
-            self.notes.append(f"{name} has no use for the saved optimizer states {_list(surplus)}; they are left out")
+            self.notes.append(f"{name} does not use the saved optimizer states {_list(surplus)}; they are not loaded")
         if fresh and self._state.scalars:
             shown = ", ".join(repr(member) for member in fresh[:5]) + (" ..." if len(fresh) > 5 else "")
             self.notes.append(f"{len(fresh)} parameters have no saved optimizer state and start afresh: {shown}")

@@ -76,7 +76,7 @@ def kind_of_names(names: Iterable[str]) -> str:
         ", ..." if len(shown) > _NAMES_IN_A_MESSAGE else ""
     )
     if shown and all(_PIPELINE.fullmatch(name) for name in shown):
-        return f"a pipeline or a row of layers ({some})"
+        return f"a pipeline or a sequence of layers ({some})"
     return f"one module ({some})"
 
 

@@ -60,12 +60,12 @@ class PrivateFiller:
             return
         why = "only weights are loaded"
         if wanted:
-            why = "the checkpoint is of another layout of ranks, or has none"
+            why = "the checkpoint was saved with another layout of ranks, or does not have it"
             if isinstance(source, CheckpointReader) and state.mesh == run_state.mesh:
                 self._found = self._read(source, rank)
         if self._found is None:
             what = dict.fromkeys(state.what for state in _states(run_state))
-            self.notes.append(f"{' and '.join(what)} begins anew: {why}")
+            self.notes.append(f"{' and '.join(what)} starts from zero: {why}")
 
     def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:
         """Returns everything that is wanted, verified; None where some of it is not there in its size."""

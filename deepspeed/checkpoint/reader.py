@@ -244,7 +244,7 @@ class CheckpointReader:
             runs.sort(key=lambda entry: entry[0].start)
             for (first, _), (second, reader) in zip(runs, runs[1:], strict=False):
                 if second.start < first.stop:
-                    raise CheckpointError(f"{reader.path}: {kind} of bucket {bucket} is there twice; it is damaged")
+                    raise CheckpointError(f"{reader.path}: {kind} of bucket {bucket} occurs twice; the file is damaged")
         return found
 
     def _parameter(self, name: str) -> SavedParameter:

@@ -323,9 +323,10 @@ def _run(job: _Job, exchange: Exchange) -> None:
         raise
     if any(leaders) and not job.apart_is_meant:
         log_dist_once(
-            f"save_checkpoint: ranks do not see one folder, so {len(set(leaders))} folders have the files of their own "
-            "ranks each. To load with another number of ranks, copy the content of all of them into one. "
-            "checkpoint.use_node_local_storage: true says that this is meant"
+            f"save_checkpoint: ranks see different folders under this path, so each of {len(set(leaders))} "
+            "folders has the files of its own ranks only. To load with another number of ranks, copy the "
+            "content of all of them into one. checkpoint.use_node_local_storage: true says that this is "
+            "intended"
         )
 
 

@@ -131,7 +131,9 @@ def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[st
         listed = [(part, tuple(path), value) for part in (_CLIENT, _TRAINING) for path, value in content[part]]
         named = [(part, path, restricted.describe(path), bytes(value)) for part, path, value in listed]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{what} does not hold objects set apart ({error!r}); it was altered") from None
+        raise CheckpointError(
+            f"{what} does not hold objects that were saved apart ({error!r}); it was altered"
+        ) from None
     for part, path, name, value in named:
         if trust:
             restricted.merge(training if part == _TRAINING else top, {path: restricted.loads_trusting(value)})

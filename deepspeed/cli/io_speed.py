@@ -83,14 +83,14 @@ def size_of(text: str) -> int:
     """A number of bytes as command lines write it: ``1048576``, ``512M``, ``1G``."""
     match = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a number such as 1048576, 512M or 1G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 1048576, 512M or 1G")
     return int(match[1]) * _UNITS[match[2]]
 
 
 def count_of(text: str) -> int:
     """A number from 1."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; expected 1 or more")
     return int(text)
 
 

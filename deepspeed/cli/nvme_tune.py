@@ -84,8 +84,8 @@ def _run(options: argparse.Namespace) -> None:
     def report(trial: TuneTrial) -> None:
         if options.flush_page_cache and not all(speed.is_direct for speed in trial.speeds):
             raise DeepSpeedConfigError(
-                "--flush_page_cache: a folder's file system gives no direct access, so its cache cannot be left out; "
-                "choose a folder on a local disk, or drop the option to measure with the cache"
+                "--flush_page_cache: a folder's file system has no direct access, so the page cache cannot be "
+                "bypassed; choose a folder on a local disk, or drop the option to measure with the cache"
             )
         if options.verbose:
             console.print(", ".join(f"{name} {value}" for name, value in _row(trial, options.nvme_dir).items()))

@@ -139,8 +139,8 @@ def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn
     found = {f"{layer_name}.{name}" if layer_name else name: block for name, block in parent.named_children()}
     if len(found) < max(layer_num, 1):
         raise DeepSpeedConfigError(
-            f"eigenvalue.layer_num: {layer_num or 'all'} blocks of {layer_name!r} are wanted, and it has {len(found)}; "
-            "set it to at most as many, or to 0 for all of them"
+            f"eigenvalue.layer_num: expected {layer_num or 'all'} blocks in {layer_name!r}, found "
+            f"{len(found)}; set it to at most as many, or to 0 for all of them"
         )
     return dict(list(found.items())[: layer_num or None])
 

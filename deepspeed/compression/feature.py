@@ -122,7 +122,7 @@ class Compression(EngineFeature):
             lambda setup: _is_older(setup.root),
             STAGES,
             "it is an older section for whole models",
-            "say it by compression_training.weight_quantization instead",
+            "use compression_training.weight_quantization instead",
         ),
         Conflict(
             "eigenvalue.enabled",
@@ -142,7 +142,7 @@ class Compression(EngineFeature):
             "eigenvalue.enabled",
             _paces,
             ISLANDS,
-            "each island would have bits of its own",
+            "each island would have bit widths of its own",
             "leave one of the two out",
         ),
         Conflict(
@@ -162,7 +162,7 @@ class Compression(EngineFeature):
             _explain_unprepared(model)
         if _is_older(root) and is_prepared:
             raise DeepSpeedConfigError(
-                "quantize_training.enabled: the model is prepared by init_compression already; say it by "
+                "quantize_training.enabled: the model is prepared by init_compression already; use "
                 "compression_training.weight_quantization instead"
             )
         section = _eigenvalue_of(root)
@@ -193,7 +193,7 @@ def _explain_unprepared(model: nn.Module) -> None:
             "model = deepspeed.compression.init_compression(model, config) before the optimizer and initialize"
         )
     log_dist(
-        "compression_training: redundancy_clean has finished this model, so nothing of the section acts",
+        "compression_training: redundancy_clean has finished this model, so the section has no effect",
         level=logging.WARNING,
     )
 
@@ -211,9 +211,10 @@ def _check_blocks(root: Root, section: EigenvalueSection, model: nn.Module) -> N
     falls = any(schedule.start > schedule.target for schedule in schedules)
     if not (falls or (bits is not None and bits.start_bits > bits.target_bits)):
         raise DeepSpeedConfigError(
-            f"eigenvalue.enabled: no weight in the blocks of {section.layer_name!r} has bits that fall; enable "
-            "quantize_training, or compression_training.weight_quantization with quantize_weight_in_forward false and "
-            "start_bits above target_bits, or set eigenvalue.enabled to false"
+            f"eigenvalue.enabled: no weight in the blocks of {section.layer_name!r} has a bit width that "
+            "falls; enable quantize_training, or compression_training.weight_quantization with "
+            "quantize_weight_in_forward false and start_bits above target_bits, or set eigenvalue.enabled to "
+            "false"
         )
 
 

@@ -238,6 +238,7 @@ def _follow(model: nn.Module, selection: Selection) -> None:
         alone = [name for match in selection.matches if not match.related for name in match.names]
         if alone:
             log_dist(
-                f"{selection.key('related_modules')}: none given, so what is pruned in {len(alone)} layers becomes "
-                "zero and stays; name the layers before or after them to have it removed by redundancy_clean"
+                f"{selection.key('related_modules')}: none given, so the pruned weights of {len(alone)} layers "
+                "become zero and are not removed; name the layers before or after them so that "
+                "redundancy_clean removes them"
             )

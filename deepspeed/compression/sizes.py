@@ -116,8 +116,8 @@ class LayerWeights:
             tied = self.of(other)[1:] if hasattr(second, "weight") else []
             if tied:
                 raise DeepSpeedConfigError(
-                    f"{where}: {other} shares its weight with {', '.join(tied)}, which would lose as much; untie them, "
-                    f"or leave {other} out"
+                    f"{where}: {other} shares its weight with {', '.join(tied)}, which would be pruned too; "
+                    f"untie them, or leave {other} out"
                 )
             if beside:
                 continue

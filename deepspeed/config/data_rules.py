@@ -110,7 +110,8 @@ def _random_ltd(section: DataEfficiency, findings: ConfigMessages) -> None:
     ltd = section.data_routing.random_ltd
     if ltd.layer_token_lr_schedule.enabled:
         findings.problem(
-            (*at, "layer_token_lr_schedule", "enabled"), "a rate by layer tokens never existed; set it to false"
+            (*at, "layer_token_lr_schedule", "enabled"),
+            "a learning rate by layer tokens is not supported; set it to false",
         )
     for name in ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id"):
         if getattr(ltd, name) is None:

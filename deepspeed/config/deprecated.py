@@ -129,7 +129,7 @@ OLD_KEYS: tuple[OldKey, ...] = (
     OldKey(
         ("optimizer", "params", "max_grad_norm"),
         (("gradient_clipping",),),
-        "Clipping is the engine's; 0 says nothing.",
+        "The engine clips gradients; 0 has no effect.",
         _max_grad_norm,
         "a number >= 0",
     ),

@@ -95,21 +95,17 @@ def _codes(root: Root, findings: ConfigMessages) -> None:
     if section.block is not None and section.block & (section.block - 1):
         findings.problem((*at, "block"), f"expected a power of 2 from 8 to 262144, found {section.block}")
     if section.warm_up is not None and section.gradients == "auto":
-        findings.problem(
-            (*at, "warm_up"), 'with gradients "auto" what is measured says how they travel; keep one of them'
-        )
+        findings.problem((*at, "warm_up"), 'gradients "auto" chooses the codec by a measurement; keep one of them')
     if section.weights is not None and zero.stage < 3:
         findings.problem(
             (*at, "weights"),
-            f"parameters travel for their uses at zero_optimization.stage 3 only, found stage {zero.stage}; set the "
-            "stage to 3 or leave the key out",
+            "parameters are gathered for forward and backward at zero_optimization.stage 3 only, found stage "
+            f"{zero.stage}; set the stage to 3 or leave the key out",
             STAGE,
         )
     for name, other in (("weights", "zero_quantized_weights"), ("gradients", "zero_quantized_gradients")):
         if getattr(section, name) is not None and getattr(zero, other) and zero.stage == 3:
-            findings.problem(
-                (*at, name), f"says the same as {ZERO}.{other}, another way; keep one of them", (ZERO, other)
-            )
+            findings.problem((*at, name), f"does the same as {ZERO}.{other}; keep one of them", (ZERO, other))
 
 
 def _zero_plus_plus(zero: ZeroOptimization, findings: ConfigMessages) -> None:
@@ -120,8 +116,8 @@ def _zero_plus_plus(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     if not zero.zero_quantized_gradients:
         findings.problem(
             at,
-            "keeps what gradients lose as codes, but they do not travel so; set zero_quantized_gradients to true or "
-            "leave the section out",
+            "keeps the coding error of gradients, but gradients are not coded; set zero_quantized_gradients "
+            "to true or leave the section out",
             (ZERO, "zero_quantized_gradients"),
         )
     for name, usual in (("err_beta", "0.8"), ("reset_T", "1024")):
@@ -140,8 +136,8 @@ def _precision(root: Root, findings: ConfigMessages) -> None:
         if getattr(root, section).enabled and getattr(getattr(root, section), name) and islands is not None:
             findings.problem(
                 (section, name),
-                "cannot be combined with communication_compression.islands, which exchange what fp32 masters have "
-                "moved; set it to false or leave the islands out",
+                "cannot be combined with communication_compression.islands, which exchange the movements of "
+                "fp32 masters; set it to false or leave the islands out",
                 ("communication_compression", "islands"),
             )
     if root.bf16.bf16_optimizer_states and not root.bf16.bf16_master_weights_and_grads:
@@ -251,7 +247,7 @@ def _tensor_parallel(root: Root, findings: ConfigMessages) -> None:
         )
     for name, instead in (("mpu", "initialize(mpu=...)"), ("tp_group", "deepspeed.tp_model_init(tp_group=...)")):
         if getattr(group, name) is not None:
-            findings.problem((*path, name), f"an object has no place in a configuration; give it to {instead}")
+            findings.problem((*path, name), f"an object cannot be in a configuration; pass it to {instead}")
 
 
 def _structure(root: Root, findings: ConfigMessages) -> None:

@@ -100,7 +100,7 @@ def _plain(value: Any, path: Path, text: str, document: Document, with_lines: bo
         if name in plain:
             first = document.lines.get(here)
             where = f" (lines {first} and {line})" if with_lines and first is not None else ""
-            document.problems.append(f"{dotted(here)}{where}: the key is there twice; keep one of them")
+            document.problems.append(f"{dotted(here)}{where}: the key occurs twice; keep one of them")
         elif with_lines:
             document.lines[here] = line
         plain[name] = _plain(item, here, text, document, with_lines)

@@ -95,7 +95,7 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
     if (meant_elsewhere := meant_by(name, path[:-1], set(valid))) is not None:
         return f'did you mean "{meant_elsewhere[0]}"{meant_elsewhere[1]}?'
     if len(path) == 1 and name in WRAPPERS:
-        return "write what it holds at the top level"
+        return "write its contents at the top level"
     choice = nearest(name, valid)
     close = is_one_edit_away(name.lower(), choice.lower()) or _likeness(name, choice) >= 0.75
     if not close:

@@ -40,22 +40,22 @@ def with_codecs(
     early = _early_codec(section, has_warm_up=has_warm_up)
     if has_warm_up and early is not None:
         log_dist(
-            f"communication_compression: in the warm-up gradients travel as {early.name} codes: "
-            f"{bits_of(early):.2f} bits an element instead of {wire_bits(root, precision)}"
+            f"communication_compression: in the warm-up gradients are sent as {early.name} codes: "
+            f"{bits_of(early):.2f} bits per element instead of {wire_bits(root, precision)}"
         )
         return groups.coded(gather, early)
     if reduce is None and gather is None:
         if measured:
-            log_dist(f"communication_compression: gradients travel as they are: {measured}")
+            log_dist(f"communication_compression: gradients are sent uncompressed: {measured}")
         return groups
     coded = groups.coded(gather, reduce, early=early)
     lines = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
     if measured:
         lines.append(measured)
     if gather is not None:
-        lines.append(f"parameters travel as int8 codes ({bits_of(gather):.2f} bits an element), masters stay exact")
+        lines.append(f"parameters are sent as int8 codes ({bits_of(gather):.2f} bits per element), masters stay exact")
     if not any(isinstance(g.gradient_transport, CodedTransport) or g.size > 1 for g in coded):
-        lines = ["nothing travels, as no parameter is shared between ranks"]
+        lines = ["nothing is sent, since no parameter is shared between ranks"]
     log_dist(f"communication_compression: {'; '.join(lines)}")
     return coded
 
@@ -73,8 +73,8 @@ def _early_codec(section: CommunicationCompression, *, has_warm_up: bool) -> Cod
         return None
     if not has_warm_up and not (section.gradients and section.start_step):
         log_dist(
-            f'communication_compression.warm_up "{section.warm_up}" has no effect: gradients travel in one way from '
-            "the first update on; give gradients and start_step"
+            f'communication_compression.warm_up "{section.warm_up}" has no effect: gradients are sent in the '
+            "same way from the first update on; give gradients and start_step"
         )
         return None
     return CODECS[section.warm_up].codec(feeds_back=False)
@@ -95,7 +95,7 @@ def _measured_codec(
     """Returns the codec that pays on the links of this job, and what was measured; None where none does."""
     transport = max((group.reduce for group in groups), key=lambda one: one.size)
     if transport.size == 1 or device.type == "meta":
-        return None, "there is no link to measure"
+        return None, "there is no network to measure"
     # Signs need more care than a trial of speed.
     codecs = [_codec(name, root.communication_compression) for name in PLAIN_CODECS]
     dtype = precision.reduce_dtype(precision.compute_dtype or torch.float32)
@@ -120,14 +120,14 @@ def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Gro
     feedback = "with" if codec.feeds_back else "without"
     if section.gradients == "auto":
         until = section.start_step + UPDATES + 1
-        phase = f"in turn with plain ones until update {until}, and then if that is faster"
-        return f"gradients travel as {codec.name} codes ({bits:.2f} bits an element instead of {plain_bits}) {phase}"
+        phase = f"in turn with plain gradients until update {until}, and then if that is faster"
+        return f"gradients are sent as {codec.name} codes ({bits:.2f} bits per element instead of {plain_bits}) {phase}"
     phase = f"from update {section.start_step + 1} on" if section.start_step else "from the first update on"
     phase += f", until then as {section.warm_up}" if section.start_step and section.warm_up else ""
     exact = ""
     if any(group.spans_parts for group in groups):
-        exact = "; between copies in other parts of the model they travel as they are"
+        exact = "; between replicas in other parts of the model they are sent uncompressed"
     return (
-        f"gradients travel as {codec.name} codes {phase}: {bits:.2f} bits an element instead of {plain_bits}, "
-        f"{plain_bits / bits:.1f} times fewer, {feedback} error feedback{exact}"
+        f"gradients are sent as {codec.name} codes {phase}: {bits:.2f} bits per element instead of "
+        f"{plain_bits}, {plain_bits / bits:.1f} times fewer, {feedback} error feedback{exact}"
     )

@@ -199,7 +199,7 @@ def _tables_of_rows(setup: EngineSetup, *, has_warm_up: bool) -> dict[str, bool]
     found = [(name, table) for name, table in tables if describe(name, table).group == DATA]
     put_in_group([table for _, table in found], ROWS)  # type: ignore[misc]
     listed = ", ".join(dict.fromkeys(name for name, _ in found)) or "none, as the model has no embedding"
-    log_dist(f"sparse_gradients: of these gradients only the rows that are not zeros travel: {listed}")
+    log_dist(f"sparse_gradients: of these gradients only the non-zero rows are sent: {listed}")
     return {ROWS: True} if found else {}
 
 

@@ -126,9 +126,9 @@ def make_loader(
     """
     if not is_iterable_style_dataset(dataset) and not hasattr(dataset, "__getitem__"):
         raise DeepSpeedConfigError(
-            "training_data (or deepspeed_io(dataset)): expected a data set with __getitem__ and __len__, or an "
-            f"IterableDataset; found {type(dataset).__name__}. Of a loader give its dataset, or leave training_data "
-            "out and set engine.training_dataloader to the loader"
+            "training_data (or deepspeed_io(dataset)): expected a data set with __getitem__ and __len__, or "
+            f"an IterableDataset; found {type(dataset).__name__}. For a loader, give its dataset, or leave "
+            "training_data out and set engine.training_dataloader to the loader"
         )
     sampling = _sampling_of(root) if route in ("train", "pipeline") else None
     if sampling is not None and not sampling.dynamic_batching.enabled:

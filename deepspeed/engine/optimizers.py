@@ -150,9 +150,9 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
     """
     if placement.master_tier is Tier.FILE and optimizer is not None and not supports_flat_update(optimizer):
         raise DeepSpeedConfigError(
-            f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: files '
-            f"pass through memory chunk by chunk, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
-            'this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
+            f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: '
+            f"files are updated chunk by chunk, which its step cannot do ({why_not_flat(optimizer)}). Use one "
+            'of this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
         )
     if placement.speculates and optimizer is not None and not supports_flat_update(optimizer):
         raise DeepSpeedConfigError(

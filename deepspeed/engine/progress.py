@@ -211,8 +211,8 @@ class ProgressLog:
     def _read_loss(self) -> float | None:
         if self._loss is None:
             log_dist_once(
-                "the loss is left out of monitors and lines: a loss.backward() of one's own does not show it. Write "
-                "engine.scale(loss).backward(), or engine.backward(loss)"
+                "the loss is missing in monitors and log lines: the engine does not see it if the program "
+                "calls loss.backward(). Write engine.scale(loss).backward(), or engine.backward(loss)"
             )
             return None
         return float(self._loss)

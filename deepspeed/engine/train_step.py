@@ -179,8 +179,8 @@ class TrainStep:
         """
         if self._hooks.uneven_batch is not None:
             raise CallOrderError(
-                "engine.scale: with elasticity.continue losses are weighed by engine.backward(loss), as ranks have "
-                "different numbers of micro-batches; call that instead of loss.backward()"
+                "engine.scale: with elasticity.continue losses are weighted by engine.backward(loss), as "
+                "ranks have different numbers of micro-batches; call that instead of loss.backward()"
             )
         self._progress.loss(loss)
         return self._scaling.apply_for_program(loss)
@@ -214,8 +214,8 @@ class TrainStep:
         steps = self._batches.gradient_accumulation_steps()
         if count is not None and self._hooks.uneven_batch is not None:
             raise CallOrderError(
-                "engine.backward(loss, count=...): with elasticity.continue losses are means over a micro-batch: the "
-                "micro-batches of a step are weighed equally; leave count out"
+                "engine.backward(loss, count=...): with elasticity.continue losses are means over a "
+                "micro-batch: the micro-batches of a step have equal weights; leave count out"
             )
         tokens = None if count is None else checked_count(count)
         parts = self.counts.begin(tokens, steps)
@@ -281,7 +281,7 @@ class TrainStep:
     def _refuse_destroyed(self, call: str) -> None:
         if self.is_destroyed:
             raise CallOrderError(
-                f"{call}: this engine was destroyed, so nothing brings the gradients of all ranks together any more; "
+                f"{call}: this engine was destroyed, so the gradients of the ranks are not reduced any more; "
                 "call engine.destroy() after the last step, or make another engine with deepspeed.initialize"
             )
 

@@ -32,7 +32,7 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
         "gradients" if gradients is not None else "",
     ]
     kinds = {"all weights": "8 bits", "frozen weights": "8 bits", "gradients": "4 bits"}
-    log_dist("ZeRO++: " + ", ".join(f"{what} travel in {kinds[what]}" for what in names if what))
+    log_dist("ZeRO++: " + ", ".join(f"{what} are sent in {kinds[what]}" for what in names if what))
     present = next(iter(groups))  # what communication_compression asks for beside
     return groups.coded(
         weights or present.gather_codec,

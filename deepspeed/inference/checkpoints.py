@@ -332,9 +332,7 @@ class StoredNames:
         for extent in shape:
             total *= extent
         if numel != total:
-            raise CheckpointError(
-                f"init_inference: of {name!r} parts with {numel:,} of its {total:,} elements are in the files"
-            )
+            raise CheckpointError(f"init_inference: the files hold {numel:,} of the {total:,} elements of {name!r}")
         return True
 
 

@@ -145,8 +145,8 @@ def _refuse(settings: InferenceSettings) -> None:
     elif read.enable_cuda_graph:
         if settings.zero is not None or tensor_size(settings) > 1:
             raise DeepSpeedConfigError(
-                "init_inference: enable_cuda_graph cannot be combined with zero or tensor_parallel.tp_size > 1: what "
-                "travels between ranks or from host memory cannot be captured; leave the key out"
+                "init_inference: enable_cuda_graph cannot be combined with zero or tensor_parallel.tp_size > "
+                "1: communication between ranks or with host memory cannot be captured; leave the key out"
             )
         log_dist(
             "init_inference: enable_cuda_graph: generate keeps a static cache, whose steps Transformers compiles and "

@@ -62,7 +62,9 @@ class Stored:
         shape = self.tile.global_shape
         first = self._cut_dim
         if region.shape[first + 1 :] != shape[first + 1 :]:
-            raise CheckpointError(f"init_inference: {self.tile.name!r} lies in the files in parts that cut its rows")
+            raise CheckpointError(
+                f"init_inference: {self.tile.name!r} is stored in parts that are cut along more than one dimension"
+            )
         place = 0
         for index, extent in zip(region.whole, shape, strict=True):
             place = place * extent + index

@@ -299,8 +299,8 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
         total = sum(per_host)
         if placed.world_size != total:
             raise LauncherError(
-                f"{args.placed_by} started {placed.world_size} processes, but {total} were asked of it; do not change "
-                "their number in --launcher_args"
+                f"{args.placed_by} started {placed.world_size} processes, but {total} were requested; do not "
+                "change their number in --launcher_args"
             )
         node = next(index for index in range(len(hosts)) if placed.rank < sum(per_host[: index + 1]))
         local = placed.rank - sum(per_host[:node])

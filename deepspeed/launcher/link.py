@@ -306,8 +306,9 @@ class LauncherLink:
         if not listeners:
             self._post(
                 event="notice",
-                text=f"no free port among {self._ports} for the launchers to hear of each other: a failure on one "
-                "machine will not stop the others at once; set DS_LINK_PORT to a free port on all machines",
+                text=f"no free port among {self._ports} for the connections between launchers: a failure on "
+                "one machine will not stop the others at once; set DS_LINK_PORT to a free port on all "
+                "machines",
             )
             return
         sent: list[dict[str, Any]] = []
@@ -339,7 +340,7 @@ class LauncherLink:
     def _complain_of_absence(self) -> None:
         missing = sorted(set(range(1, len(self.me.sizes))) - self._connections.keys() - self._gone)
         listed = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        self._post(event="notice", text=f"still waiting for the launcher(s) of node(s) {listed}: not heard of yet")
+        self._post(event="notice", text=f"still waiting for the launcher(s) of node(s) {listed}: not connected yet")
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         """Sends a challenge to each new connection."""

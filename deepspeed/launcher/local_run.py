@@ -360,8 +360,8 @@ class LocalRun:
                 self._elsewhere.append(Failure.from_message(event))
             elif event["event"] == "lost":
                 words = (
-                    f"{event['who']} was lost: the connection to its launcher ended without a word (killed, out of "
-                    "memory, or the machine or the network is down)"
+                    f"{event['who']} was lost: the connection to its launcher ended without a message (killed, "
+                    "out of memory, or the machine or the network is down)"
                 )
                 self._elsewhere.append(Failure(words, 1, was_seen_from_outside=True))
             elif event["event"] == "wrong":
@@ -454,7 +454,9 @@ class LocalRun:
             lines.append(f"processes {self._done['stuck']} on {self._host} did not end on KILL: stuck in the kernel")
         first = self._first
         if self._have_saved():
-            lines.append(f"the ranks of host {self._host} have saved and left; the same command goes on from there")
+            lines.append(
+                f"the ranks of host {self._host} have saved and exited; start the same command again to resume"
+            )
             lines.append(f"exit code {os.EX_TEMPFAIL}")
             return lines, os.EX_TEMPFAIL
         if first is not None:

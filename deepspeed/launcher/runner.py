@@ -328,8 +328,9 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
         secrets = [name for name in run.exports if _SOUNDS_SECRET.search(name)]
         if args.launcher == "pdsh" and secrets:
             logger.warning(
-                f"--launcher pdsh: the values of {', '.join(secrets)} stand in the command lines of pdsh and ssh on "
-                "this machine while the run lasts, where its other users can read them; --launcher ssh hides them"
+                f"--launcher pdsh: the values of {', '.join(secrets)} are in the command lines of pdsh and ssh "
+                "on this machine while the run lasts, where its other users can read them; --launcher ssh "
+                "hides them"
             )
         commands = BUILDERS[args.launcher](run)
         if args.dry_run:
@@ -349,8 +350,8 @@ def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
     if hosts[0] in ("localhost", "127.0.0.1"):
         if len(hosts) > 1:
             raise LauncherError(
-                f"the first of {len(hosts)} hosts is {hosts[0]!r}, which means itself on each of them; write its real "
-                "name into the host file, or give --master_addr"
+                f"the first of {len(hosts)} hosts is {hosts[0]!r}, which every machine resolves to itself; "
+                "write its real name into the host file, or give --master_addr"
             )
         return "127.0.0.1"
     if args.dry_run:

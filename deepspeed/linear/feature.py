@@ -27,7 +27,7 @@ class PackedWeights(EngineFeature):
             "weight_quantization.enabled",
             _packs,
             TENSOR_RANKS,
-            "layers of few bits take the place of those that add gradients up over the ranks",
+            "quantized layers replace those that reduce over tensor-parallel ranks",
             "disable it, or set tensor_parallel.autotp_size to 1 and let ZeRO stage 3 share the weights",
         ),
     )

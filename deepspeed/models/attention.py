@@ -53,8 +53,8 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
     model.set_attn_implementation(name)
     if attention_name(model.config) != name:
         raise DeepSpeedConfigError(
-            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
-            "exchanged; use a model class that does"
+            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it "
+            "cannot be replaced; use a model class that does"
         )
 
 

@@ -23,7 +23,8 @@ def refuse_whole_states(optimizer: Any, size: int, key: str) -> None:
     states = getattr(optimizer, "state", None) or {}
     if size > 1 and any(isinstance(value, torch.Tensor) for state in states.values() for value in state.values()):
         raise DeepSpeedConfigError(
-            f"initialize(optimizer=<{type(optimizer).__name__}>) has states of {len(states)} whole parameters, which "
-            f"{key} {size} is about to cut. Name the optimizer in the configuration, give one that has no states yet, "
-            f"or train without {key.rpartition('.')[2]}, save a checkpoint, and load it into an engine that is cut"
+            f"initialize(optimizer=<{type(optimizer).__name__}>) has states of {len(states)} whole parameters, "
+            f"which {key} {size} is about to cut. Name the optimizer in the configuration, give one that has "
+            f"no states yet, or train without {key.rpartition('.')[2]}, save a checkpoint, and load it into an "
+            "engine with it"
         )

@@ -149,7 +149,7 @@ def _built(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
 def _why_not_built(name: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
     if "meta" not in str(error):
-        return f"{name} cannot be built: {reason}. Nothing was planned; what makes the model has to be mended first"
+        return f"{name} cannot be built: {reason}. Nothing was planned; correct the code that builds the model"
     return (
         f"{name} cannot be built on torch's meta device, where tensors have shapes and no values: {reason}. Keep work "
         "on values (loading weights, .item(), numpy) out of its construction, or give the sizes instead (--layers, "

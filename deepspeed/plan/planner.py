@@ -59,8 +59,8 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     if (config.get("zero_optimization") or {}).get("mics_hierarchical_params_gather"):
         simulated_config = changed(config, mics_hierarchical_params_gather=None)
         notices.append(
-            "gathers in two steps (mics_hierarchical_params_gather) are planned as gathers in one: they move as many "
-            "bytes, fewer of them between nodes, and need room for one part of a bucket more"
+            "gathers in two steps (mics_hierarchical_params_gather) are planned as gathers in one: they move "
+            "as many bytes, fewer of them between nodes, and need memory for one more slice of a bucket"
         )
     mesh = mesh_of(parsed.root, ranks, pipeline.stages)
     part = SimulatedPart(

@@ -208,9 +208,9 @@ def _codes(plan: Plan, *, asked: bool) -> Table | None:
         )
     best = min(costs, key=lambda cost: cost.seconds)
     spared = seconds_in_words(plain.seconds - best.seconds)
-    verdict = "None pays on these links." if best is plain else f"{best.name} spares most, {spared} a step."
+    verdict = "None pays on these links." if best is plain else f"{best.name} saves most, {spared} per step."
     how = "of one core, as measured" if plan.request.kind == "cpu" else "estimated from kernels and their bytes"
-    table.caption = f"{verdict} Nothing hides behind computation here. Times of codecs: {how}."
+    table.caption = f"{verdict} No overlap with computation is assumed. Times of codecs: {how}."
     table.caption_justify = "left"
     return table
 

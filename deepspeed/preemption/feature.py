@@ -59,7 +59,7 @@ class PreemptionHooks(EngineHooks):
         if self._section.resume and any(is_there):
             folder, _ = engine.load_checkpoint(self._folder)
             if folder is not None:
-                log_dist(f"preemption: goes on from {folder}, after step {engine.global_steps}")
+                log_dist(f"preemption: resumes from {folder}, after step {engine.global_steps}")
 
     @override
     def after_step(self, global_steps: int) -> None:
@@ -79,8 +79,8 @@ class PreemptionHooks(EngineHooks):
         self._engine.save_checkpoint(self._folder, async_save=False)
         seconds = time.monotonic() - started
         log_dist(
-            f"preemption: {reason} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; "
-            f"exit code {self._section.exit_code}: the same command goes on from there"
+            f"preemption: {reason} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; exit "
+            f"code {self._section.exit_code}: start the same command again to resume"
         )
         self._request.release()
         sys.exit(self._section.exit_code)

@@ -354,7 +354,7 @@ def _experts(run: RunData) -> str:
 
 _EXPERT_CURVES = {
     "imbalance": "routes of the most loaded expert over the mean, the layer where it is highest, tokens of rank 0",
-    "dropped_percent": "routes dropped for want of capacity, percent, the layer where it is highest, tokens of rank 0",
+    "dropped_percent": "routes dropped for lack of capacity, percent, the layer where it is highest, tokens of rank 0",
 }
 
 

@@ -274,9 +274,10 @@ def first_values(
                 continue
             if address.bucket.group.name != group.name:
                 raise DeepSpeedConfigError(
-                    f"{layout.tiles[tile].name!r} belongs to the group {group.name!r}, but zero.Init has shared it as "
-                    f"one of {address.bucket.group.name!r}, so that all groups have the same values of it; build its "
-                    f"module inside `with deepspeed.zero.tiling.describe.in_group({group.name!r})`"
+                    f"{layout.tiles[tile].name!r} belongs to the group {group.name!r}, but zero.Init has "
+                    f"sharded it over {address.bucket.group.name!r}, so that all groups have the same values "
+                    "of it; build its module inside `with "
+                    f"deepspeed.zero.tiling.describe.in_group({group.name!r})`"
                 )
             values = _gathered_elsewhere(parameter, address).to(device)
         else:

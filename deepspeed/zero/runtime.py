@@ -326,7 +326,7 @@ class ZeroRuntime:
             self.backward_tracker.is_open = False
             self.hooks.abandon()
             if together:
-                logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
+                logger.warning("the last forward or backward ended in an exception; its unfinished work was dropped")
         return was_open
 
     @property

@@ -148,7 +148,7 @@ def test_in_a_pipeline():
 
 def _refused() -> None:
     for model, message in (
-        (nn.Linear(3, 3), "expected a Transformers model, whose attention can be exchanged, or .* found Linear"),
+        (nn.Linear(3, 3), "expected a Transformers model, whose attention can be replaced, or .* found Linear"),
         (_gpt2("eager", reorder_and_upcast_attn=True), "reorder_and_upcast_attn computes attention in the layer"),
         (
             transformers.CodeGenForCausalLM(
@@ -194,7 +194,7 @@ def _shared(more: dict[str, Any]) -> tuple[list[float], int]:
 def _refused_round_the_ranks() -> None:
     model = llama(attn_implementation="sdpa")
     config = _config(sequence_parallel_size=2, sequence_parallel={"mode": "ring"}, **KEYS)
-    with pytest.raises(DeepSpeedConfigError, match="recompute_modules: attention round the ranks .* keeps no scores"):
+    with pytest.raises(DeepSpeedConfigError, match="recompute_modules: ring attention .* keeps no scores"):
         deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
 
 

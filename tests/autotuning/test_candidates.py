@@ -65,7 +65,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(DeepSpeedConfigError, match="train_batch_size=5: expected a multiple of the 2 ranks"):
         found.micro_batches(found.settings()[0])
     tight = space({}, total=10, limits=BatchLimits(10, least=2, most=4))
-    with pytest.raises(DeepSpeedConfigError, match="none of the sizes that may be tried divides the 5 samples"):
+    with pytest.raises(DeepSpeedConfigError, match="none of the micro-batch sizes to try divides the 5 samples"):
         tight.micro_batches(tight.settings()[0])
 
 

@@ -46,7 +46,7 @@ def test_limits_of_trials_and_of_failures():
     assert found.why_over() == "2 candidates were measured (autotuning.tuner_num_trials)"
     impatient = queue(1.0, 1.0, 1.0, 1.0, most=9, patience=1)
     impatient.measured.update(c0=1.0, c1=1.01)
-    assert "1 trials brought no gain" in impatient.why_over()
+    assert "1 trials brought no improvement" in impatient.why_over()
     failing = queue(*[1.0] * 9, most=1)
     failing.failed.update({f"c{i}": "x" for i in range(3)})
     assert failing.why_over() == "3 trials failed"

@@ -295,7 +295,7 @@ def test_a_parameter_name_that_leads_out_of_a_universal_checkpoint(tmp_path, nam
     torch.save({"param": torch.ones(2)}, outside / "fp32.pt")
     states = {"module": {}, "param_shapes": [{name.format(outside=outside): torch.Size([2])}], "buffer_names": []}
     torch.save(states, folder / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="leads out of the folder"):
+    with pytest.raises(CheckpointError, match="points outside of the folder"):
         open_source(folder)
 
 

@@ -82,7 +82,7 @@ def test_damage_is_shown(arguments, harm, folder, tmp_path, capsys):
 
 def test_nothing_there(tmp_path, capsys):
     assert inspect.main([str(tmp_path)]) == 1
-    assert "no whole checkpoint" in capsys.readouterr().out
+    assert "no complete checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["2-stage3-bf16", "2-stage2-universal"])

@@ -95,7 +95,10 @@ def of_no_kin(folder: str) -> str:
 def test_what_cannot_be_loaded_says_which_kind_it_is_and_how_to_convert_it(tmp_path):
     run_ranks(save, 1, str(tmp_path), "llama", 0)
     text = run_ranks(of_no_kin, 1, str(tmp_path))[0]
-    assert len(text.splitlines()) == 1 and "expected the weights of a pipeline or a row of layers ('0.weight', " in text
+    assert (
+        len(text.splitlines()) == 1
+        and "expected the weights of a pipeline or a sequence of layers ('0.weight', " in text
+    )
     assert "found those of one module ('model." in text
     assert f"python {tmp_path}/zero_to_fp32.py {tmp_path} OUTPUT -t here`" in text
 

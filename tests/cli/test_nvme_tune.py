@@ -56,7 +56,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         (["--no_read", "--no_write"], DeepSpeedConfigError, "nothing to measure"),
         (["--sweep_config", "missing.json"], DeepSpeedConfigError, "missing.json: cannot be read as JSON"),
         (["--sweep_config", "typo.json"], DeepSpeedConfigError, "blok_size is not a setting of the sweep"),
-        (["--sweep_config", "word.json"], DeepSpeedConfigError, "queue_depth: 'many' is no size"),
+        (["--sweep_config", "word.json"], DeepSpeedConfigError, "queue_depth: 'many' is not a size"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, monkeypatch, words, error, text):

@@ -74,7 +74,7 @@ def test_values_that_contradict_each_other():
         ),
         (
             {"row_pruning": technique({}, {"dense_ratio": 0.5}, ["own"], related_modules=[["head"]])},
-            "head shares its weight with embed, which would lose as much; untie them, or leave head out",
+            "head shares its weight with embed, which would be pruned too; untie them, or leave head out",
         ),
         (
             {"row_pruning": technique({}, {"dense_ratio": 0.5}, ["own"], related_modules=[["last"]])},

@@ -175,7 +175,7 @@ def test_names_of_other_libraries(config: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_belong_to_the_top_level(wrapper: str) -> None:
-    assert only_problem({wrapper: {}}) == f"{wrapper}: unknown key; write what it holds at the top level"
+    assert only_problem({wrapper: {}}) == f"{wrapper}: unknown key; write its contents at the top level"
 
 
 def test_a_key_of_another_section_is_found_there() -> None:

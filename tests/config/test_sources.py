@@ -101,9 +101,9 @@ def test_duplicate_keys_at_any_depth_are_all_reported(tmp_path: Path) -> None:
     }"""
     found = problems(write(tmp_path, text), batch=False)
     assert sorted(found) == [
-        "fp16 (lines 3 and 6): the key is there twice; keep one of them",
+        "fp16 (lines 3 and 6): the key occurs twice; keep one of them",
         'fp16.hysterisis (line 6): unknown key; did you mean "fp16.hysteresis"?',
-        "optimizer.params.lr (lines 4 and 5): the key is there twice; keep one of them",
+        "optimizer.params.lr (lines 4 and 5): the key occurs twice; keep one of them",
     ]
     with pytest.raises(DeepSpeedConfigError, match="twice"):
         load_ds_config(str(tmp_path / "ds_config.json"))
@@ -111,7 +111,7 @@ def test_duplicate_keys_at_any_depth_are_all_reported(tmp_path: Path) -> None:
 
 def test_duplicate_keys_in_base64() -> None:
     text = base64.urlsafe_b64encode(b'{"train_batch_size": 8, "train_batch_size": 9}').decode()
-    assert only_problem(text, batch=False) == "train_batch_size: the key is there twice; keep one of them"
+    assert only_problem(text, batch=False) == "train_batch_size: the key occurs twice; keep one of them"
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": [1, 2', '{"a" 1}', "/* open", "{a b: 1}", '{"a": "b'])

@@ -126,7 +126,7 @@ def test_who_sends_no_sign_of_life_is_lost(linked):
     is_free.set()
     lost = linked[0].lost
     assert not lost[2].is_certain
-    assert lost[2].cause == "it has sent no sign of life for 2 s (elasticity.heartbeat)"
+    assert lost[2].cause == "it has sent no heartbeat for 2 s (elasticity.heartbeat)"
     deadline = time.monotonic() + 60
     while not linked[2].is_dropped and time.monotonic() < deadline:
         time.sleep(0.01)

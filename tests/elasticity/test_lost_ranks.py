@@ -146,7 +146,7 @@ def test_a_rank_that_is_stopped_is_lost_by_its_silence(tmp_path):
     assert result.codes == {"r0": 0, "r1": -9}, result.errors
     check(result, 4)
     words = result.recoveries[0]["words"][0]
-    assert "no sign of life for 15 s (elasticity.heartbeat); its process was stopped by a signal" in words
+    assert "no heartbeat for 15 s (elasticity.heartbeat); its process was stopped by a signal" in words
 
 
 def test_two_at_once_whose_copies_lie_elsewhere(tmp_path):

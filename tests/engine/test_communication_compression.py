@@ -140,7 +140,7 @@ def test_weights_travel_as_codes_at_stage_3() -> None:
 def alone() -> None:
     with Lines() as lines:
         engine = compressed(2, {"gradients": "int4"})
-    assert len(lines.about("nothing travels")) == 1
+    assert len(lines.about("nothing is sent")) == 1
     run_step(engine, 0)
     engine.destroy()
 

@@ -151,7 +151,7 @@ def moved(folder: str, saves: bool) -> None:
             engine = make(name, **more)
             lines.texts.clear()
             engine.load_checkpoint(f"{folder}/{name}")
-            texts = sum("begins anew" in line for line in lines.texts)
+            texts = sum("starts from zero" in line for line in lines.texts)
             assert texts == (rank() == 0 and not more), name
             mine = weights(engine)
             assert saved is None or all(torch.equal(value, mine[key]) for key, value in saved.items())

@@ -44,7 +44,7 @@ def test_a_launcher_per_rank_finds_its_place():
     world = place("openmpi", 3, 5, 1, [[0, 1], [4, 6, 7]])
     assert world.places == [(3, 1)] and (world.node_rank, world.num_nodes, world.local_size) == (1, 2, 3)
     assert world.variables(3, 1)["WORLD_SIZE"] == "5"
-    with pytest.raises(LauncherError, match="openmpi started 4 processes, but 5 were asked of it"):
+    with pytest.raises(LauncherError, match="openmpi started 4 processes, but 5 were requested"):
         place("openmpi", 3, 4, 1, [[0, 1], [4, 6, 7]])
     with pytest.raises(LauncherError, match="made rank 1 number 0 of its machine, where number 1 was expected"):
         place("mpich", 1, 5, 0, [[0, 1], [4, 6, 7]])

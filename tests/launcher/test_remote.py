@@ -181,7 +181,7 @@ def test_pdsh_names_the_values_that_it_shows(capsys, monkeypatch, tmp_path):
     dry_run(capsys, "--launcher=ssh")
     assert not texts
     dry_run(capsys)
-    assert "the values of HF_TOKEN stand in the command lines" in texts[0]
+    assert "the values of HF_TOKEN are in the command lines" in texts[0]
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=x", "-F/tmp/x", "a;b", "a b", "$(x)", "^file", ""])
@@ -237,7 +237,7 @@ def test_this_machine(capsys):
 
 def test_a_first_host_that_means_each_machine_itself_is_refused(tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=1\nworker-2 slots=1\n")
-    with pytest.raises(ValueError, match="'localhost', which means itself on each of them"):
+    with pytest.raises(ValueError, match="'localhost', which every machine resolves to itself"):
         runner.main(["-H", "hosts", "--dry_run", *SCRIPT])
 
 

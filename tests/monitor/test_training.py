@@ -179,7 +179,7 @@ def test_lines_of_rank_0(backward):
             assert shown is None
         else:
             assert float(shown[1]) == pytest.approx(sum(of_update) / 2, rel=1e-3)
-    assert len([line for line in lines if line.startswith("the loss is left out")]) == (backward == "own")
+    assert len([line for line in lines if line.startswith("the loss is missing")]) == (backward == "own")
     of_memory = [line for line in lines if line.startswith("memory after ")]
     assert len(of_memory) == 8 + 8 + 4 and "MiB in use" in of_memory[0]  # forwards, backwards, steps
     times = [line for line in lines if "time (ms per update)" in line]

@@ -169,4 +169,4 @@ def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(
     launcher.process.send_signal(number)
     code, _, err = launcher.finish()
     assert code == 75, err
-    assert "have saved and left; the same command goes on from there" in err
+    assert "have saved and exited; start the same command again to resume" in err

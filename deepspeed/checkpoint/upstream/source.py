@@ -47,7 +47,7 @@ class UpstreamSource:
         kinds = {kind: held[name].dtype for kind, held in self._content.values.items() if name in held}
         if MASTER not in kinds and COMPUTE not in kinds:
             raise CheckpointError(
-                f"{self.label}: the values of parameter {name!r} are nowhere; the checkpoint is not complete"
+                f"{self.label}: there are no values of parameter {name!r}; the checkpoint is not complete"
             )
         compute = kinds.get(COMPUTE, torch.float32)
         return SavedParameter(name, self._content.shapes[name], kinds, name in self._content.frozen, compute)
@@ -211,7 +211,7 @@ def _take_parameter(
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or name.startswith("/") or "\0" in name:
         raise CheckpointError(
-            f"{folder}: parameter name {name!r} leads out of the folder; the files were made to harm, or are damaged"
+            f"{folder}: parameter name {name!r} points outside of the folder; the files are malicious or damaged"
         )
     directory = folder / "zero" / name
     if not directory.is_dir():

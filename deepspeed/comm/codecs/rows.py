@@ -86,8 +86,8 @@ class _RowReduction:
         table = table.view(self.plain.size, -1, 2)  # by sender, by receiver: rows, elements
         if self._is_dense(table, flat):
             log_dist_once(
-                f"sparse_gradients: {self.how.label} travels whole, as the rows that are not zeros would take more "
-                "bytes. A table that a head uses too has gradients in every row"
+                f"sparse_gradients: {self.how.label} is sent whole, since its non-zero rows would take more "
+                "bytes. An embedding that is tied to the output layer has gradients in every row"
             )
             reduce = self.plain.reduce_scatter if self.to_owner else self.plain.all_reduce
             reduce(flat, self.out, self.how).wait()

@@ -55,7 +55,7 @@ class MessageQueue:
         for connection in self._connections.values():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LONGEST:
-                raise OSError("no room for messages")
+                raise OSError("no free space for messages")
 
     def post(self, peer: int, tag: int, message: _Buffer) -> None:
         """Sends up to :data:`LONGEST` bytes; does not block. To a rank that has gone nothing is sent: a wait will show.

@@ -235,7 +235,7 @@ class SharedMemorySumBackend:
 
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Where the summand of the next sum may be written; it is good for the next :meth:`start` only."""
-        self._offered = self._host.place(math.prod(shape), dtype, "room for a sum").view(shape)
+        self._offered = self._host.place(math.prod(shape), dtype, "free space for a sum").view(shape)
         return self._offered
 
     def start(self, values: torch.Tensor, label: str) -> _SharedSum:

@@ -115,8 +115,8 @@ class JobMesh:
                 continue
             if self._asked is not None or found.size(axis) > 1:
                 raise DeepSpeedConfigError(
-                    f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along {axis!r}; "
-                    "leave the key out, or let both say the same"
+                    f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along "
+                    f"{axis!r}; leave the key out, or make them agree"
                 )
             if axis == EXPERT and found.size(DATA) % size and found.size(DATA) * found.size(SEQUENCE) % size == 0:
                 continue  # experts are spread over data x sequence ranks, which no axis of this mesh is

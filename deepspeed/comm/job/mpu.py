@@ -71,8 +71,9 @@ def coordinates(mpu: Any) -> RankCoordinates:
     if zero_group is None:
         missing = "get_data_parallel_group()" if sequence_size == 1 else "get_sequence_data_parallel_group()"
         raise DeepSpeedConfigError(
-            f"mpu: {missing} is missing or answers None, and {sequence_size} rank(s) share a sequence; expected the "
-            "torch process group of the ranks that hold the same part of the model, among which ZeRO shards"
+            f"mpu: {missing} is missing or returns None, with {sequence_size} rank(s) per sequence; expected "
+            "the torch process group of the ranks that hold the same part of the model, over which ZeRO "
+            "shards"
         )
     zero_size, zero_rank = size_of(zero_group), rank_in(zero_group)
     found = RankCoordinates(
@@ -129,8 +130,8 @@ def _check(found: RankCoordinates) -> None:
     if found.data_size * found.sequence_size != found.zero_size:
         raise DeepSpeedConfigError(
             f"mpu: {found.data_size} data-parallel ranks x {found.sequence_size} that share a sequence are "
-            f"{found.data_size * found.sequence_size}, but the group of both has {found.zero_size} ranks; its answers "
-            "must fit each other"
+            f"{found.data_size * found.sequence_size}, but the group of both has {found.zero_size} ranks; "
+            "these must agree"
         )
     if found.model_size > 1 and found.model_size * found.zero_size != size_of():
         raise DeepSpeedConfigError(

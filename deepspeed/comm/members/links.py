@@ -218,7 +218,8 @@ class MemberLinks:
             absent = sorted(everybody - self._links.keys())
             if self._lost or absent:
                 raise CommunicationError(
-                    f"the members {absent or sorted(self._lost)} of the run could not be linked within {seconds:.0f} s"
+                    f"the members {absent or sorted(self._lost)} of the run could not be connected within "
+                    f"{seconds:.0f} s"
                 )
 
     def send(self, number: int, message: dict[str, Any]) -> None:
@@ -292,8 +293,8 @@ class MemberLinks:
             except OSError as error:
                 if time.monotonic() > deadline or self.lost:
                     raise CommunicationError(
-                        f"{member.name} does not take links at {member.address[0]}:{member.address[1]} ({error}). "
-                        "Check that its host can be reached from here"
+                        f"{member.name} does not accept connections at {member.address[0]}:{member.address[1]} "
+                        f"({error}). Check that its host can be reached from here"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
         peer.sendall(_line({"kind": "hello", "token": self.token, "number": self.number}))
@@ -364,7 +365,7 @@ class MemberLinks:
         Otherwise it might go on later with states that are old, and its launcher would wait for it.
         """
         member = self._members.get(-1 if link.number is None else link.number)
-        link.cause = f"it has sent no sign of life for {self._silence:g} s (elasticity.heartbeat)"
+        link.cause = f"it has sent no heartbeat for {self._silence:g} s (elasticity.heartbeat)"
         if member is not None and member.host == socket.gethostname() and is_stopped(member.pid):
             link.cause += "; its process was stopped by a signal, and has been ended"
             with contextlib.suppress(OSError):

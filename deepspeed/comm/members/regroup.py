@@ -105,9 +105,9 @@ class Regroup:
                 return plan
         missing = [member.name for member in self._links.living if member.number not in self._ready]
         raise CommunicationError(
-            f"elasticity.continue: the members that are left did not agree on another job within {self._patience:.0f} "
-            f"s; still missing: {', '.join(missing) or 'the word of the leader'}. Start the run again from its last "
-            "checkpoint"
+            "elasticity.continue: the members that are left did not agree on another job within "
+            f"{self._patience:.0f} s; still missing: {', '.join(missing) or 'the plan of the leader'}. Start "
+            "the run again from its last checkpoint"
         )
 
     def _ready_message(self) -> dict[str, Any]:

@@ -232,8 +232,8 @@ def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: time
         if isinstance(error, (CommunicationError, StoreLostError)):
             raise
         raise CommunicationError(
-            f"{joining.name}: the store at {where} went away before all ranks had met, with the process that held it "
-            f"({error}). Look for the error of rank 0"
+            f"{joining.name}: the store at {where} was lost before all ranks had connected, with the process "
+            f"that served it ({error}). Look for the error of rank 0"
         ) from error
 
 
@@ -308,8 +308,8 @@ class _Host:
             joining = JoiningProcess.from_json(text)
         except ValueError as error:
             logger.warning(f"{self._where}: ignored a process whose first message this version cannot read: {error}")
-            version = f"{self._where} is where a run of version {self._me.facts.version} of deepspeed meets; "
-            self._answer(number, error=f"{version}this process was not understood there. {_OWN_PORT}")
+            version = f"{self._where} is the rendezvous of a run of deepspeed {self._me.facts.version}; "
+            self._answer(number, error=f"{version}it could not read the message of this process. {_OWN_PORT}")
             return
         self._judge(number, joining)
 
@@ -334,14 +334,17 @@ class _Host:
             self._decision = self._dispute(there[1], joining)
 
     def _refuse(self, number: int, joining: JoiningProcess) -> None:
-        logger.warning(f"{self._where}: refused {joining.name}: it is of another run than this one, {self._me.name}")
+        logger.warning(
+            f"{self._where}: refused {joining.name}: it belongs to another run than this one, {self._me.name}"
+        )
         self._answer(number, error=_refusal(joining, self._me, self._where))
 
     def _dispute(self, first: JoiningProcess, second: JoiningProcess) -> str:
         return (
-            f"two processes came to {self._where} as one rank: {first.name}; and {second.name}. Either a rank was "
-            "started twice, or two runs meet at one port and nothing tells which of them belongs to rank 0, "
-            f"{self._me.name}. {_OWN_PORT}; DS_RUN_ID, the same for all processes of a run, names it"
+            f"two processes connected to {self._where} as the same rank: {first.name}; and {second.name}. "
+            "Either a rank was started twice, or two runs use one port, and it is not known which of the two "
+            f"belongs to the run of rank 0, {self._me.name}. {_OWN_PORT}; DS_RUN_ID, equal on all processes of "
+            "a run, tells runs apart"
         )
 
     def _is_another_job(self, joining: JoiningProcess) -> bool:
@@ -360,7 +363,7 @@ class _Host:
 
     def _absence(self) -> str:
         return (
-            f"{self._named_missing()} did not come to {self._where} within {self._timeout}. Check that all "
+            f"{self._named_missing()} did not connect to {self._where} within {self._timeout}. Check that all "
             f"{self._me.world_size} processes were started and can reach that address"
         )
 
@@ -387,8 +390,8 @@ def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
         ". If both are one run, give all its processes the same DS_RUN_ID" if not (joining.run and host.run) else ""
     )
     return (
-        f"{where} is where another run meets: that of {host.name}. This is {joining.name}, which was refused there. "
-        f"{_OWN_PORT}{missing}"
+        f"{where} is the rendezvous of another run, that of {host.name}. It refused this process, "
+        f"{joining.name}. {_OWN_PORT}{missing}"
     )
 
 

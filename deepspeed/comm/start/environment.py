@@ -104,9 +104,9 @@ def find_place(
     rank, world_size, way = found.rank, found.world_size, found.way
     if world_size < 1 or not 0 <= rank < world_size:
         raise CommunicationError(
-            f"the place of this process makes no sense: rank {rank} of {world_size} (from {way}). "
-            "Ranks go from 0 to the number of processes minus 1; correct RANK and WORLD_SIZE, or the arguments rank= "
-            "and world_size= of init_distributed"
+            f"this process has an invalid rank: rank {rank} of {world_size} (from {way}). Ranks go from 0 to "
+            "the number of processes minus 1; correct RANK and WORLD_SIZE, or the arguments rank= and "
+            "world_size= of init_distributed"
         )
     address: str | None = None
     port: int | None = None
@@ -228,8 +228,8 @@ def _rendezvous_point(
         return address or "127.0.0.1", port or 0
     if port is not None and not 0 < port < 65536:
         raise CommunicationError(
-            f"MASTER_PORT is {port}, where {world_size} ranks cannot meet; set it to a port from 1 to 65535, the "
-            "same on all ranks. With torchrun on one host use --standalone instead of --master-port 0"
+            f"MASTER_PORT is {port}, which {world_size} ranks cannot use; set it to a port from 1 to 65535, "
+            "the same on all ranks. With torchrun on one host use --standalone instead of --master-port 0"
         )
     if address is None and slurm:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -242,9 +242,9 @@ def _rendezvous_point(
         address, port = address or found.node.address, port or found.node.port
     if address is None:
         raise CommunicationError(
-            f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it does not know where "
-            "to meet the others. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks run on one host), or "
-            "start the script with `deepspeed` or `torchrun`"
+            f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it does not "
+            "know how to reach the other ranks. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks "
+            "run on one host), or start the script with `deepspeed` or `torchrun`"
         )
     if port is None and default_port == DEFAULT_PORT:
         # Jobs that share a node must not share a port, and all tasks of a job must agree without talking.

@@ -94,7 +94,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     deadline = time.monotonic() + timeout.total_seconds()
     while not somebody_listens(place.address, place.port):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"nobody listens there after {timeout}: rank 0 has not come")
+            raise RuntimeError(f"nothing listens there after {timeout}: rank 0 has not started")
         time.sleep(_RETRY_SECONDS)
     left = max(deadline - time.monotonic(), 1.0)
     limit = min(left, _ANSWER_SECONDS) if is_here(place.address) else left
@@ -102,8 +102,9 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     if store is None:
         who = describe_listener(place.port) if is_here(place.address) else "another program"
         raise CommunicationError(
-            f"rank {place.rank} of {place.world_size} (from {place.way}): at {place.address}:{place.port}, where the "
-            f"ranks were to meet, {who} listens, which does not answer as rank 0 would. {_remedy(place)}"
+            f"rank {place.rank} of {place.world_size} (from {place.way}): {who} listens at "
+            f"{place.address}:{place.port}, the rendezvous of the ranks, and does not answer as rank 0 would. "
+            f"{_remedy(place)}"
         )
     return store
 

@@ -173,10 +173,11 @@ def agree_on_config(
 def _compare_configs(posts: list[str]) -> str | None:
     ranks = [json.loads(post) for post in posts]
     if len({each["run"] for each in ranks} - {""}) > 1:
-        places = [f"{each['place']} is of {each['run'] or 'one that nobody has named'}" for each in ranks]
+        places = [f"{each['place']} belongs to {each['run'] or 'a run without a name'}" for each in ranks]
         return (
-            f"{_MIXED_RUNS}: {_listed(places)}. Two runs have met at one port before this package was asked: give each "
-            "its own (MASTER_PORT), or call deepspeed.init_distributed instead of torch's init_process_group"
+            f"{_MIXED_RUNS}: {_listed(places)}. Two runs connected at one port before this package was called: "
+            "give each its own (MASTER_PORT), or call deepspeed.init_distributed instead of torch's "
+            "init_process_group"
         )
     failed = [f"{each['place']}: {each['error']}" for each in ranks if "error" in each]
     if failed:

@@ -94,9 +94,10 @@ class Agreement:
         rows = self._gather([self._segment, zlib.crc32(self._kind.encode()), knowledge], f"the {self._kind}")
         if any(row[:2] != rows[0][:2] for row in rows):
             raise DivergenceError(
-                f"ranks ran different passes: this one is in a {self._kind} (segment {self._segment}), the segments of "
-                f'all ranks are {[row[0] for row in rows]}. zero_optimization.agreement "serve" lets ranks use '
-                "different modules, but every rank must run as many forwards of the model and backwards, in one order"
+                f"ranks ran different passes: this one is in a {self._kind} (segment {self._segment}), the "
+                f'segments of all ranks are {[row[0] for row in rows]}. zero_optimization.agreement "serve" '
+                "lets ranks use different modules, but every rank must run the same number of forwards and "
+                "backwards, in the same order"
             )
         return all(row == rows[0] for row in rows)
 
@@ -116,7 +117,7 @@ class Agreement:
         if any(row[:2] != rows[0][:2] for row in rows):
             raise DivergenceError(
                 f"ranks have issued different gathers in the {self._kind}: segment and number by rank are "
-                f"{[row[:2] for row in rows]}. Every rank must run as many forwards of the model and backwards"
+                f"{[row[:2] for row in rows]}. Every rank must run the same number of forwards and backwards"
             )
         return sorted({request for _, _, request in rows} - {END_OF_SEGMENT})
 

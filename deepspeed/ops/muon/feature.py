@@ -45,7 +45,7 @@ class MuonFlags(EngineFeature):
             KEY,
             _clips,
             other,
-            "the logits of a head are not all computed by the ranks that hold its weights alike",
+            "the ranks that hold the weights of a head do not all compute all of its logits",
             "leave the key out",
         )
         for other in (STAGES, SEQUENCE_RANKS, ISLANDS)
@@ -62,8 +62,8 @@ class MuonFlags(EngineFeature):
             _refuse_stacked_convolutions(setup.optimizer, setup.model)
             if setup.optimizer.qk_clip_threshold is not None and not is_measured(setup.model):
                 raise DeepSpeedConfigError(
-                    "initialize(optimizer=...): expected Muon(qk_clip_threshold=...) itself, found a callable that "
-                    "makes it, when the model is prepared already; make the optimizer and give that"
+                    "initialize(optimizer=...): expected Muon(qk_clip_threshold=...) itself, found a "
+                    "callable, which is called too late, after the model was prepared; pass the optimizer"
                 )
 
     @override

@@ -161,7 +161,7 @@ def check_family(optimizer: object, *, eps_inside_sqrt: bool, max_grad_norm: flo
     """
     name = type(optimizer).__name__
     if eps_inside_sqrt:
-        raise ValueError(f"{name}: eps_inside_sqrt has no effect in the original and none here; leave it out")
+        raise ValueError(f"{name}: eps_inside_sqrt has no effect upstream and none here; leave it out")
     if max_grad_norm:
         raise ValueError(
             f"{name} does not clip (max_grad_norm={max_grad_norm}); set gradient_clipping in the config, which clips "

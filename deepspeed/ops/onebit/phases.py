@@ -94,8 +94,8 @@ def largest_update(betas: tuple[float, float], rate: float = 1.0) -> float:
 
 
 _UNCOMPRESSED = (
-    "all %d updates were warm-up, so everything travelled uncompressed; compression begins after %d. Lower freeze_step "
-    "to 15-25 %% of the run's updates"
+    "all %d updates were warm-up, so everything was sent uncompressed; compression starts after %d. Lower "
+    "freeze_step to 15-25 %% of the run's updates"
 )
 
 

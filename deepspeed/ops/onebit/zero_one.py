@@ -250,9 +250,9 @@ class ZeroOneAdam(ElementwiseOptimizer):
             self,
             "0/1 Adam",
             var_freeze_step,
-            "all %d updates were before the variance is frozen, so ranks exchanged at each of them: in 1 bit, or as "
-            "they are where the variance was updated. Ranks take steps of their own after %d. Lower var_freeze_step, "
-            "usually to the end of the learning rate's warm-up",
+            "all %d updates were before the variance is frozen, so ranks exchanged at each of them: in 1 bit, "
+            "or uncompressed where the variance was updated. Ranks make local steps after %d. Lower "
+            "var_freeze_step, usually to the end of the learning rate's warm-up",
         )
         numbers = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, **numbers}, amsgrad=amsgrad)

@@ -84,9 +84,7 @@ def spread_experts(
     experts = sorted({_state(module).num_experts for module in found.values()})
     where = "this stage has " if is_stage(model) else ""
     numbers = " or ".join(map(str, experts)) or "no"
-    log_dist(
-        f"expert_parallel: {where}{len(found)} layers of {numbers} experts, of which each rank keeps one in {ep_size}"
-    )
+    log_dist(f"expert_parallel: {where}{len(found)} layers of {numbers} experts, divided over {ep_size} ranks")
     return exchanged
 
 
@@ -153,9 +151,9 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
         fitting = {name: module for name, module in stacks.items() if _fits(part(name), pattern)}
         if stacks and not fitting:
             raise _NoExpertsError(
-                f"expert_parallel.{key} {pattern!r} fits none of the modules with stacked experts of "
-                f"{type(model).__name__}: {', '.join(map(repr, list(stacks)[:4]))}; leave the key out, as such modules "
-                "are found by themselves"
+                f"expert_parallel.{key} {pattern!r} matches none of the modules with stacked experts of "
+                f"{type(model).__name__}: {', '.join(map(repr, list(stacks)[:4]))}; leave the key out, such "
+                "modules are found automatically"
             )
         stacks = fitting
     if not stacks:

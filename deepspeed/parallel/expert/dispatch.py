@@ -366,7 +366,7 @@ def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor
     if transport.size == 1:
         fill(slice(num_own), rows)
         return rows
-    label = "tokens on their way to experts"
+    label = "tokens sent to experts"
     if plan.is_coded:
         return _there_coded(plan, x, fill, rows)
     leaving = transport.staging_buffer(sum(plan.sent) * width, x, label=label).view(-1, width)
@@ -395,7 +395,7 @@ def _there_coded(
     arrivals: list[Tensors] = [[part] for part in arriving.split(plan.received)]
     parts: list[Tensors] = [[part] for part in leaving.split(plan.sent)]
     parts[transport.rank] = arrivals[transport.rank] = ()
-    work = transport.exchange(parts, arrivals, leaving, label="tokens on their way to experts, in 8 bits")
+    work = transport.exchange(parts, arrivals, leaving, label="tokens sent to experts, in 8 bits")
     staying = x.new_empty(num_own, width)
     fill(slice(num_own), staying)  # while the others travel
     places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
@@ -430,7 +430,7 @@ def _back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) 
     leaving = list(zip(*of_experts, strict=True))
     arriving: list[Tensors] = [[part] for part in others]
     arriving[plan.transport.rank] = own.split(plan.arrived[plan.transport.rank])
-    plan.wait(plan.transport.exchange(leaving, arriving, rows, label="what experts made of tokens"))
+    plan.wait(plan.transport.exchange(leaving, arriving, rows, label="outputs of experts"))
     return rows
 
 

@@ -301,8 +301,8 @@ def _as_text(description: Any) -> bytes:
         return pickle.dumps(description)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise PipelineError(
-            f"what the stage gives to the next one holds, beside tensors, something that cannot be sent ({error}); let "
-            "its last layer return tensors and plain values in tuples, lists, dicts or dataclasses"
+            f"the output of the stage holds, besides tensors, something that cannot be sent ({error}); let its "
+            "last layer return tensors and plain values in tuples, lists, dicts or dataclasses"
         ) from error
 
 

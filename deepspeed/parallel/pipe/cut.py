@@ -101,8 +101,8 @@ def best_cut(
     if limit is not None and max(best.peak_bytes) > limit:
         raise ValueError(
             f"no cut of the {len(layers)} layers into {chunks} chunks fits: the best found needs "
-            f"{max(best.peak_bytes)} bytes on stage {best.peak_bytes.index(max(best.peak_bytes))}, and {limit} are "
-            "there; use more stages, smaller micro-batches, or activation checkpointing"
+            f"{max(best.peak_bytes)} bytes on stage {best.peak_bytes.index(max(best.peak_bytes))}, and {limit} "
+            "are available; use more stages, smaller micro-batches, or activation checkpointing"
         )
     return best
 

@@ -148,7 +148,7 @@ def _agreement(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: s
             raise DataError(
                 f"{call}: the data of stage {stages[other]} (rank {other}) "
                 + (
-                    "is missing: pass an iterator there, or set_batch_fn a function that can do without"
+                    "is missing: pass an iterator there, or a function to set_batch_fn that works without data"
                     if is_missing
                     else what + ". No weight has changed; give the ranks that load data loaders of equal length, or a "
                     "RepeatingLoader"

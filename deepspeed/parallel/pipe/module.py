@@ -120,9 +120,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         sample: tuple[Any, Any] | None = None,
     ) -> None:
         if not is_initialized():
-            raise RuntimeError(
-                "PipelineModule: the ranks do not know each other yet; call deepspeed.init_distributed() before it"
-            )
+            raise RuntimeError("PipelineModule: there is no process group yet; call deepspeed.init_distributed() first")
         super().__init__()
         self.loss_fn = loss_fn
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed

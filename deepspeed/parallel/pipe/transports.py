@@ -253,7 +253,7 @@ class StageTransports:
         if self._queue is not None and self._queue.has_unsent:
             assert self._watched is not None
             # Nobody must issue anything for that, and whoever has not read yet is only late: no rank is waited for.
-            label = "room for what is sent to other stages"
+            label = "free space for messages to other stages"
             self._watched.guard(self._queue.flush, self._watched.issue("queue"), label, members=(), axis=PIPE)
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:

@@ -95,7 +95,8 @@ def _shared(
         check(descriptions, "evaluation")
     except DeepSpeedConfigError as error:
         log_dist_once(
-            f"sequence parallel: each rank evaluates its batches by itself, as they cannot be shared. {error}"
+            "sequence parallel: each rank evaluates its batches by itself, as they cannot be divided over the "
+            f"ranks. {error}"
         )
         return None
     assert isinstance(ids, torch.Tensor)

@@ -95,7 +95,9 @@ def offload_checkpoints(model: nn.Module) -> None:
         )
     # At every pass, as a program may switch checkpointing on again, with functions of its own.
     model.register_forward_pre_hook(_keep_on_host)
-    log_dist(f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers wait on the host")
+    log_dist(
+        f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers are kept in host memory"
+    )
 
 
 def _keep_on_host(model: nn.Module, _args: Any) -> None:

@@ -141,7 +141,7 @@ class _RingTransfer:
             tensors,
             self._arriving,
         )
-        label = "keys and values on their way round (ring attention)"
+        label = "the exchange of keys and values (ring attention)"
         self._work: Work = transport.exchange(leaving, arriving, tensors[0], label=label)
 
     def arrived(self) -> list[torch.Tensor]:

@@ -266,8 +266,8 @@ def recompute_between_exchanges(model: nn.Module) -> None:
         )
     if found.ring_group is not None:
         raise DeepSpeedConfigError(
-            f"{key}: attention round the ranks (sequence_parallel.mode) keeps no scores, and would send keys and "
-            'values again in backward; leave the key out, or set the mode to "ulysses"'
+            f"{key}: ring attention (sequence_parallel.mode) keeps no scores, and would send keys and values "
+            'again in backward; leave the key out, or set the mode to "ulysses"'
         )
     if found.recompute_exchange:
         log_dist(f"sequence_parallel.recompute_exchange has no effect beside {key}: attention's result is not kept")

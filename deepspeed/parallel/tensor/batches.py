@@ -168,7 +168,7 @@ def same_random_states(channel: Channel) -> None:
     rows = channel.transport.gather_small(checksums, channel="call", label="the comparison of random states")
     if bool((rows == rows[0]).all()):
         return
-    log_dist("tensor parallelism: the ranks that share layers go on with the random state of the first of them")
+    log_dist("tensor parallelism: the ranks that share layers continue with the random state of the first of them")
     for kind, state in states.items():
         where = device.current_device_name() if channel.transport.needs_one_order else "cpu"
         moved = state.to(where)

@@ -98,8 +98,9 @@ def _marked(model: nn.Module) -> tuple[list[tuple[_Mark, nn.Parameter]], str]:
         shape, stride = full_shape(parameter), getattr(parameter, "partition_stride", 1)
         if given >= len(shape) or not isinstance(stride, int) or stride < 1 or shape[given] % stride:
             return found, (
-                f"the parameter {name!r} of shape {shape} is marked with partition_dim {given} and partition_stride "
-                f"{stride}; expected one of its dimensions, and a number of stretches that divides its extent there"
+                f"the parameter {name!r} of shape {shape} is marked with partition_dim {given} and "
+                f"partition_stride {stride}; expected one of its dimensions, and a number of equal blocks that "
+                "divides its extent there"
             )
         found.append(((name, shape, given, stride), parameter))
     return found, ""

@@ -114,7 +114,7 @@ def search_layouts(
         slower[_main_cost(step)] -= 1
     for cost, number in slower.items():
         if number > 0:
-            ranking.refused[f"slower; beside products most time goes to {cost}"] = number
+            ranking.refused[f"slower; besides matrix products, most time goes to {cost}"] = number
     return ranking
 
 
@@ -198,7 +198,7 @@ def _main_cost(step: PredictedStep) -> str:
 
 def _reason(step: PredictedStep, best: PredictedStep) -> str:
     if step is best:
-        return f"the fastest; beside products most time goes to {_main_cost(step)}"
+        return f"the fastest; besides matrix products, most time goes to {_main_cost(step)}"
     mine, its = _costs(step), _costs(best)
     mine["products of smaller matrices"], its["products of smaller matrices"] = (
         one.matmul - _costs(one)["what runs again"] for one in (step, best)

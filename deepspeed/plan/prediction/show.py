@@ -22,7 +22,7 @@ def step_text(step: PredictedStep, width: int) -> str:
     )
     table = times_table("Predicted time of a step, busiest stage", step, f"+- {ERROR:.0%}")
     table.add_row("tokens per second of all ranks", f"{step.tokens_per_second:,.0f}", "")
-    table.add_row("TFLOP/s of a device, without what runs again", f"{step.model_flops / 1e12:,.0f}", "")
+    table.add_row("TFLOP/s of a device, without recomputation", f"{step.model_flops / 1e12:,.0f}", "")
     left = machine.usable - step.device_bytes
     fit = "fits" if left >= 0 else "DOES NOT FIT"
     lines = [

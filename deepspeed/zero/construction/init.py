@@ -94,7 +94,7 @@ class Init:
         )
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             log_dist(
-                "zero.Init: how weights travel is decided by zero_optimization.zero_quantized_weights and "
+                "zero.Init: how weights are sent is decided by zero_optimization.zero_quantized_weights and "
                 "zero_quantized_nontrainable_weights in the configuration given to initialize"
             )
         given = _one_config(config_dict_or_path, config)

@@ -55,9 +55,9 @@ class Handle:
         version = self.bucket.params[self.tile]._version
         if version != self.version:
             raise CallOrderError(
-                f"backward needs parameter {self.bucket.layout.tiles[self.tile].name!r} as the forward saw it, but it "
-                f"was changed since (version {self.version} then, {version} now): by an update, or by something that "
-                "wrote into it. Call backward before that, or run the forward again"
+                f"backward needs parameter {self.bucket.layout.tiles[self.tile].name!r} as the forward saw it, "
+                f"but it was changed since (version {self.version} then, {version} now): by an update or "
+                "another write. Call backward before that, or run the forward again"
             )
 
     @partial(uncompiled, recursive=False)

@@ -537,8 +537,8 @@ class GradientReducer:
             return
         self._travel(is_coded)
         if self._has_codecs:
-            way = "codes" if is_coded else "they are"
-            log_dist(f"update {before + 1}: gradients travel as {way} from now on{why}")
+            way = "as codes" if is_coded else "uncompressed"
+            log_dist(f"update {before + 1}: gradients are sent {way} from now on{why}")
 
     @property
     def _was_tried(self) -> bool:

@@ -99,7 +99,9 @@ class LocalSteps(MomentumExchange):
 
     def _line(self, phase: Phase) -> str:
         found = super()._line(phase)
-        return f"{found}; at updates of the variance gradients travel as they are" if phase is Phase.MOMENTUM else found
+        return (
+            f"{found}; at updates of the variance gradients are sent uncompressed" if phase is Phase.MOMENTUM else found
+        )
 
     @property
     def optimizer(self) -> ZeroOneAdam:

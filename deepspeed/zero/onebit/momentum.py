@@ -92,14 +92,12 @@ class MomentumExchange(MeanGradient):
                 plain += 2 * 2 * bucket.numel * (size - 1) // size
                 coded += one_bit_nbytes(bucket.numel, size)
         if phase is Phase.WARM_UP:
-            return "gradients are reduced as they are"
+            return "gradients are reduced uncompressed"
         if not coded:
-            return "nothing travels, as there is one data rank"
-        what = (
-            "momentum travels" if phase is Phase.MOMENTUM else "ranks take steps of their own; what they moved travels"
-        )
+            return "nothing is sent, since there is one data-parallel rank"
+        what = "momentum is sent" if phase is Phase.MOMENTUM else "ranks make local steps; their movements are sent"
         return (
-            f"{what} in 1 bit for each element, {coded:,} bytes sent by each rank and exchange, {plain / coded:.1f} "
+            f"{what} in 1 bit per element, {coded:,} bytes sent by each rank and exchange, {plain / coded:.1f} "
             "times fewer than gradients in 16 bits"
         )
 

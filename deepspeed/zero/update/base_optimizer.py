@@ -51,15 +51,16 @@ def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
     found = [len(group["params"]) for group in optimizer.param_groups]
     if sum(found) != runs:
         raise CallOrderError(
-            f"engine.step: the {len(found)} param groups of {type(optimizer).__name__} list {sum(found)} tensors, but "
-            f"this rank trains {runs}: somebody has changed a group's `params`, or called add_param_group. {_REMEDY}"
+            f"engine.step: the {len(found)} param groups of {type(optimizer).__name__} list {sum(found)} "
+            f"tensors, but this rank trains {runs}: a group's `params` were changed, or add_param_group was "
+            f"called. {_REMEDY}"
         )
 
 
 _REMEDY = (
-    "Which parameters belong to which group is settled at deepspeed.initialize, where they were laid out by it; the "
-    "other entries of a group, such as lr, may change. Give the optimizer all parameters before initialize: those that "
-    "train later with requires_grad=False until then, which costs no optimizer state"
+    "deepspeed.initialize fixes which parameters belong to which group; the other entries of a group, such as "
+    "lr, may change. Give the optimizer all parameters before initialize: those that train later with "
+    "requires_grad=False until then, which costs no optimizer state"
 )
 
 

@@ -430,7 +430,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self._max_skipped and self._skipped_in_a_row >= self._max_skipped:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row had gradients that are not finite. The first: "
-                f"{self._first_skip}. Lower the learning rate, look at that parameter's inputs, or raise "
+                f"{self._first_skip}. Lower the learning rate, check that parameter's inputs, or raise "
                 "max_consecutive_skipped_steps (0 = never stop)"
             )
 

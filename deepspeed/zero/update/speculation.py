@@ -113,8 +113,8 @@ class ShadowMaster:
         self.master = master
         self._memory_tracker = memory_tracker
         self.nbytes = 0
-        self.flat = self._empty(master.flat.dtype, "the shadow of the master weights")
-        self.states = {key: self._empty(dtype, f"the shadow of the state {key}") for key, dtype in states.items()}
+        self.flat = self._empty(master.flat.dtype, "the second set of master weights")
+        self.states = {key: self._empty(dtype, f"the second set of the state {key}") for key, dtype in states.items()}
         self.out = None if master.out is None else self._empty(master.out.dtype, "the new parameters")
         self.copy: PendingCopy | None = None
 
@@ -421,8 +421,9 @@ class SpeculativeUpdater:
             self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, _LONGEST_PAUSE)
             if self._pause == _LONGEST_PAUSE:
                 log_dist(
-                    f"offload_optimizer.super_offload: {self._wrong_in_a_row} updates that were begun before the norm "
-                    f"was known had to be made again ({reasons[0]}); the next {self._pause} are made after it"
+                    f"offload_optimizer.super_offload: {self._wrong_in_a_row} updates in a row that were "
+                    f"started before the norm was known had to be repeated ({reasons[0]}); the next "
+                    f"{self._pause} start after it"
                 )
         elif has_begun:
             self._wrong_in_a_row = 0
@@ -444,8 +445,8 @@ class SpeculativeUpdater:
             shadow.close()
         if self._shadows:
             log_dist(
-                f"offload_optimizer.super_offload: of the updates of single buckets that were begun before the norm "
-                f"was known {self.kept} were kept and {self.discarded} thrown away"
+                "offload_optimizer.super_offload: of the updates of single buckets that were started before "
+                f"the norm was known, {self.kept} were kept and {self.discarded} discarded"
             )
         self._shadows.clear()
 

@@ -79,8 +79,8 @@ def test_a_stranger_is_refused_by_name_on_both_sides(warnings):
     stranger = here.comes(process(1, "Open MPI job 9", 55, command="other.py --x"))
     host = here.comes(process(0, "run x"))
     reason = refused(stranger)
-    assert "where another run meets: that of process 100 on host a, rank 0 of 2 of `train.py` (run x)" in reason
-    assert "This is process 55 on host a, rank 1 of 2 of `other.py --x` (Open MPI job 9)" in reason
+    assert "the rendezvous of another run, that of process 100 on host a, rank 0 of 2 of `train.py` (run x)" in reason
+    assert "It refused this process, process 55 on host a, rank 1 of 2 of `other.py --x` (Open MPI job 9)" in reason
     assert "set MASTER_PORT" in reason
     (line,) = warnings
     assert "refused process 55 on host a, rank 1 of 2 of `other.py --x` (Open MPI job 9)" in line
@@ -94,7 +94,7 @@ def test_other_strangers(change, warnings):
     here = Meeting()
     host = here.opens(process(0, "run x"))
     reason = refused(here.comes(process(**{"rank": 1, "run": "run x", "pid": 55, **change})))
-    assert "where another run meets" in reason and ("same DS_RUN_ID" in reason) == ("run" in change)
+    assert "the rendezvous of another run" in reason and ("same DS_RUN_ID" in reason) == ("run" in change)
     here.comes(process(1, "run x")).result(60)
     assert host.result(60)[1] and "process 55" in warnings[0]
 
@@ -133,7 +133,7 @@ def test_a_parent_in_common_decides_between_two_that_run_the_same(warnings):
             here.has_arrived(count)
         here.comes(process(2, world_size=3)).result(60)
         assert host.result(60)[1][1].pid == 101 and claims[101].result(60)
-        assert "another run meets" in refused(claims[55]) and "process 55" in warnings.pop()
+        assert "rendezvous of another run" in refused(claims[55]) and "process 55" in warnings.pop()
 
 
 def test_all_are_refused_where_nothing_tells_who_is_who():
@@ -160,8 +160,8 @@ def test_who_does_not_come_is_named():
     outcomes = [here.comes(process(rank, world_size=4)) for rank in (0, 2)]
     reason = {refused(outcome) for outcome in outcomes}
     assert reason == {
-        f"ranks 1, 3 of 4 did not come to {WHERE} within 0:00:00.500000. Check that all 4 processes were started and "
-        "can reach that address"
+        f"ranks 1, 3 of 4 did not connect to {WHERE} within 0:00:00.500000. Check that all 4 processes were started "
+        "and can reach that address"
     }
     alone = Meeting(seconds=0.1)
     assert "nothing came from rank 0" in refused(alone.comes(process(1)))
@@ -204,7 +204,7 @@ def test_another_rank_0_is_no_restart(change):
     here = Meeting()
     here.opens(process(0, "torchrun run x", has_agent=True))
     second = here.comes(process(**{"rank": 0, "run": "torchrun run x", "pid": 55, "has_agent": True, **change}))
-    assert "where another run meets" in refused(second)
+    assert "the rendezvous of another run" in refused(second)
     assert here.at().host.facts.pid == 100
 
 

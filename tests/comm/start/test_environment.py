@@ -167,7 +167,7 @@ def test_local_rank_without_its_variable():
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "0"},
-            "MASTER_PORT is 0, where 2 ranks cannot meet.*--standalone",
+            "MASTER_PORT is 0, which 2 ranks cannot use.*--standalone",
         ),
     ],
 )

@@ -193,7 +193,7 @@ def test_two_runs_at_one_port_do_not_mix():
     assert (host.returncode, rest) == (0, ["ours"]), text
     assert own.communicate(timeout=120)[0].split()[1:] == ["ours"] and stranger.returncode == 1
     assert f"refused process {other_pid.strip()} on host" in text
-    assert f"another run meets: that of process {pid} on host" in reason.splitlines()[-1]
+    assert f"rendezvous of another run, that of process {pid} on host" in reason.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_two_runs_at_one_port_do_not_mix():
         (
             "from datetime import timedelta; dist.init_distributed(timeout=timedelta(seconds=1))",
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"},
-            "rank 1 of 2 did not come to 127.0.0.1:",
+            "rank 1 of 2 did not connect to 127.0.0.1:",
         ),
         ("dist.get_local_rank()", {}, "LOCAL_RANK is not set; call deepspeed.init_distributed"),
     ],

@@ -159,7 +159,7 @@ def _refused() -> None:
         (
             build("mixtral"),
             {"moe_layer_pattern": "nothing"},
-            "fits none of the .* 'model.layers.0.mlp.experts'",
+            "matches none of the .* 'model.layers.0.mlp.experts'",
         ),
         (
             build("mixtral", num_local_experts=3),

@@ -57,7 +57,7 @@ def test_activations_in_flight_count():
     short = best_cut(equal, "1f1b", 2, 8, limit=210)
     assert (short.bounds, short.peak_bytes) == ((0, 3, 8), (3 * 70, 5 * 30))
     assert short.step_time > free.step_time
-    with pytest.raises(ValueError, match=r"needs 180 bytes on stage \d, and 179 are there; use more stages"):
+    with pytest.raises(ValueError, match=r"needs 180 bytes on stage \d, and 179 are available; use more stages"):
         best_cut(equal, "1f1b", 2, 8, limit=179)
 
 

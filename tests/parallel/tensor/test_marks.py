@@ -264,7 +264,7 @@ def _marks_that_do_not_fit():
     mpu = Unit(2)
     for change, words in (
         ({"partition_dim": 2}, r"'rise.0.weight' of shape \(12, 8\) is marked with partition_dim 2"),
-        ({"partition_stride": 5}, "partition_stride 5; expected one of its dimensions, and a number of stretches"),
+        ({"partition_stride": 5}, "partition_stride 5; expected one of its dimensions, and a number of equal blocks"),
         (
             {"partition_stride": 1 + dist.get_rank()},
             "tensor rank 0 has 'rise.0.weight' .*partition_stride 1, tensor rank 1",

@@ -155,7 +155,7 @@ def _built_inside_init() -> None:
     with deepspeed.zero.Init():
         plain = nn.Linear(WIDTH, WIDTH)
     put_in_group(plain.parameters(), "experts")
-    with pytest.raises(DeepSpeedConfigError, match=r"zero.Init has shared it as one of 'data'.*in_group\('experts'\)"):
+    with pytest.raises(DeepSpeedConfigError, match=r"zero.Init has sharded it over 'data'.*in_group\('experts'\)"):
         engine_of(plain, 3)
 
 
