@@ -1,4 +1,4 @@
-"""Which machine of a cluster this is, by the variables of whoever starts one command per machine.
+"""Which machine of a cluster this is, by the variables of the program that starts one command per machine.
 
 Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and say in the
 environment which machine it is. Schedulers that start one process per rank are read by
@@ -21,12 +21,12 @@ class ClusterNode:
     Attributes:
         index: Number of the machine, from 0; rank 0 runs on machine 0.
         count: Number of machines.
-        devices: Ranks per machine; None where nobody says.
+        devices: Ranks per machine; None if unknown.
         address: Name or address of machine 0.
-        port: Port where rank 0 listens; None where nobody says.
-        hosts: Names or addresses of all machines in order; empty where nobody says.
+        port: Port where rank 0 listens; None if unknown.
+        hosts: Names or addresses of all machines in order; empty if unknown.
         way: Whose variables these are, for the log.
-        run: Name of the run, the same on all its machines and for no other run; empty where nobody says.
+        run: Name of the run, the same on all its machines and for no other run; empty if unknown.
     """
 
     index: int

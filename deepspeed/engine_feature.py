@@ -248,7 +248,7 @@ class StepTracker:
         """
 
     def close(self) -> None:
-        """Ends what was begun. Called when the engine is destroyed; may be called twice."""
+        """Ends what was started. Called when the engine is destroyed; may be called twice."""
 
 
 class UnevenBatch(Protocol):
@@ -374,7 +374,7 @@ class EngineFeature:
         return config
 
     def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
-        """Returns the configuration together with what the program has said about the model."""
+        """Returns the configuration together with the program's settings of the model."""
         return root
 
     def problems(self, setup: EngineSetup) -> Iterator[str]:

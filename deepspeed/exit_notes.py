@@ -1,4 +1,4 @@
-"""What ranks and their launcher tell each other through a folder: who ended how, whom the others do without, reports.
+"""What ranks and their launcher exchange through a folder: who ended how, whom the others do without, reports.
 
 Without a launcher of this package there is no folder, and nothing is written.
 """
@@ -55,7 +55,7 @@ class ExitNotes:
             self._write(f"{_RECOVERED}{pid}", "")
 
     def cause_of(self, pid: int) -> str:
-        """Returns how a process has ended, in the launcher's words; empty if it has not said it."""
+        """Returns how a process has ended, in the launcher's words; empty if unknown."""
         if self._folder is None:
             return ""
         path, deadline = self._folder / f"{_EXIT}{pid}", time.monotonic() + _LOOK_SECONDS
@@ -80,7 +80,7 @@ class ExitNotes:
 
     @property
     def do_continue(self) -> bool:
-        """Whether the ranks have said that the others go on when one is lost."""
+        """Whether the ranks have announced that the others go on when one is lost."""
         return self._folder is not None and (self._folder / _CONTINUES).exists()
 
     def is_recovered(self, pid: int) -> bool:

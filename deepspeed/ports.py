@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT_PORT = 29500
-"""Where ranks meet unless something says otherwise."""
+"""Default rendezvous port."""
 
 _LISTENS = "0A"  # the state as Linux's tables write it
 _MOST_SHOWN = 100

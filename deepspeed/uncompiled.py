@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile`` leaves alone, said without loading the compiler.
+"""Marks functions that ``torch.compile`` leaves alone, without loading the compiler.
 
 ``torch.compiler.disable``, and each method of ``torch.optim.Optimizer`` that torch keeps out of graphs by itself,
 import ``torch._dynamo`` on the way: 800 modules and 0.7 s, more than all else that ``initialize`` does. What they say

@@ -228,7 +228,7 @@ class DeepSpeedAccelerator(ABC):
 
     @property
     def autocast_dtype(self) -> torch.dtype:
-        """What ``torch.autocast`` computes in on this device unless it is told otherwise."""
+        """The default dtype of ``torch.autocast`` on this device."""
         return torch.get_autocast_dtype(self._name)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
 what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name says: an H100 with 80 GB has 81,559 MiB.
-In what people write, ``GB`` and its kin are powers of ten, ``GiB`` and its kin powers of two.
+In what people write, ``GB``, ``MB`` and so on are powers of ten, ``GiB``, ``MiB`` and so on powers of two.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class SelectiveCheckpointing(EngineFeature):
         model: Any = setup.model
         whole = model.transformers_model if setup.has_stages else None
         if setup.ranks.sequence_size == 1 or (whole is None and offers_recomputation(model)):
-            recompute_attention(model, whole)  # otherwise whoever shares sequences does it, between the exchanges
+            recompute_attention(model, whole)  # otherwise sequence parallelism does it, between the exchanges
 
     @override
     def refuse(self, setup: EngineSetup) -> None:

@@ -1,4 +1,4 @@
-"""What the command tells the ranks of one start of the script, through a file that a variable names.
+"""What the command passes to the ranks of one start of the script, through a file that a variable names.
 
 No torch here: the command reads and writes these files too.
 """

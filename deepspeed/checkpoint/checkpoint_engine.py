@@ -81,7 +81,7 @@ class CheckpointEngine:
 
         Args:
             path: Of the file.
-            map_location: Device of the tensors, as of ``torch.load``; None: the host.
+            map_location: Device of the tensors, as in ``torch.load``; None: the host.
 
         Raises:
             NotImplementedError: In the base class.
@@ -146,7 +146,7 @@ class StateDictWriter(FileWriter):
     Args:
         folder: The tag folder.
         engine: Stores the tensors.
-        note: Called with the number of bytes of each part; None: nobody asks.
+        note: Called with the number of bytes of each part; None: not reported.
     """
 
     def __init__(self, folder: Path, engine: CheckpointEngine, note: Callable[[int], None] | None = None) -> None:

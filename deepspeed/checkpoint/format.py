@@ -170,7 +170,7 @@ class SavedFile:
         kind: What it holds; see the module.
         size: Bytes.
         checksums: CRC-32 of each :data:`CHUNK_BYTES` of the file.
-        runs: Stretches of buckets in it.
+        runs: Runs of buckets in it.
         tensors: Whole tensors in it.
     """
 

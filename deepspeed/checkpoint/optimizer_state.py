@@ -171,7 +171,7 @@ class OptimizerFiller:
                 master.keep_state(run, state, first_state(flat, group, master.flat.dtype))
         for key in sorted(saved):
             if flat is not None and key not in state:
-                continue  # of no use here, as check() said
+                continue  # of no use here, as check() has logged
             target = state.get(key, old.get(key))
             if target is None or not is_per_element(target, run.param):
                 target = torch.zeros_like(run.param, dtype=self._matches[name].states()[key], requires_grad=False)

@@ -1,7 +1,7 @@
 """What the ranks that save together have of the model: every bucket once, with its number in the checkpoint.
 
 Where one group of ranks shares everything, that is what any of them has. Otherwise (model-parallel ranks, groups of
-their own for some parameters) the first rank of each group tells the others of the buckets for which it stands.
+their own for some parameters) the first rank of each group sends the others the list of its buckets.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def _copy_to_host(job: _Job, host: HostCopy) -> None:
 
 
 def _run(job: _Job, exchange: Exchange) -> None:
-    """Writes and commits. Every rank runs it; they meet after each phase, so that one failure is everybody's."""
+    """Writes and commits. Every rank runs it; a barrier ends each phase, so that a failure is an error on all."""
     options = job.options
     if options.engine is not None:
         _run_through(options.engine, job, exchange)

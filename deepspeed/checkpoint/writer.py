@@ -53,7 +53,7 @@ class ChunkedStream:
     Args:
         descriptor: Of the file.
         crc_pool: One thread, which computes checksums.
-        note: Called with the number of bytes of each write; None: nobody asks.
+        note: Called with the number of bytes of each write; None: not reported.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ChunkedStream:
         return last
 
     def _release_oldest(self) -> None:
-        self._pending[0][0].result()  # before its memory is let go
+        self._pending[0][0].result()  # before its memory is released
         self._pending.popleft()
 
     def _checksum(self, part: memoryview, closes_chunk: bool) -> None:

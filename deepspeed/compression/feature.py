@@ -186,7 +186,7 @@ class Compression(EngineFeature):
 
 
 def _explain_unprepared(model: nn.Module) -> None:
-    """Raises for a model that nobody has prepared; warns where ``redundancy_clean`` has finished it."""
+    """Raises for a model that was not prepared; warns where ``redundancy_clean`` has finished it."""
     if not hasattr(model, "compression_report"):
         raise DeepSpeedConfigError(
             "compression_training: its techniques are on, but the model is not prepared for them; call "

@@ -1,4 +1,4 @@
-"""Contradictions in what is said about training data: curricula, batches by tokens, dropped tokens."""
+"""Contradictions in the keys about training data: curricula, batches by tokens, dropped tokens."""
 
 from __future__ import annotations
 

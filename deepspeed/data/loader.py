@@ -42,7 +42,7 @@ class DeepSpeedDataLoader:
         dataset: The dataset.
         batch_size: Samples per batch and rank.
         data_sampler: The sampler in use; None for an iterable dataset.
-        epoch: How many passes were begun, which seeds the shuffling; :meth:`set_epoch` sets it.
+        epoch: How many passes were started, which seeds the shuffling; :meth:`set_epoch` sets it.
         post_process_func: Called with each batch and the state of a sampler that has one; what it returns is the batch.
     """
 

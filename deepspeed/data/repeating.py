@@ -13,9 +13,9 @@ _RESTORE = ("load_state_dict", "load_position", "load_sampler_state")
 class RepeatingLoader:
     """Yields the batches of ``loader`` for ever.
 
-    A loader whose sampler shuffles by epoch (:class:`~torch.utils.data.distributed.DistributedSampler`) is told of each
-    new pass, so that passes differ. It has the methods of a loader that save and restore a position; a checkpoint of an
-    engine has that of ``engine.training_dataloader``.
+    A loader whose sampler shuffles by epoch (:class:`~torch.utils.data.distributed.DistributedSampler`) is informed of
+    each new pass, so that passes differ. It has the methods of a loader that save and restore a position; a checkpoint
+    of an engine has that of ``engine.training_dataloader``.
 
     Args:
         loader: Anything that can be iterated over repeatedly.

@@ -38,7 +38,7 @@ from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.ports import address_towards
 
-# A wait fails at once when a peer's socket closes, but perhaps a moment before the links have told why.
+# A wait fails at once when a peer's socket closes, but perhaps a moment before the links know why.
 _LOSS_SECONDS = 3.0
 
 
@@ -254,7 +254,7 @@ class Continuation:
         Raises:
             CommunicationError: A rank was lost.
         """
-        self.run.held.clear()  # first: whatever happens now, nobody may go back to what was before
+        self.run.held.clear()  # first: from now on no rank may go back to the former copies
         if not self._layout.is_whole:
             self._copy()
             gather_objects(self._transport, None, label="copies of what was loaded")
@@ -287,7 +287,7 @@ class Continuation:
         gather_objects(self._transport, None, label="the end of the last step")
 
     def leave(self) -> None:
-        """Says farewell to the other members: this process has done its work."""
+        """Sends the other members a leave message: this process has done its work."""
         self.run.members.links.close()
 
     # -- changes of the ranks ------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class Continuation:
         self._is_valid = True
         if not self._layout.is_whole:
             self._copy()
-        # Only when every rank is so far may anybody forget the copies of the job before.
+        # Only when every rank has reached this point may a rank drop the copies of the former job.
         gather_objects(self._transport, None, label="copies of all ranks")
         held.trim(plan.epoch)
         self.run.filled = plan.epoch

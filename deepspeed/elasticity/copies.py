@@ -43,7 +43,7 @@ class CopyLayout:
         epoch: Of the job.
         owners: Numbers of its members, by rank.
         buckets: Of the model.
-        left_out: Names of parameters that every rank has and nobody copies: frozen ones that are not sharded.
+        left_out: Names of parameters that every rank has and that are not copied: frozen ones that are not sharded.
         frozen: Names of parameters without gradient.
         aliases: Further names of tied parameters.
         is_whole: Each copy has everything, so that one of them is enough.
@@ -199,7 +199,7 @@ class CopyStore:
         self._held.clear()
 
     def drop_oldest(self, owner: int, epoch: int) -> StateCopy | None:
-        """Forgets the copy of ``owner`` that nobody needs once there is a further one, and returns it.
+        """Drops the copy of ``owner`` that is no longer needed once there is a further one, and returns it.
 
         Copies of former jobs are not touched: a recovery that is broken off begins with them again.
         """
@@ -207,7 +207,7 @@ class CopyStore:
         return self._held.pop((mine[-1], owner)) if len(mine) >= _KEPT else None
 
     def spare(self, owner: int, size: int, epoch: int) -> CopyMemory:
-        """Returns memory for a copy of ``owner``: that of the one which nobody needs any more, if it fits."""
+        """Returns memory for a copy of ``owner``: that of the one which is no longer needed, if it fits."""
         oldest = self.drop_oldest(owner, epoch)
         if oldest is not None and oldest.memory is not None and oldest.data.numel() == size:
             return oldest.memory
@@ -364,8 +364,8 @@ class BuddyLink:
 
     A copy is sent the first time that its memory is used. If the buddy finds the same in the memory itself, it keeps
     that open, and later copies there are not sent: only what they are of. A rank makes its copy over the one before the
-    last, which nobody needs: it has the word of all ranks on the update, which each gave when it had all copies of the
-    one before.
+    last, which no rank needs: it has the message of all ranks on the update, which each gave when it had all copies of
+    the one before.
 
     Args:
         transport: Over host memory.

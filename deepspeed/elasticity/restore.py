@@ -53,7 +53,7 @@ class CopyOnRank:
     Attributes:
         kept_by: The rank.
         owner: Number of the member whose states they are.
-        runs: Where each stretch lies in its bytes, by kind.
+        runs: Where each range lies in its bytes, by kind.
         small: Pickled small states.
         is_own: The rank is the owner.
     """
@@ -150,7 +150,7 @@ class MemorySource(CheckpointReader):
         Returns:
             Bytes that came to this rank.
         """
-        asked: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # stretches of bytes, by rank, owner
+        asked: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # ranges of bytes, by rank, owner
         places: list[tuple[MemoryFile, int, int]] = []
         for entry in wanted:
             for window in windows(self.runs_of(entry)):
@@ -177,7 +177,7 @@ class MemorySource(CheckpointReader):
         return came
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """Makes sure that every stretch of ``wanted`` is on some rank.
+        """Makes sure that every range of ``wanted`` is on some rank.
 
         Raises:
             CheckpointError: It is not.
@@ -189,7 +189,7 @@ class MemorySource(CheckpointReader):
 
 @dataclass(frozen=True)
 class _CopyTable:
-    """What a rank tells the others of the copies that it holds."""
+    """What a rank sends the others about the copies that it holds."""
 
     layout: CopyLayout | None
     copies: list[CopyOnRank]

@@ -1,4 +1,4 @@
-"""The steps of a run whose ranks come and go: each has the same samples, whoever computes them."""
+"""The steps of a run whose ranks come and go: each has the same samples, on whichever ranks."""
 
 from __future__ import annotations
 

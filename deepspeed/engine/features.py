@@ -98,7 +98,7 @@ class FeatureSet:
         return config
 
     def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
-        """Returns the configuration together with what the program has said about the model."""
+        """Returns the configuration together with the program's settings of the model."""
         for feature in self._features.values():
             root = feature.complete(root, model, mpu)
         return root

@@ -1,4 +1,4 @@
-"""Islands of ranks that train alone and meet seldom: which ranks they are, and what the first of them does for all.
+"""Islands that train by themselves between outer steps: their ranks, and what the first of them does for all.
 
 An island is an engine on its own ranks: it gathers, reduces, skips and clips by itself. What islands exchange every so
 many updates is in ``zero.update.outer_step``.
@@ -138,7 +138,7 @@ _WHY = "islands are cut out of ranks that are all data-parallel"
 
 
 class TrainingOnIslands(EngineFeature):
-    """Groups of ranks that train alone and meet seldom."""
+    """Groups of ranks that train by themselves and synchronise seldom."""
 
     title = "islands"
     setting = _SETTING

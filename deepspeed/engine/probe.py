@@ -26,7 +26,7 @@ def seconds(
     Args:
         transport: Carries gradients.
         codecs: What is tried.
-        dtype: Of gradients on the wire.
+        dtype: Dtype in which gradients are sent.
         device: Where they are.
         to_owner: As the engine reduces them.
     """

@@ -66,7 +66,7 @@ class ProgressLog:
         self._stop_clock: Callable[[], Any] | None = None
         if self._breakdown:
             waiting.start()
-            self._stop_clock = weakref.finalize(self, waiting.stop)  # also where nobody closes this
+            self._stop_clock = weakref.finalize(self, waiting.stop)  # also if this is never closed
         shows_mfu = (self._every > 0 and self._throughput.enabled) or any(tracker.wants_events for tracker in trackers)
         self._flops = FlopsCounter(is_rank_0 and shows_mfu)
         self._announces_flops = True

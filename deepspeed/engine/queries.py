@@ -133,7 +133,7 @@ class EngineQueries:
         Yields:
             ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
             Of a parameter that is cut over tensor-parallel ranks it is all of it, and these ranks must take part; where
-            nobody knows which ranks have the other parts (a program's own layers), it is this rank's part.
+            it is not known which ranks have the other parts (a program's own layers), it is this rank's part.
             The tensors of one bucket may share memory with each other, never with the model.
         """
         return iter_full(self._runtime, kind, bucket_bytes)

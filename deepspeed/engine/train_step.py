@@ -109,7 +109,7 @@ class TrainStep:
             fn: The model or a part of it.
             inputs: Positional arguments. Floating tensors are cast where ``auto_cast`` (of ``fp16`` or ``bf16``) asks
                 for it.
-            named: Keyword arguments; cast likewise.
+            named: Keyword arguments; cast in the same way.
             is_training: Whether the model is in training mode.
             has_data: The arguments are the program's data: the first of them are compared with the micro-batch size.
             announces: Open a backward when the program runs one through the outputs.
@@ -139,7 +139,7 @@ class TrainStep:
         return outputs
 
     def _forward_in_transform(self, fn: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Runs ``fn`` inside ``torch.func.grad`` and its kin, which compute derivatives without a backward of ours."""
+        """Runs ``fn`` inside ``torch.func.grad`` and the like, which compute derivatives without a backward of ours."""
         self._runtime.hooks.refuse_transforms()
         if self._precision.cast_inputs:
             inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)

@@ -58,7 +58,7 @@ def fill(
     """
     files = find_files(checkpoint, Path(base_dir))
     _make_buffers(model)
-    # Parts of tensor-parallel ranks may cut rows, so that no slice is a stretch of them.
+    # Parts of tensor-parallel ranks may cut rows, so that no slice is a contiguous part of them.
     places = _Places(model, None if files.parts else slices)
     unknown: list[str] = []
     filled: set[str] = set()
@@ -258,7 +258,7 @@ class StoredNames:
             what they become.
 
         Raises:
-            CheckpointError: It is a member of a stack, but not of the shape that the model's tensor has room for.
+            CheckpointError: It is a member of a stack, but not of the shape that fits the model's tensor.
         """
         if self._tensors is None or stored.is_part:
             return stored

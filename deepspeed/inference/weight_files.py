@@ -53,10 +53,10 @@ class Stored:
         return not self.is_part
 
     def offset_in_named(self) -> int:
-        """Returns the element of the flattened named tensor at which this one begins, as one stretch of it.
+        """Returns the element of the flattened named tensor at which this one begins, as one contiguous part of it.
 
         Raises:
-            CheckpointError: It is no stretch, as rows are cut.
+            CheckpointError: It is not contiguous, as rows are cut.
         """
         (region,) = self.tile.regions
         shape = self.tile.global_shape

@@ -307,7 +307,7 @@ class Failure:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Failure:
-        """Reads what another launcher's :meth:`to_message` said, in the time of this machine.
+        """Reads the message of another launcher's :meth:`to_message`, in the time of this machine.
 
         Raises:
             ValueError: A value is missing or has a wrong type.
@@ -368,7 +368,7 @@ def _bus_error_cause() -> str:
 
 
 def find_failure_file(environ: Mapping[str, str]) -> Path | None:
-    """Returns where to write why a run has failed; None where nobody looks.
+    """Returns where to write why a run has failed; None if no launcher reads it.
 
     ``DS_FAILURE_FILE`` names it (in a pod: ``/dev/termination-log``). On SageMaker it is ``/opt/ml/output/failure``.
     """

@@ -41,13 +41,13 @@ def nonce_of(message: dict[str, Any] | None) -> str | None:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """What one launcher tells the hub about itself.
+    """What one launcher sends the hub about itself.
 
     Attributes:
         index: Number of the launcher in the run; 0 is the hub.
         host: Its machine.
         sizes: Ranks that each launcher of the run starts.
-        master_port: Where the ranks meet; tells runs on the same machines apart.
+        master_port: Port of the rendezvous; distinguishes runs on the same machines.
         version: Of this package.
         run: Name of the run; empty where its launchers were started by hand.
         secret: What only the launchers of the run know; empty if none was given. It is never sent.
@@ -103,7 +103,7 @@ class HandshakeMessage:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> HandshakeMessage | None:
-        """Reads a message that anybody may have sent; None if it is no hello of a launcher."""
+        """Reads a message from an untrusted sender; None if it is not the hello of a launcher."""
         if message.get("event") != "hello" or message.get("magic") != _MAGIC:
             return None
         texts = [message.get(name) for name in ("host", "version", "run", "nonce")]

@@ -146,7 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: A rank failed or the launcher was told to stop.
+        SystemExit: A rank failed or the launcher was asked to stop.
     """
     run_command("deepspeed", lambda: _launch(parse_args(args)), args)
 
@@ -166,7 +166,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
-    """The port where the ranks will meet. Where this launcher is the only one, the run gets a name as well."""
+    """The port of the rendezvous. If this launcher is the only one, the run gets a name as well."""
     requested = RequestedPort.of(args.master_port)
     if len(hosts) == 1 and not args.placed_by:
         args.run_id = args.run_id or new_run_id()
@@ -434,7 +434,7 @@ def agent_command(
     Args:
         elastic: How many machines.
         local_size: Ranks per machine.
-        address: Where the machines meet: the first one.
+        address: Address of the rendezvous: the first machine.
         port: Its port.
         run_id: Name of the run: agents of another one are not let in.
         script: The script and its arguments.

@@ -32,7 +32,7 @@ from deepspeed.launcher.resources import LauncherError
 from deepspeed.printable import printable
 
 LONGEST_MESSAGE = 1 << 16
-# The longest wait for a message, and for room in the socket when sending.
+# The longest wait for a message, and for free space in the socket when sending.
 ANSWER_SECONDS = 5.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
 _Place = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -48,7 +48,7 @@ _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 2.0
 # Waiting for another machine is worth a line after this long, again and again.
 _IMPATIENT_SECONDS = 30.0
-# Connections that have not said who they are; more of them push out the oldest.
+# Connections that have not identified themselves; if there are more, the oldest is closed.
 _MOST_UNNAMED = 64
 _PAUSE_SECONDS = 0.05
 
@@ -221,7 +221,7 @@ class LauncherLink:
             os.set_blocking(end, False)
         self._is_closing = threading.Event()
         self._connections: dict[int, JsonConnection] = {}
-        self._gone: set[int] = set()  # those who said good-bye
+        self._gone: set[int] = set()  # those that left with a message
         self._unnamed: dict[JsonConnection, float] = {}  # who has not answered the challenge, until when it may
         self._has_warned = False
         self._thread: threading.Thread | None = None
@@ -253,7 +253,7 @@ class LauncherLink:
         self._thread.start()
 
     def send(self, **message: Any) -> None:
-        """Tells the hub, or as the hub everybody."""
+        """Notifies the hub; on the hub, all launchers."""
         self._outgoing.put(message)
         _wake(self._wake_writer)
 
@@ -475,7 +475,7 @@ class LauncherLink:
                 connection.send(self._outgoing.get_nowait())
 
     def _find_hub(self) -> JsonConnection | None:
-        """Connects to the hub of this run; None when told to stop meanwhile, or that we do not belong to it."""
+        """Connects to the hub of this run; None if asked to stop meanwhile, or refused."""
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
         while not self._is_closing.is_set():
             for port in self._ports:

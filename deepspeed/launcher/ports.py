@@ -1,4 +1,4 @@
-"""The port where the ranks of a run meet."""
+"""The rendezvous port of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RequestedPort:
 
     Attributes:
         port: It.
-        source: How it was said: ``--master_port 29600`` or ``MASTER_PORT=29600``.
+        source: Where it was given: ``--master_port 29600`` or ``MASTER_PORT=29600``.
     """
 
     port: int
@@ -65,7 +65,7 @@ class RequestedPort:
 
 
 def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool = False) -> PortClaim:
-    """Chooses the port for the ranks' meeting point: the one asked for, or a free one if that is taken.
+    """Chooses the rendezvous port: the one asked for, or a free one if that is taken.
 
     Args:
         address: Where rank 0 will listen. On another machine nothing can be looked at: the wish is what is chosen.
@@ -98,7 +98,7 @@ def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claim
     """The port that all launchers of a run on several machines use: none of them may choose another one.
 
     Args:
-        requested: What all of them were told; None means the default port.
+        requested: The port that was requested; None means the default port.
         holds_rank_0: Whether the port must be free on this machine.
         is_claimed: Whether the command that started this launcher has claimed it.
 

@@ -176,7 +176,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: A rank failed or the launcher was told to stop.
+        SystemExit: A rank failed or the launcher was asked to stop.
     """
     run_command("deepspeed", lambda: _run(parse_args(args)), args)
 

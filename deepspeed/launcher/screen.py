@@ -88,7 +88,7 @@ class Output:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether stdout or stderr is a pipe or connection without anybody at its other end, written to or not."""
+        """Whether stdout or stderr is a pipe or connection whose other end is closed, written to or not."""
         poll = select.poll()
         for descriptor in (1, 2):
             poll.register(descriptor, 0)  # errors and hang-ups are always reported

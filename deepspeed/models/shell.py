@@ -48,7 +48,7 @@ class Shell:
 
         Args:
             hidden: The decoder's output, ``[batch, tokens, width]``.
-            router_outputs: What routers said.
+            router_outputs: Outputs of the routers.
             head: Makes logits ``[batch, tokens, vocabulary]`` of ``hidden``.
         """
         running = copy.copy(self._model)

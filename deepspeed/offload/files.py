@@ -106,7 +106,7 @@ class FileMemory(Memory):
 
     @property
     def lends(self) -> bool:
-        """Returns whether tensors are lent: only mapped, untrained ones, as an update may come while they are lent."""
+        """Returns whether tensors are loaned: only mapped, untrained ones, as an update may come during a loan."""
         return self._is_mapped and not self._settings.cache.is_trained
 
     @property

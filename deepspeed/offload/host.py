@@ -125,7 +125,7 @@ class HeldBuffer(FlatBuffer):
         """Does nothing: the memory is kept."""
 
     def drop(self, memory_tracker: MemoryTracker) -> None:
-        """Takes it out of the books; the memory goes with the last use."""
+        """Subtracts it from the count; the memory is freed with the last reference."""
         memory_tracker.add(StorageKind.GRADIENT, Tier.HOST, -self.nbytes)
 
 

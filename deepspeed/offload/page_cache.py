@@ -1,9 +1,9 @@
 """Whether files of parameters are used through the system's page cache.
 
 Direct access moves bytes between the disk and our buffers alone, which is right for a model larger than memory: the
-cache would hold nothing of it when it comes round again, and would push out what others need. Parameters that nobody
-updates and that fit into free memory are better off in the cache: after the first use they come at the speed of memory,
-and the system takes the pages back by itself when memory is needed.
+cache would hold nothing of it when it comes round again, and would push out what others need. Parameters that no
+optimizer updates and that fit into free memory are better off in the cache: after the first use they come at the speed
+of memory, and the system takes the pages back by itself when memory is needed.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class ClearsGradients(ElementwiseOptimizer):
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients; None does what ``set_grad_none`` said at construction."""
+        """Clears gradients; None does what ``set_grad_none`` was at construction."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
@@ -187,7 +187,7 @@ def _share_layout(*tensors: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns whether the elements fill their stretch of memory exactly, in whatever order of dimensions."""
+    """Returns whether the elements fill their range of memory exactly, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -18,7 +18,7 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str
         tensor: Contiguous, floating, of any shape that is equal on all ranks.
         group: The process group; None: nothing is added.
         purpose: Names the exchange in messages about ranks that do not come.
-        axis: Name of the axis along which the ranks lie, for the traffic books.
+        axis: Name of the axis along which the ranks lie, for the traffic counters.
     """
     if group is None:
         return
@@ -28,7 +28,7 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str
 
 
 def largest_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str) -> None:
-    """Replaces ``tensor`` by the elementwise largest values of all ranks; arguments as of :func:`add_over_ranks`."""
+    """Replaces ``tensor`` (any shape) by the elementwise maximum of all ranks; arguments as for adding."""
     if group is not None:
         tensor.copy_(channel_along(group, tensor.device, axis).largest(tensor, purpose))
 
@@ -46,7 +46,7 @@ def exchange_parts(
         numels: Elements from each rank, elements for each rank.
         group: The process group.
         purpose: Names the exchange in messages about ranks that do not come.
-        axis: Name of the axis along which the ranks lie, for the traffic books.
+        axis: Name of the axis along which the ranks lie, for the traffic counters.
     """
     received, sent = numels
     transport_along(group, outgoing.device, axis).all_to_all(outgoing, sent, incoming, received, label=purpose).wait()

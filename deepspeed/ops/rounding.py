@@ -55,7 +55,7 @@ class ElementRounding:
 
     Args:
         update: Number of the update; equal on all ranks.
-        stretches: What the run holds, in the order in which it lies there.
+        intervals: What the run holds, in the order in which it lies there.
     """
 
     def __init__(self, update: int, stretches: Sequence[ParameterInterval]) -> None:

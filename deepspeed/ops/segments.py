@@ -66,7 +66,7 @@ class SharedTensor:
         param_group: Index of the param group of the runs that hold it.
         start: First element within the buffer.
         bounds: Where in the buffer the part of each position starts, ascending, and where that of the last ends. For
-            equal parts a ``range``, which takes no room however many there are.
+            equal parts a ``range``, which takes no memory however many there are.
     """
 
     name: str
@@ -123,7 +123,7 @@ class SegmentTable:
         by_param: ``id(run tensor)`` to its segments, in ascending order of ``start``. Gaps are padding.
         num_tensors: Number of tensors on all ranks together.
         group: The process group over which tensors are cut; None when every tensor is whole on this rank.
-        axis: Name of the axis along which the ranks of ``group`` lie, for the traffic books.
+        axis: Name of the axis along which the ranks of ``group`` lie, for the traffic counters.
         shared: Every tensor that has a param group, in ascending order of ``index``.
         ranks: The rank in the group of each position.
         position: That of this rank.

@@ -40,7 +40,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         num_parts: How many parts.
 
     Returns:
-        Bounds as of :func:`partition_uniform`.
+        Bounds as in :func:`partition_uniform`.
     """
     num_items = len(weights)
     if num_items <= num_parts:

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other of their layers, before anything is made together.
+"""What the stages of a pipeline exchange about their layers, before anything is made together.
 
 Groups are made by all ranks of a job in one order, but a stage sees its own layers only: it may have no experts and
 nothing to cut, or layers of other sizes than the rest.

@@ -110,7 +110,7 @@ def _shows_options(function: Callable[..., Plan]) -> Callable[..., Plan]:
     """Gives :func:`plan` a signature that names every option with its default, for ``help()`` and editors."""
     options = [Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default) for entry in fields(PlanOptions)]
     degrees = [Parameter(name, Parameter.KEYWORD_ONLY, default=row.default) for name, row in DEGREES.items()]
-    first = [entry.name for entry in options].index("schedule")  # the degrees stand before what is said of the stages
+    first = [entry.name for entry in options].index("schedule")  # the degrees stand before the options of stages
     given = [entry for entry in signature(function).parameters.values() if entry.kind != Parameter.VAR_KEYWORD]
     function.__signature__ = Signature([*given, *options[:first], *degrees, *options[first:]])  # type: ignore[attr-defined]
     return function

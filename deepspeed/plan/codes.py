@@ -52,7 +52,7 @@ class CodecCost:
 
     Attributes:
         name: Of the codec, for tables.
-        bits: Of an element on the wire, scales included; where all get the sum, the mean of both halves.
+        bits: Of an element as it is sent, scales included; where all get the sum, the mean of both halves.
         encode: Nanoseconds of one core to make an element ready.
         decode: Nanoseconds of one core to add an arrived element to a sum.
         launches: Seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU.

@@ -3,7 +3,7 @@
 A plan takes as long as its tokens have tiles, so few are made, and few of them long. At each moment of a step memory
 grows by so much with each token; which moment is the highest depends on the length. So a line is laid through each
 moment of two plans, and where the first of the lines crosses what there is, the next plan is made. The lines are
-believed as far as the last plan was as they had said.
+trusted as far as the last plan was as they predicted.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class LayerRow:
     """A model as a row of layers, which can be cut into the stages of a pipeline.
 
     Attributes:
-        layers: Makes the layers, as of ``PipelineModule``; called with ``meta`` as torch's device.
+        layers: Makes the layers, as in ``PipelineModule``; called with ``meta`` as torch's device.
         loss_fn: ``loss_fn(outputs, labels)``.
         items: Makes ``(inputs, labels)`` from micro-batch and sequence length.
     """

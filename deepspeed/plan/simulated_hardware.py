@@ -24,7 +24,7 @@ from deepspeed.plan.memory import META
 from deepspeed.zero.placement import Tier
 
 Note = Callable[[torch.Tensor, Tier, bool], None]
-"""Told of memory that no device allocator hands out: the tensor, its tier, whether its pages are locked."""
+"""Called for memory that no device allocator hands out: the tensor, its tier, whether its pages are locked."""
 
 
 class SimulatedDevice(CPUAccelerator):

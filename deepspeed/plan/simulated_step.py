@@ -32,7 +32,7 @@ class SimulatedStep:
         flow: What the step moved and computed.
         chunk_flops: Of each chunk of a stage and each kind of computation, operations for one micro-batch.
         chunk_activations: Of each chunk of a stage, bytes that forward keeps for backward, with what it received.
-        members: By axis of the books, the ranks along it.
+        members: By axis of the traffic counters, the ranks along it.
         sums: Of gradients, of a whole step.
         codec: How gradients travel, or what the optimizer exchanges instead of them; None: as they are.
         is_codec_fixed: The optimizer decides on the codec, not the configuration.

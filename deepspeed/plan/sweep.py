@@ -199,7 +199,7 @@ def _words(value: Any) -> str:
 
 
 _SAME_MEMORY = 0.05
-"""Share of a device's usable memory: nobody gives up tokens per second to save less."""
+"""Share of a device's usable memory: a smaller saving is not worth tokens per second."""
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:

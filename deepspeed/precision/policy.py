@@ -38,7 +38,7 @@ class PrecisionPolicy:
         compute_dtype: Dtype of floating parameters in forward and backward; None keeps the model's own.
         buffer_dtype: Dtype of floating buffers; None keeps the model's own.
         accumulate_dtype: Dtype of the sum over micro-batches.
-        communication_dtype: Dtype on the wire; None is the gradient's own.
+        communication_dtype: Dtype in which gradients are sent; None is the gradient's own.
         autocast_dtype: Dtype of ``torch.autocast`` around forward, or None for none.
         cast_inputs: Cast floating inputs of forward to the compute dtype (``auto_cast``).
         skip_non_finite: Skip an update whose gradient is not finite.

@@ -1,4 +1,4 @@
-"""What the engine does for the section ``preemption``: looks after each update whether a rank was told to stop."""
+"""What the engine does for the section ``preemption``: checks after each update whether a rank was asked to stop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def signals_of(section: Preemption, further: str) -> list[str]:
 
 
 class PreemptionHooks(EngineHooks):
-    """The end of a run that was told to stop.
+    """The end of a run that was asked to stop.
 
     Args:
         section: The configuration.

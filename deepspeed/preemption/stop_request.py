@@ -38,7 +38,7 @@ class StopRequest:
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
-        # Whoever insists does not want to wait for the end of the step.
+        # A second signal ends the process without waiting for the end of the step.
         signal.signal(number, self._before.pop(number))
 
     def release(self) -> None:

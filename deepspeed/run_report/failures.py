@@ -19,7 +19,7 @@ _LONGEST = 2000  # characters of a message that are kept
 
 
 def uncaught_exception() -> BaseException | None:
-    """Returns the exception that Python reported last and nobody caught; None if there is none."""
+    """Returns the exception that Python reported last and that was not caught; None if there is none."""
     return getattr(sys, "last_value", None)
 
 

@@ -144,7 +144,7 @@ _COST = 0.002  # of the time, at most, so that the pause grows with the number o
 
 
 class StragglerWatch:
-    """Logs a line on rank 0 when a rank stays slow, once per stretch of time in which it is.
+    """Logs a line on rank 0 when a rank stays slow, once per period in which it is.
 
     A look compares at most 32 ranks, spread over the job; the next look takes others.
 

@@ -2,7 +2,7 @@
 
 A *bucket* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
 (``zero.construction.provisional``). Every parameter that has a bucket knows its *address*: the bucket and the tile.
-Whoever wants to read, gather or move a parameter starts from there.
+Code that reads, gathers or moves a parameter starts from there.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class BucketBase:
         raise NotImplementedError
 
     def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
-        """Undoes :meth:`start_loan`; the values of the lent tensor are dropped."""
+        """Undoes :meth:`start_loan`; the values of the loaned tensor are dropped."""
         raise NotImplementedError
 
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:

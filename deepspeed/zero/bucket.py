@@ -57,7 +57,7 @@ class Bucket(BucketBase):
         is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
         is_kept: Left FULL on purpose after its forward, because its backward is near.
-        count: Counts what is gathered; None where nobody asks.
+        count: Counts what is gathered; None: not reported.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class Bucket(BucketBase):
         return self._compute_transport.as_gathered(self.shard.to(self.device))[fragment.in_slice]
 
     def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
-        """What the shard is to hold for values in the full buffer: its own, where nobody wrote over what was decoded.
+        """What the shard is to hold for values in the full buffer: its own, where they were not written.
 
         Args:
             fragment: Of this rank.

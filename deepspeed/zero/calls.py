@@ -21,7 +21,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     Args:
         transport: Of the group, or of a part of it.
         words: The call with everything that must be equal: the text is compared and shown when it differs.
-        numbers: Further numbers to tell the others; they may differ. As many on every rank.
+        numbers: Further numbers to send to the others; they may differ. As many on every rank.
 
     Returns:
         ``numbers`` of every rank, in rank order.
@@ -31,7 +31,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     """
     transport = transport.peers
     digest = zlib.crc32(words.encode())
-    # One number by itself: different calls have different numbers of them to tell.
+    # One number by itself: different calls send different numbers of them.
     mine = torch.tensor([digest], dtype=torch.int64)
     digests = transport.gather_small(mine, channel="call", label=words)
     if bool((digests != digest).any()):

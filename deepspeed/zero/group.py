@@ -39,7 +39,8 @@ class BucketGroup:
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
         is_part: Tensor-parallel ranks have other parts of the parameters; of several that have one alike one counts.
         spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
-            several stages of a pipeline): sums over them wait for the update, and whoever edits one copy must edit all.
+            several stages of a pipeline): sums over them wait for the update, and code that edits one copy must edit
+            all.
         gather_codec: How parameters travel that are gathered for their uses; None: as they are.
         frozen_codec: The same of parameters that were frozen when their buckets were made.
         early_codec: How gradients travel until the updates that ``reduce_codec`` is for; None: as they are.
@@ -245,7 +246,7 @@ class Groups:
             described: What its marks say.
 
         Raises:
-            DeepSpeedConfigError: They name a group that nobody has defined.
+            DeepSpeedConfigError: They name a group that is not defined.
         """
         name = described.group
         if name == CUT and CUT not in self.by_name:

@@ -1,4 +1,4 @@
-"""Hooks on a model that keep programs from mistakes: state dicts that are not whole, gradients that nobody takes."""
+"""Hooks on a model that keep programs from mistakes: state dicts that are not whole, gradients that no engine uses."""
 
 from __future__ import annotations
 

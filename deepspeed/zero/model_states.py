@@ -53,7 +53,7 @@ class ModelStates:
         buckets: In model order.
         masters: One per bucket that is trained; those that were unfrozen later come last.
         param_names: Parameter to qualified name.
-        memory_tracker: Books of the memory.
+        memory_tracker: Counts the memory.
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
@@ -104,7 +104,7 @@ class ModelStates:
         )
 
     def _open_memories(self) -> None:
-        """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
+        """Announces to each memory what it will hold; a lack of space on any rank is an error on all."""
         options = self._options
         formula = MemoryFormula(self.layout, options.placement, host_is_device=options.host_is_device)
         failure: OffloadError | None = None

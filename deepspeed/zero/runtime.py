@@ -262,7 +262,7 @@ class ZeroRuntime:
     def take_unfrozen(self) -> None:
         """Parameters that were frozen when the engine was made and require gradients now. Every rank must call it.
 
-        Nothing moves: their bucket gets a master and room for gradients, and the optimizer gets its runs.
+        Nothing moves: their bucket gets a master and memory for gradients, and the optimizer gets its runs.
         """
         unfrozen = [b for b in self.buckets if not b.layout.trainable and any(p.requires_grad for p in b.params)]
         if self.reducer is None:

@@ -2,7 +2,7 @@
 
 Freeing is ``untyped_storage().resize_(0)`` and growing is resizing back, so that the views cut once from a buffer stay
 valid objects for the life of the model: a gather writes the parameters in place. Torch does not guard a freed storage
-(a kernel that reads it may crash the process). So before memory is freed its references are counted; if somebody else
+(a kernel that reads it may crash the process). So before memory is freed its references are counted; if other code
 still has a view (a cached weight, an output that is a slice of one), the memory is left to them with the values that it
 has, and the buffer goes on with other memory.
 """
@@ -36,11 +36,11 @@ class StorageKind(Enum):
     STAGING = "staging buffers"
     PRIVATE = "error feedback"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, and the books are written for every bucket that moves
+    __hash__ = object.__hash__  # Enum's own runs in Python, and every bucket that moves is counted
 
 
 class MemoryObserver(Protocol):
-    """Follows the books of every memory tracker as they are written, beside counts of its own."""
+    """Follows the counts of every memory tracker as they change, beside counts of its own."""
 
     def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
@@ -63,7 +63,7 @@ class MemoryTracker:
         self._peak: dict[tuple[StorageKind, Tier], int] = defaultdict(int)
 
     def add(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
-        """Adds to the books; to be called before the memory is allocated."""
+        """Adds to the count; called before the memory is allocated."""
         key = (kind, tier)
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
@@ -100,7 +100,7 @@ class Memory:
     """One tier: makes tensors there and moves values between them and the device.
 
     This class is the device itself, where nothing has to move; the other tiers are in ``deepspeed.offload``. Whatever
-    the tier, its tensors can be read and written by anybody at any time between two operations of the engine (a tensor
+    the tier, its tensors can be read and written by any code at any time between two operations of the engine (a tensor
     in a file is mapped into memory), so only code on the hot path needs the methods below.
 
     Args:
@@ -168,7 +168,7 @@ class Memory:
         target.copy_(source)
 
     def forget(self) -> None:
-        """Takes back what was announced and not read: somebody else may change it from now on."""
+        """Withdraws what was announced and not read: other code may change it from now on."""
 
     def ordered(self) -> AbstractContextManager[Any]:
         """Returns a context for :meth:`read` and for the collective that sends its result on."""
@@ -231,7 +231,7 @@ class FlatBuffer:
             self.is_allocated = True
 
     def free(self) -> None:
-        """Gives the memory back, or leaves it to whoever else has a view of it. Does nothing if it is free."""
+        """Frees the memory, or leaves it to other views of it. Does nothing if it is free."""
         if self.is_allocated:
             if self._own_references is None:
                 if self._storage.resizable():  # mapped pages are not: they go with the last reference
@@ -247,13 +247,13 @@ class FlatBuffer:
         """Makes :meth:`free` look for views that others have, from now on.
 
         Args:
-            views: Views of any shape that the owner keeps; nobody else may have one at the moment.
+            views: Views of any shape that the owner keeps; no other view may exist at the moment.
         """
         self._own_views = tuple(views)
         self._own_references = self._references()
 
     def _has_fixed_size(self) -> bool:
-        """Returns whether somebody has fixed the size of the storage: it can be neither freed nor grown again.
+        """Returns whether the size of the storage is fixed: it can be neither freed nor grown again.
 
         ``numpy()`` of a view does so, and so does ``share_memory_()``, after which torch crashes in ``resize_``.
         """
@@ -276,7 +276,7 @@ class FlatBuffer:
             self.on_move(old_key, self.storage_key)
 
     def forget(self) -> None:
-        """Takes the buffer out of the books; its memory lives as long as somebody holds a view of it."""
+        """Subtracts the buffer from the count; its memory lives as long as a view of it exists."""
         if self.is_allocated:
             self._memory_tracker.add(self._kind, self._tier, -self.nbytes)
             self.is_allocated = False
@@ -347,8 +347,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a view of ``tensor`` in which no two elements share memory as those of an ``expand``-ed one do.
 
-    Its expanded dimensions have size 1. Whoever writes ``tensor.numel()`` elements to the address of an expanded tensor
-    writes past the end of its memory.
+    Its expanded dimensions have size 1. Code that writes ``tensor.numel()`` elements to the address of an expanded
+    tensor writes past the end of its memory.
     """
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:

@@ -1,6 +1,6 @@
 """Codecs: how values travel in fewer bits than they have, and what is done with what that loses.
 
-A codec turns a stretch of values into bytes (codes and scales together) and adds what bytes stand for to a sum. Which
+A codec turns a range of values into bytes (codes and scales together) and adds what bytes stand for to a sum. Which
 values come out depends on the bytes alone, so every rank that decodes the same bytes gets the same bits.
 ``comm.codecs.coded`` has the collectives that carry the bytes.
 
@@ -35,7 +35,7 @@ class Codec:
     leaves an error of 0.
 
     Attributes:
-        name: For messages and books.
+        name: For messages and counters.
         feeds_back: Whether reductions keep what is lost for the next one.
         encodes_zero: Whether codes of a 0 stand for 0; otherwise rows of zeros are marked beside them
             (``comm.codecs.zero_rows``).

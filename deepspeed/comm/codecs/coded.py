@@ -35,7 +35,7 @@ class CodedTransport(Transport):
     is_exact = False
 
     def __init__(self, plain: Transport, codec: Codec) -> None:
-        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: nobody watches this one
+        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: this one is not watched
         self.needs_one_order = plain.needs_one_order
         self.plain = plain
         self.codec = codec

@@ -27,7 +27,7 @@ _HEAD = 8  # bytes before the signs of a slice: its scale, fp32, and nothing, so
 
 
 def padded_numel(numel: int, ranks: int) -> int:
-    """The room that a vector of ``numel`` elements takes: slices of whole bytes, one for each rank."""
+    """The memory that a vector of ``numel`` elements takes: slices of whole bytes, one for each rank."""
     return -(-numel // (8 * ranks)) * 8 * ranks
 
 
@@ -37,7 +37,7 @@ def _row_nbytes(part: int) -> int:
 
 
 def one_bit_nbytes(numel: int, ranks: int) -> int:
-    """Bytes that a rank sends for one exchange of ``numel`` elements, as the books of the exchange count them."""
+    """Bytes that a rank sends for one exchange of ``numel`` elements, as the traffic counters count them."""
     return 2 * (ranks - 1) * _row_nbytes(padded_numel(numel, ranks) // ranks)
 
 
@@ -87,7 +87,7 @@ class OneBitExchange:
         self._work = transport.swap(sent.view(-1), self._received.view(-1), key=key, label=label)
 
     def _rows(self) -> torch.Tensor:
-        """Room for the bytes of every slice."""
+        """Memory for the bytes of every slice."""
         size = self._transport.size
         nbytes = _row_nbytes(self._values.numel() // size)
         return torch.zeros((size, nbytes), dtype=torch.uint8, device=self._values.device)
@@ -126,7 +126,7 @@ def _clamp(values: torch.Tensor, limit: float) -> None:
 
 
 def _ranges(rows: int, values: torch.Tensor) -> Iterator[slice]:
-    """Yields stretches of ``values`` (1-D), of which so many rows at once fit the cache of a CPU or into a batch."""
+    """Yields parts of ``values`` (1-D), of which so many rows at once fit the cache of a CPU or into a batch."""
     length = CHUNK if values.device.type == "cpu" else max(DEVICE_ELEMENTS // rows // CHUNK, 1) * CHUNK
     for start in range(0, values.numel(), length):
         yield slice(start, min(start + length, values.numel()))
@@ -153,11 +153,11 @@ def _write(rows: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> Non
 
 
 def _decoded(rows: torch.Tensor, place: slice) -> torch.Tensor:
-    """Returns what the bytes of slices stand for in one stretch, ``[slices, elements]``."""
+    """Returns what the bytes of slices stand for in one part, ``[slices, elements]``."""
     scales = rows[:, :_HEAD].view(torch.float32)[:, :1]
     return decode_signs(rows[:, _signs_of(place)], scales)
 
 
 def _signs_of(place: slice) -> slice:
-    """Returns where the signs of a stretch lie in a row of bytes."""
+    """Returns where the signs of a part lie in a row of bytes."""
     return slice(_HEAD + place.start // 8, _HEAD + place.stop // 8)

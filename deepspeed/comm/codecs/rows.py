@@ -36,7 +36,7 @@ class RowTransport(Transport):
     name = "rows"
 
     def __init__(self, plain: Transport) -> None:
-        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: nobody watches this one
+        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: this one is not watched
         self.needs_one_order = plain.needs_one_order
         self.plain = plain
 

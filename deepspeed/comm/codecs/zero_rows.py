@@ -2,7 +2,8 @@
 
 A sign is + or -, so what never had a gradient (rows of an embedding that no sample names, padding) would receive plus
 or minus a scale at every step. A bit for each row says whether anything in it is not zero. A row is a whole one, or the
-part of one that a slice holds, and each sender speaks of its own values: what it owes (``Residual``) is among them.
+part of one that a slice holds, and each sender speaks of its own values: its error feedback (``Residual``) is among
+them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ step, that is most of the time. Here a message is one call of the sender and one
 Every message has a *tag*, a number: messages with one tag come in the order in which they were sent, and a rank that
 asks for one tag never gets a message of another.
 
-A socket holds some messages that nobody has read. What it has no room for goes on in a thread that ends with it: the
+A socket holds some messages that were not read. What does not fit is sent by a thread that ends with it: the
 rank that sent it may wait anywhere for what comes only when that has been read.
 """
 
@@ -40,7 +40,7 @@ class MessageQueue:
         seconds: The longest wait for a rank that should say something. The sockets must have it as their own limit.
 
     Raises:
-        OSError: The system's limits (``net.core.wmem_max``) leave no room for a message of :data:`LONGEST`.
+        OSError: The system's limits (``net.core.wmem_max``) leave no space for a message of :data:`LONGEST`.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], seconds: float) -> None:
@@ -165,7 +165,7 @@ class MessageQueue:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for room."""
+        """Whether something waits for free space."""
         if self._senders:
             self._senders = {peer: sender for peer, sender in self._senders.items() if sender.is_alive()}
         return bool(self._senders)
@@ -176,7 +176,7 @@ class MessageQueue:
         return not self._connections
 
     def flush(self) -> None:
-        """Waits until everything has been sent. Reads what comes meanwhile: others may wait for room, in a circle."""
+        """Waits until everything has been sent. Reads what arrives meanwhile: others may wait too, in a circle."""
         heard = set(self._connections)
         left, since = -1, time.monotonic()
         while self.has_unsent:
@@ -193,7 +193,7 @@ class MessageQueue:
         try:
             try:
                 length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
-            except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
+            except ConnectionResetError:  # it left without reading all; reported once, and then comes what it had sent
                 length = self._connections[peer].recvmsg_into((self._head, buffer, self._spill))[0]
         except BlockingIOError:
             raise self._failed(f"rank {peer} of the group sent nothing within the group's time limit") from None
@@ -253,11 +253,11 @@ class MessageQueue:
 
 
 class _SenderThread(threading.Thread):
-    """Sends what a socket had no room for, as soon as it has, and ends.
+    """Sends what did not fit into a socket, as soon as there is space, and ends.
 
     Args:
         connection: The socket.
-        message: The first that it had no room for.
+        message: The first that did not fit.
     """
 
     def __init__(self, connection: socket.socket, message: bytes) -> None:

@@ -2,7 +2,8 @@
 
 Ranks with the same place on their nodes exchange slices, so every slice crosses to each other node once instead of once
 per rank there; then neighbours hand each other what they received. Each rank sends as many bytes as in one step, but of
-those that would cross nodes only one in ``width`` does. The slices land where they would in one step: the same bits.
+those that would cross nodes only one in ``width`` does. The slices arrive at the places that they have in one step: the
+same bits.
 """
 
 from __future__ import annotations

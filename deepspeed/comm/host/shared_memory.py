@@ -32,7 +32,7 @@ MOST = 64 * 2**20  # bytes of the most that is written for a rank; more is the b
 _GRAIN = 2**20  # bytes by which places grow
 _MESSAGE = struct.Struct(
     "=qqqq"
-)  # rounds that the sender has begun, those of which it has read all, and a letter's ends
+)  # rounds that the sender has started, rounds that it has read, start and end of the payload
 _LONGEST = 512  # bytes of a message, which ends with what the last round is of
 LONGEST_WORDS = _LONGEST - _MESSAGE.size
 
@@ -109,7 +109,7 @@ class HostPeer:
         self._messages = [RoundMessage(0, 0, b"")] * PLACES
 
     def round_message(self, number: int) -> RoundMessage:
-        """What it has said of one of its latest rounds."""
+        """Its message about one of its latest rounds."""
         return self._messages[number % PLACES]
 
     def wrote(self, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -133,7 +133,7 @@ class HostPeer:
         try:
             try:
                 message = self.connection.recv(_LONGEST)
-            except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
+            except ConnectionResetError:  # it left without reading all; reported once, and then comes what it had sent
                 message = self.connection.recv(_LONGEST)
         except BlockingIOError:
             raise RuntimeError(f"rank {self.rank} of the group sent nothing within the group's time limit") from None
@@ -144,7 +144,7 @@ class HostPeer:
         self._take(message)
 
     def receive_pending(self) -> None:
-        """Takes in what it has said already, without waiting."""
+        """Reads the messages that have arrived, without waiting."""
         with contextlib.suppress(OSError):
             while message := self.connection.recv(_LONGEST, socket.MSG_DONTWAIT):
                 self._take(message)

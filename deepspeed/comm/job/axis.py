@@ -22,7 +22,7 @@ class Axis:
     """The ranks along one axis, among which is this one.
 
     Args:
-        name: As ``comm.job.mesh`` names it, for the books of what travels.
+        name: As ``comm.job.mesh`` names it, for the traffic counters.
         record: Of their process group; None: there are no process groups.
         ranks: Of the job.
         connector: Makes its transports.
@@ -45,7 +45,7 @@ class Axis:
 
     @property
     def watched(self) -> WatchedGroup | None:
-        """How the job's watch knows them; None where this rank waits for nobody."""
+        """How the job's watch knows them; None where this rank waits for no other."""
         return None if self._record is None else self._record.watched
 
     @property
@@ -72,7 +72,7 @@ class Axis:
             use: "engine": a new transport for the caller alone; where order matters (not gloo) it needs an open lease
                 (``ProcessGroups.leased``). "outside engines": the same one for all callers. Every rank of the job must
                 ask for these two, in the same order. "layers": the same one for all callers, which must exchange in one
-                order on all ranks of the axis; no ranks meet to make it.
+                order on all ranks of the axis; no other rank has to call to make it.
             device: Where the buffers live; None: the device of the job.
             timeout: Time limit of a communicator that is made; None: torch's.
         """
@@ -97,5 +97,5 @@ class Axis:
         return found
 
     def objects(self, *, patience: timedelta, why: str) -> Transport:
-        """Returns a new transport for objects on the host; arguments as of ``Connector.objects``."""
+        """Returns a new transport for objects on the host; arguments as in ``Connector.objects``."""
         return self._connector.objects(self.group, patience=patience, why=why)

@@ -48,7 +48,7 @@ class Defined:
 
 @dataclass
 class _Entry:
-    """A declared group and who needs it: the engines made with it, and whoever declared it since the last of them."""
+    """A declared group and its users: the engines made with it, and declarations since the last of them."""
 
     defined: Defined
     is_awaited: bool = True
@@ -63,7 +63,7 @@ class Claim:
     _entries: list[_Entry] = field(default_factory=list)
 
     def give_up(self) -> None:
-        """Forgets the groups that no other engine uses and nobody has declared anew. Every rank must call it alike."""
+        """Drops groups that no other engine uses and that were not declared again. Every rank must call it alike."""
         for entry in self._entries:
             entry.engines -= 1
             name = entry.defined.name

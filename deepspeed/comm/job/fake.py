@@ -32,7 +32,7 @@ class FakeGroup:
 
 
 class FakeJob(Job):
-    """Rank ``rank`` of ``layout.world_size`` ranks, which nobody waits for.
+    """Rank ``rank`` of ``layout.world_size`` ranks, for which no other rank waits.
 
     Args:
         rank: The rank that this process stands for.

@@ -116,7 +116,7 @@ class Grid:
     Attributes:
         gather: Carries parameters between the ranks that share slices.
         reduce: Carries gradients between them.
-        combine: Carries what the ranks with the same slices tell each other.
+        combine: Carries what the ranks with the same slices exchange.
         positions: All ranks, by position.
     """
 
@@ -190,7 +190,7 @@ def gathering_by_nodes(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> Transport:
-    """Returns a transport that gathers between nodes first; arguments and errors as of ``Connector.by_nodes``."""
+    """Returns a transport that gathers between nodes first; arguments and errors as in ``Connector.by_nodes``."""
     return Job.current().connector.by_nodes(plain, everyone, groups, device=device, timeout=timeout)
 
 

@@ -66,7 +66,7 @@ def set_mpu(unit: Any) -> None:
 def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
     """Registers the mesh of the job and makes the groups along its axes; None forgets it. Every rank must call it.
 
-    Arguments and errors as of ``Job.set_mesh``.
+    Arguments and errors as in ``Job.set_mesh``.
     """
     Job.current().set_mesh(found, timeout)
 
@@ -74,7 +74,7 @@ def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
 def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
     """Returns this rank's torch process group along axes of the registered mesh.
 
-    Every rank must call it, in the same order; arguments and errors as of ``Job.group_along``.
+    Every rank must call it, in the same order; arguments and errors as in ``Job.group_along``.
     """
     return Job.current().group_along(*axes, timeout=timeout)
 
@@ -140,7 +140,7 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _ask_model(what: str) -> Any:
-    """An older unit calls the ranks that share a sequence model-parallel ones too; nobody there cuts the model."""
+    """An older unit calls the ranks that share a sequence model-parallel ones too; no rank there cuts the model."""
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
     return _ask(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
@@ -320,7 +320,7 @@ def _get_expert_parallel_ranks(
 def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
     """Declares the groups of layers whose experts ``ep_size`` ranks share, on the ranks of the job as they are known.
 
-    Every rank must call it. Arguments and errors as of ``ExpertGroups.declare``.
+    Every rank must call it. Arguments and errors as in ``ExpertGroups.declare``.
     """
     job = Job.current()
     if ep_size in job.experts.sizes() and data_first is None:

@@ -1,6 +1,6 @@
 """The job: everything that belongs to one life of torch's default process group.
 
-A job begins when somebody first asks for it after ``init_process_group``, and is over when the process group is
+A job begins when code first asks for it after ``init_process_group``, and is over when the process group is
 destroyed; the next process group is another job, perhaps of other ranks. Its watch, its process groups and transports,
 the mesh and what was declared on it are attributes of the job, so that nothing of it outlives it.
 """
@@ -45,7 +45,7 @@ class Job:
         backward: What layers have noted of their exchanges in backward passes.
         mpu: The program's model-parallel unit; None: there is none.
         mesh: The mesh that is registered; None: all ranks are data-parallel.
-        purpose: What the program does, in words, where it has said so; for messages of waits in vain.
+        purpose: What the program does, in words, if it was set; for messages of waits in vain.
         members: What outlives the job, where ranks may come and go (``comm.members.run_members``); else None.
     """
 
@@ -97,7 +97,7 @@ class Job:
         return _current
 
     def close(self) -> None:
-        """Ends the watch and drops all that belongs to the job. Whoever still has a transport of it can use it no more.
+        """Ends the watch and drops all that belongs to the job. Its transports cannot be used any more.
 
         The process groups stay: they are torch's, and end with ``destroy_process_group``.
         """
@@ -150,11 +150,11 @@ class Job:
         return self.axis_of(self.group_along(*names), names[0])
 
     def axis_of(self, group: Any = None, name: str | None = None) -> Axis:
-        """Returns the ranks of a process group as an axis. No ranks meet.
+        """Returns the ranks of a process group as an axis. No other rank has to call.
 
         Args:
             group: A torch process group; None: of all ranks.
-            name: Of the axis, for the books of what travels; None: "data".
+            name: Of the axis, for the traffic counters; None: "data".
         """
         record = self.watched.record_of(group) if self.ranks.is_initialized() else None
         return Axis(name or DATA, record, self.ranks, self.connector, self._device)
@@ -178,7 +178,7 @@ class Job:
         Args:
             lists: The members of all groups of the axis; every rank of the job is in exactly one.
             name: Of the axis.
-            why: What its groups are for, in words, for whoever waits in vain.
+            why: What its groups are for, in words, shown if a rank waits in vain.
             device: Where the buffers live, which decides the backend.
             timeout: For transfers in a group that is made now; None: torch's.
             backend: Of the groups; None: that for ``device``.
@@ -210,7 +210,7 @@ class Job:
             return
         self.mesh = found.check(self.ranks.size_of())
         for axes in _WITH_A_GROUP:
-            if self._effective(axes):  # a group of one can be made when somebody asks: each has threads of its own
+            if self._effective(axes):  # a group of one can be made on request: each has threads of its own
                 self.group_along(*axes, timeout=timeout)
 
     def group_along(self, *axes: str, timeout: timedelta | None = None) -> Any:

@@ -126,7 +126,7 @@ class JobMesh:
                     f"{found}, which {self._source} says. Choose another size, or give {self._source} more "
                     "data-parallel ranks"
                 )
-            # Cut out of the data-parallel ranks: neighbours among them, so that nobody changes its other coordinates.
+            # Cut out of the data-parallel ranks: neighbours among them, so that no rank changes its other coordinates.
             others = tuple(entry for entry in found.axes if entry[0] != axis)
             found = Mesh(others, found.ranks).split(DATA, DATA, (axis, size))
         return found
@@ -135,7 +135,7 @@ class JobMesh:
         """Registers what was found for ``utils.groups`` and says where this rank stands. Every rank must call it.
 
         Where all ranks are data-parallel nothing is registered, so that a second model of a process (a teacher, a
-        reference) does not undo what the first one said.
+        reference) does not undo what the first one registered.
 
         Args:
             root: The configuration.

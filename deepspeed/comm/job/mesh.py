@@ -219,7 +219,7 @@ def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
         source: Who says so, for messages.
 
     Raises:
-        DeepSpeedConfigError: The places are not those of a mesh: one is taken twice or nobody has it.
+        DeepSpeedConfigError: The places are not those of a mesh: one is taken twice or not at all.
     """
     sizes = {name: 1 + max(place[name] for place in places) for name in places[0]}
     # Of two axes, the one whose first step leads further away in ranks is the slower one.

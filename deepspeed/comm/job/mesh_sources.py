@@ -43,7 +43,7 @@ _SHORT_NAMES = ("dp", "tp", "sp", "ep", "pp")
 def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
     """The mesh in which every rank has the place that its ``mpu`` says. Every rank of the job must call it.
 
-    An mpu knows the place of its own rank only, so the ranks tell each other.
+    An mpu knows the place of its own rank only, so the ranks exchange their places.
 
     Args:
         mpu: The program's model-parallel unit.

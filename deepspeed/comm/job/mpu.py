@@ -2,7 +2,7 @@
 
 An mpu is an object or a module that knows the groups of a program: the ranks that see other samples (*data*), the
 ranks that hold other parts of the same samples (*sequence*), and the ranks that hold other parts of the model (*tensor*
-and *pipe*). Programs spell it in several ways; whoever needs to know asks here.
+and *pipe*). Programs spell it in several ways; this module reads all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one place where this package makes process groups, each with one owner.
 
 Torch wants every rank of the job to make every group, in one order: it names a group by a count, and groups of the same
-name meet at the same keys. So nobody makes a group of its own ranks here: all make all groups of an axis, from one
+name meet at the same keys. So no rank makes only its own group here: all make all groups of an axis, from one
 list, and each takes its own. Who may use a group that exists, and when, follows from its :data:`Owner`.
 """
 
@@ -126,9 +126,9 @@ class ProcessGroups:
 
         Args:
             groups: The members of all groups of the axis; every rank of the job is in exactly one.
-            backend: Of the groups. Gloo's are made once, whoever owns them.
+            backend: Of the groups. Gloo's are made once, whatever their owner.
             timeout: For their transfers; None: torch's.
-            why: What they are for, in words, for whoever waits in vain; equal words are one purpose.
+            why: What they are for, in words, shown if a rank waits in vain; equal words are one purpose.
             owner: Of groups of other backends. Those of an engine or the job are made unless all ranks have equal ones
                 that may be used.
 
@@ -221,7 +221,7 @@ class ProcessGroups:
     def beside(self, group: Any, timeout: timedelta | None) -> list[list[int]]:
         """Returns the members of ``group`` and of the groups of the other ranks. Every rank of the job must call it.
 
-        Each rank knows its own group only; they tell each other at the store.
+        Each rank knows its own group only; the ranks exchange them through the store.
 
         Args:
             group: This rank's; together they are all ranks, each once.
@@ -251,7 +251,7 @@ class ProcessGroups:
         return list(found.values())
 
     def meet(self, label: str, timeout: timedelta | None, members: Sequence[int] | None = None) -> None:
-        """Meets the ``members`` (None: all ranks of the job) before a call of torch that makes groups with them."""
+        """Waits for the ``members`` (None: all ranks of the job) before a call of torch that makes groups with them."""
         watched = self._watched.of()
         if watched is not None and (members is None or len(members) > 1):
             ranks = watched.ranks if members is None else tuple(members)

@@ -43,6 +43,6 @@ def define_group(
 ) -> None:
     """Declares a group for parameters that are not the same on all data-parallel ranks.
 
-    Every rank of the job must call it alike; arguments and errors as of ``DeclaredGroups.define``.
+    Every rank of the job must call it alike; arguments and errors as in ``DeclaredGroups.define``.
     """
     Job.current().declared.define(name, ranks, divisor, is_whole=is_whole, lasts=lasts)

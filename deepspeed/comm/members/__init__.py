@@ -1,1 +1,1 @@
-"""Who belongs to a run whose ranks may change: links between its processes, and how they meet again after a loss."""
+"""Who belongs to a run whose ranks may change: links between its processes, and how they regroup after a loss."""

@@ -97,7 +97,7 @@ class JobManager:
             raise CommunicationError("a member was lost while the process group was started")
 
     def _break_off(self, _lost: LostMember) -> None:
-        """A member was lost while the group is started: without the store, nobody waits for it any longer."""
+        """A member was lost while the group is started: without the store, no rank waits for it any longer."""
         self._next = None
 
     @staticmethod

@@ -44,7 +44,7 @@ _UNCERTAIN = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, 
 
 @dataclass(frozen=True)
 class LostMember:
-    """A member whose link has ended without a farewell.
+    """A member whose link has ended without a leave message.
 
     Attributes:
         member: Which.
@@ -61,7 +61,7 @@ class LostMember:
 
 @dataclass
 class _Link:
-    """One connected socket; ``number`` is that of the member at the other end, None until it has said it.
+    """One connected socket; ``number`` is that of the member at the other end, None until it has identified itself.
 
     ``heard`` is when the last sign of life came, None before the first: who has not begun cannot have stopped.
     """
@@ -86,7 +86,7 @@ class MemberLinks:
         address: Where this process listens: host and port.
         token: As given.
         number: Of this process among the members; -1: it has none yet.
-        on_loss: Called in the watching thread when a member is lost; None: nobody asks.
+        on_loss: Called in the watching thread when a member is lost; None: not reported.
     """
 
     def __init__(self, host: str, token: str) -> None:
@@ -100,7 +100,7 @@ class MemberLinks:
         self._links: dict[int, _Link] = {}
         self._joining: list[_Link] = []
         self._lost: dict[int, LostMember] = {}
-        self._gone: set[int] = set()  # said farewell, or were taken out of the run
+        self._gone: set[int] = set()  # left with a message, or were taken out of the run
         self._received: deque[tuple[int, dict[str, Any]]] = deque()
         self._changed = threading.Condition()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -128,7 +128,7 @@ class MemberLinks:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this process has said farewell."""
+        """Whether this process has sent the leave message."""
         return self._is_over
 
     @property
@@ -145,7 +145,7 @@ class MemberLinks:
 
     @property
     def join_requests(self) -> list[dict[str, Any]]:
-        """What processes have said that want to join through this one."""
+        """Messages of processes that want to join through this one."""
         with self._changed:
             return [link.join_request for link in self._joining if link.join_request is not None]
 
@@ -256,7 +256,7 @@ class MemberLinks:
             return self._received.popleft() if self._received else None
 
     def close(self) -> None:
-        """Says farewell to all members and ends."""
+        """Sends all members the leave message and ends."""
         with self._changed:
             links = [*self._links.values(), *self._joining]
         for link in links:
@@ -274,7 +274,7 @@ class MemberLinks:
                 end.close()
 
     def _abandon(self) -> None:
-        """Ends all links without a farewell: called first when the interpreter ends, which may take seconds.
+        """Ends all links without the leave message: called first when the interpreter ends, which may take seconds.
 
         The other members must not take the error of their own waits for a failure of their program meanwhile.
         """

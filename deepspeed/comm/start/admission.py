@@ -46,7 +46,7 @@ _HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 wa
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _Made = TypeVar("_Made")
 _RANK_ARGUMENT = re.compile(r"^(--?[\w-]*rank)(=\d+)?$")
-# How long who finds a meeting that is over without it waits: the host may be about to call the next one.
+# How long a process waits that finds a rendezvous which ended without it: the host may be about to call the next one.
 _LATE_SECONDS = 5.0
 _IMPATIENT_SECONDS = 30.0
 _OWN_PORT = (
@@ -61,7 +61,7 @@ class StoreLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class JoiningProcess:
-    """One process that comes to where the ranks meet.
+    """One process that comes to the rendezvous.
 
     Attributes:
         rank: Which rank it says it is.
@@ -95,7 +95,7 @@ class JoiningProcess:
         """Reads what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: The text is something else: whoever reaches the store may write to it.
+            ValueError: The text is something else: any process that reaches the store may write to it.
         """
         values = _object(text)
         return _checked(cls, {**values, "facts": _checked(RankInfo, values.get("facts"))})
@@ -137,10 +137,10 @@ class JoiningProcess:
 
 @dataclass(frozen=True)
 class RendezvousPoint:
-    """One meeting at a store. A store may see several: an agent keeps it and starts the ranks again.
+    """One rendezvous at a store. A store may see several: an agent keeps it and starts the ranks again.
 
     Attributes:
-        name: In no other meeting the same.
+        name: Unique among rendezvous.
         host: Rank 0.
     """
 
@@ -162,7 +162,7 @@ class RendezvousPoint:
         return json.dumps(asdict(self))
 
     def key(self, name: str) -> str:
-        """Returns the key ``name`` of this meeting."""
+        """Returns the key ``name`` of this rendezvous."""
         return f"{_SCOPE}/{self.name}/{name}"
 
 
@@ -202,7 +202,7 @@ def job_of(words: Sequence[str]) -> str:
 
 
 def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: timedelta) -> tuple[str, list[RankInfo]]:
-    """Brings the ranks of one run together. All of them must call it, with a store that nobody has used for more.
+    """Brings the ranks of one run together. All of them must call it, with a store that was used for nothing else.
 
     Args:
         store: A torch ``Store``; processes of other runs may have it too.
@@ -214,7 +214,7 @@ def receive_ranks(store: Any, joining: JoiningProcess, where: str, timeout: time
         Prefix of the keys of this run; and on rank 0 the facts of all ranks, on the others an empty list.
 
     Raises:
-        CommunicationError: This process belongs to another run than the one that meets here, the ranks do not match, or
+        CommunicationError: This process belongs to another run than the one of this store, the ranks do not match, or
             some did not come.
         StoreLostError: The store was an earlier attempt's and has ended: look for the store of this attempt.
     """
@@ -278,7 +278,7 @@ class _Host:
         return prefix, [joining.facts for joining in joiners]
 
     def _open(self) -> None:
-        """Opens the meeting. An earlier one is replaced if it was this rank's, in this process or before a restart."""
+        """Opens the rendezvous. Replaces an earlier one if it was this rank's, in this process or before a restart."""
         mine = self._rendezvous.to_json()
         found = _text(self._store.compare_set(_HOST, "", mine))
         if found == mine:
@@ -402,7 +402,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
     """Another rank's part; returns the prefix of the run's keys.
 
     Raises:
-        StoreLostError: The store ended, and no meeting there was open to this rank: it was an earlier attempt's.
+        StoreLostError: The store ended, and no rendezvous there was open to this rank: it was an earlier attempt's.
     """
     rendezvous: RendezvousPoint | None = None
     number, is_over = 0, False
@@ -464,7 +464,7 @@ def _arrive(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess) ->
 
 
 def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProcess) -> bool:
-    """Whether the meeting that is over may be that of the attempt before, so that rank 0 will open the next one."""
+    """Whether the rendezvous that is over may be that of the attempt before, so that rank 0 will open the next one."""
     return (
         rendezvous is not None
         and joining.has_agent
@@ -474,7 +474,7 @@ def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProce
 
 
 def _is_over_without(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess, where: str) -> str | None:
-    """Why this process comes too late; None while the meeting is not over, or if it has been at it before."""
+    """Why this process comes too late; None while the rendezvous is not over, or if it has been at it before."""
     if not store.check([rendezvous.key("closed")]):
         return None
     members = _object(store.get(rendezvous.key("closed")))

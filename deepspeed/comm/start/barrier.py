@@ -1,7 +1,8 @@
-"""Ranks that meet at the rendezvous store before a call that nothing can end.
+"""A barrier at the rendezvous store before a call that nothing can end.
 
 Torch makes process groups in calls that block inside torch until every rank makes them, and no watch reaches in there.
-So the ranks meet first, where a wait is many short looks: one that goes another way, or whose program ends, is named.
+So the ranks pass a barrier first, where a wait is many short ones: one that goes another way, or whose program ends, is
+named.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
         label: What they are about to do, in words; equal on all of them.
         members: Their ranks, in one order; this rank is one.
         timeout: How long to wait.
-        word: Something to tell the others; either all members give one, or none.
+        word: Text to send to the others; either all members give one, or none.
 
     Returns:
         The word of each member.
@@ -42,7 +43,7 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
 
 
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
-    """Waits until all ``members`` have come to the same call; arguments and errors as of :func:`meet`.
+    """Waits until all ``members`` have come to the same call; arguments and errors as in :func:`meet`.
 
     A rank reads one key per offer of its own, however many ranks there are.
 

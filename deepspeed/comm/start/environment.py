@@ -45,12 +45,13 @@ class Place:
         rank: Global rank, 0 to ``world_size`` - 1.
         world_size: Number of processes.
         local_rank: Rank among the processes of this host; also the index of its device, where it sees more than one.
-        address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the meeting.
-        port: Port where rank 0 listens; None likewise, and 0 if any free one will do (one process, nobody to meet).
+        address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the rendezvous.
+        port: Port where rank 0 listens; None as for ``address``, and 0 if any free one will do (one process, nobody to
+            meet).
         way: How it was found, for the log: "torchrun variables", "Slurm", ...
-        run: Which run the process belongs to, in the words of whoever started it: the same for all ranks of a run, and
-            another one for another run. Empty where nobody says.
-        has_agent: Whether torch's elastic agent holds the store where the ranks meet: it keeps the store when it starts
+        run: Which run the process belongs to, as the program that started it names it: the same for all ranks of a run,
+            and another one for another run. Empty if unknown.
+        has_agent: Whether torch's elastic agent serves the rendezvous store: it keeps the store when it starts
             the ranks again.
     """
 
@@ -85,7 +86,7 @@ def find_place(
     device_count: int = 0,
     mpi_address: Callable[[], str | None] = lambda: None,
 ) -> Place:
-    """Finds this process's rank, the number of ranks and where they meet.
+    """Finds this process's rank, the number of ranks and the rendezvous address.
 
     Args:
         environ: The environment variables.
@@ -127,7 +128,7 @@ class _FoundRank:
         world_size: Number of processes.
         way: How it was found, in words.
         is_slurm: Whether it is a task of Slurm.
-        node: Its machine, where a cluster's variables have told.
+        node: Its machine, if a cluster's variables give it.
     """
 
     rank: int
@@ -276,7 +277,7 @@ def _open_mpi_job(environ: Mapping[str, str]) -> str:
 
 
 def run_of_adopted(environ: Mapping[str, str]) -> str:
-    """The run of a process whose group somebody else has started; empty where nobody says."""
+    """The run of a process whose group the program has started; empty if unknown."""
     if environ.get("TORCHELASTIC_RUN_ID"):
         return _run_of(environ, "torchrun")
     return _run_of(environ, "Open MPI" if environ.get("OMPI_COMM_WORLD_RANK") else "")

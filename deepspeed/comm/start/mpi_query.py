@@ -1,8 +1,8 @@
 """Asks MPI's process manager where rank 0 runs, in a process of its own.
 
 Run as a program, without the packages of the environment, by every rank at once: rank 0 publishes the host name and
-the address given on its command line, and each rank prints the two. Whoever has asked cannot start MPI in the same
-process afterwards, so the ranks do not ask themselves.
+the address given on its command line, and each rank prints the two. A process that has asked cannot start MPI in the
+same process afterwards, so the ranks do not ask themselves.
 
 ``PMIX_NAMESPACE`` means PMIx (Open MPI 4 and newer, PRRTE), reached through the library that Open MPI brings.
 ``PMI_FD`` means PMI-1 (MPICH, Intel MPI, MVAPICH): lines of text on an open descriptor. Sources: the PMIx standard 4.1,
@@ -29,7 +29,7 @@ class _PmixProcess(ctypes.Structure):
 
 
 class _PmixValue(ctypes.Structure):
-    """``pmix_value_t``: a type and a union, of which only the string is used; more room than any version has."""
+    """``pmix_value_t``: a type and a union, of which only the string is used; larger than that of any version."""
 
     _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p), ("rest", ctypes.c_uint64 * 8))
 

@@ -1,7 +1,7 @@
 """The process group: starting it, adopting an existing one, and asking about ranks.
 
-``deepspeed.comm`` keeps no group of its own. Everything sits on torch's global process group, whoever started it, so
-that a program may mix calls of both libraries and tear the group down with either.
+``deepspeed.comm`` keeps no group of its own. Everything sits on torch's global process group, whichever code started
+it, so that a program may mix calls of both libraries and tear the group down with either.
 
 Gloo listens at the address of the machine's host name. Many installers write that name into ``/etc/hosts`` as
 ``127.0.1.1``: ranks on other machines are then sent to themselves. On such a machine :func:`choose_interface` lets gloo
@@ -70,7 +70,7 @@ def init_distributed(
 
     Where this process stands is read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
     written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One line on rank 0
-    says which way it was. A single process meets nobody, so it opens no port.
+    says which way it was. A single process needs no rendezvous, so it opens no port.
 
     Where the backend serves the accelerator, the device of this process is made the current one before the group is
     started: the one that the program has set, else the one of its local rank (``comm.start.device.local_device``).
@@ -229,7 +229,7 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
 
 
 def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
-    """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
+    """Store, topic, rank and number of ranks for a comparison; None where there is no other rank to compare with."""
     # Simulated ranks have nothing of their own to compare.
     watched = Job.current().watched.of(group) if torch_dist.is_initialized() else None
     if watched is None:
@@ -265,7 +265,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the process group exists, whoever started it."""
+    """Whether the process group exists, whichever code started it."""
     return world.is_initialized()
 
 

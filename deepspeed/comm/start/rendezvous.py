@@ -1,4 +1,4 @@
-"""The store where the ranks of a run meet: rank 0 opens it, the others reach it."""
+"""The rendezvous store of a run: rank 0 opens it, the others connect to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed.ports import describe_listener, free_port, is_here
 _ANSWER_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
-# Whoever retries a run at one port may start it while rank 0 of the attempt before is still ending.
+# A run that is retried at one port may start while rank 0 of the attempt before is still ending.
 _RELEASE_SECONDS = 2.0
 # The others look for the reason of a failure at least so often.
 _LAST_WORDS_SECONDS = 1.0
@@ -28,16 +28,16 @@ _served: list[torch_dist.TCPStore] = []  # the store, on rank 0
 
 
 def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
-    """The store where the ranks meet, at ``url``, or else at the address and port of ``place``.
+    """The rendezvous store, at ``url``, or else at the address and port of ``place``.
 
     Args:
         url: A torch rendezvous URL; None for the environment's.
         place: Of this process, which must have been exported into the environment.
-        timeout: How long to wait for whoever holds the store, and then for each answer.
+        timeout: How long to wait for the process that serves the store, and then for each answer.
 
     Raises:
         CommunicationError: Another program is there.
-        RuntimeError: Nobody is there (torch's words).
+        RuntimeError: Nothing listens there (torch's message).
     """
     store: Any = None
     released_by = time.monotonic() + _RELEASE_SECONDS
@@ -110,7 +110,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
 
 
 def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_dist.TCPStore | None:
-    """What ``make`` returns; None if it fails, or does not end in time: torch cannot be told to give up."""
+    """What ``make`` returns; None if it fails, or does not end in time: torch cannot be interrupted."""
     made: list[torch_dist.TCPStore] = []
 
     def work() -> None:

@@ -1,8 +1,8 @@
-"""What the ranks tell each other before they start: who is where, and whether all run the same.
+"""What the ranks exchange before they start: who is where, and whether all run the same.
 
 Everything goes through the rendezvous store, because a collective between ranks that do not match is what hangs. Each
 rank posts what it has; rank 0 compares and posts a verdict, which all ranks read. A rank that comes late is waited for;
-one that does not match is named on every rank. Who is a rank of the run at all, ``reception`` has found out before.
+one that does not match is named on every rank. ``admission`` has decided before which processes are ranks of the run.
 """
 
 from __future__ import annotations

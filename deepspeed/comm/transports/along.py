@@ -1,7 +1,7 @@
 """The transport and the channel of a process group along an axis, for code that is given a process group.
 
 Losses, layers and loaders get a process group from the caller; here it becomes an axis of the job, so that what they
-exchange is watched, in the books of its axis, and simulated by a plan.
+exchange is watched, counted under its axis, and simulated by a plan.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from deepspeed.uncompiled import uncompiled
 def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
     """Returns the transport for what the ranks of ``group`` exchange along ``axis``. Later calls return the same one.
 
-    No ranks meet. All ranks of the group must use it in the same order.
+    No other rank has to call. All ranks of the group must use it in the same order.
 
     Args:
         group: A torch process group; None: all ranks.
         device: Where the tensors live.
-        axis: For the books, as ``comm.job.mesh`` names it.
+        axis: For the traffic counters, as ``comm.job.mesh`` names it.
     """
     return Job.current().axis_of(group, axis).transport("layers", device=device)
 
 
 @uncompiled
 def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
-    """Returns the channel of ``group`` along ``axis``, made at the first call; arguments as of transport_along."""
+    """Returns the channel of ``group`` along ``axis``, made at the first call; arguments as in transport_along."""
     return Job.current().axis_of(group, axis).channel(device)

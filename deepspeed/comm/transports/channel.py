@@ -1,7 +1,7 @@
 """Sums, gathers and scattered sums of activations over the ranks of one axis.
 
 All of it goes through a transport of the job (``comm.transports.transport``), so a rank that computes something else is
-found by the watch and named, as in any other wait, and what travels is in the books of its axis. The bits of a sum are
+found by the watch and named, as in any other wait, and what travels is counted under its axis. The bits of a sum are
 equal on all ranks. ``comm.transports.differentiable`` has the same with gradients.
 """
 
@@ -102,7 +102,7 @@ class Channel:
 
         Args:
             values: Contiguous, floating; no view unless of :meth:`place`; belongs to the sum from now on.
-            label: What travels, for whoever waits in vain.
+            label: What travels, shown if a rank waits in vain.
 
         Returns:
             What to wait for; the result has the shape and dtype of ``values``.

@@ -83,7 +83,7 @@ class Connector:
     def over(
         self, group: Any, device: torch.device | None, axis: str = DATA, *, is_numbered: bool = False
     ) -> Transport:
-        """Returns a new transport over a group that exists; no ranks meet.
+        """Returns a new transport over a group that exists; no other rank has to call.
 
         Args:
             group: A torch process group. Where order matters (not gloo), what else travels in it must come in one order
@@ -111,7 +111,7 @@ class Connector:
         return made
 
     def outside_engines(self, record: GroupRecord, device: torch.device | None, timeout: timedelta | None) -> Transport:
-        """Returns the one transport of a group for what happens outside engines; arguments as of :meth:`create`."""
+        """Returns the one transport of a group for what happens outside engines; arguments as in :meth:`create`."""
         if "outside" not in record.transports:
             made = self.create(record.group, device, timeout, owner="job")
             made.owner = _OUTSIDE_ENGINES
@@ -122,7 +122,7 @@ class Connector:
     def below_engines(self, record: GroupRecord, axis: str, device: torch.device | None) -> Transport:
         """Returns the one transport of a group for what layers, losses and loaders exchange along ``axis``.
 
-        No ranks meet.
+        No other rank has to call.
         """
         key = "layers", axis
         if key not in record.transports:
@@ -180,7 +180,7 @@ class Connector:
 
         Returns:
             The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which
-            one line says, or where nobody is waited for.
+            one line says, or where no rank is waited for.
 
         Raises:
             DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.

@@ -25,7 +25,7 @@ class Tally:
     nbytes: int = 0
 
     def add(self, nbytes: int, calls: int = 1) -> None:
-        """Adds to the books."""
+        """Adds to the counters."""
         self.calls += calls
         self.nbytes += nbytes
 
@@ -39,7 +39,7 @@ class TrafficCounter:
 
     Attributes:
         asked_along: Collectives of the schedule, by ``(name, axis)``.
-        ran_along: What the backend ran, likewise.
+        ran_along: What the backend ran, in the same form.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class WaitTracker(Protocol):
 class WaitClock:
     """Seconds that this process's thread was blocked in waits for other ranks, while ``is_running``.
 
-    It runs while somebody reads it: two readings of the clock per wait are cheap, but not free.
+    It runs while it is being read: two readings of the clock per wait are cheap, but not free.
 
     Attributes:
         is_running: Whether waits are timed.

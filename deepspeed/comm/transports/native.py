@@ -1,4 +1,4 @@
-"""Transfers by a backend's own collectives: NCCL and its kin, where the order of calls must be equal on all ranks."""
+"""Transfers by a backend's own collectives: NCCL and similar, where the order of calls must be equal on all ranks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ be called more than once. A transport is chosen once per group (``deepspeed.comm
   of the whole output, and give sums that do not depend on timing.
 - ``SameHostTransport`` (``deepspeed.comm.host.shared_exchange``): the same, but what all hand to all goes through
   memory where all ranks are on one host.
-- ``NativeTransport`` (``deepspeed.comm.transports.native``): the backend's own collectives (NCCL and its kin).
+- ``NativeTransport`` (``deepspeed.comm.transports.native``): the backend's own collectives (NCCL and similar backends).
 
 Every rank of the group must make the same calls with the same keys; on gloo the order may differ, elsewhere it may not.
 """
@@ -47,7 +47,7 @@ objects (``comm.transports.objects``), which another thread may exchange."""
 
 
 Visit = Callable[[torch.Tensor], None]
-"""What a reduction does with every stretch of its result while that is in the cache; it must not keep it."""
+"""What a reduction does with every part of its result while that is in the cache; it must not keep it."""
 
 
 def transfer_key(owner: int, bucket: int, kind: int, count: int) -> int:
@@ -130,7 +130,7 @@ class Reduction:
         key: Number that is equal on all ranks for this reduction and for no other one in flight.
         label: What travels, for error messages.
         limit: Most elements of the buffer that may travel at once.
-        visit: Called, at the latest in ``wait``, with stretches that together are the result, each as soon as it is
+        visit: Called, at the latest in ``wait``, with parts that together are the result, each as soon as it is
             finished and a multiple of 64 elements long.
         error: What earlier reductions of this buffer have lost; for transports that are not exact.
         rows: Its rows, for transports that cannot say 0.
@@ -186,11 +186,11 @@ class Transport:
         size: Ranks in the group.
         ranks: Their numbers in the job; empty for the transport of one rank.
         owner: Number of the engine that the transfers belong to; equal on all ranks.
-        watch: The job's; None where nobody is waited for.
-        watched: How this rank takes part in the process group; None where it waits for nobody.
+        watch: The job's; None where no rank is waited for.
+        watched: How this rank takes part in the process group; None where it waits for no other.
         scope: Begins the names of its channels.
         small_device: Where a tensor for :meth:`gather_small` may be besides the host; None: nowhere.
-        axis: Name of the axis that the ranks lie along, for the books of what travels.
+        axis: Name of the axis that the ranks lie along, for the traffic counters.
         started: Collectives, sends and recvs that this transport has started in the process group so far.
         runs_on_stream: Transfers run on a stream of the device, and so do waits for them.
         is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
@@ -240,7 +240,7 @@ class Transport:
             watch.members.add(self)
 
     def leave(self) -> None:
-        """The job is over: whoever still has this transport keeps no process group alive by it."""
+        """The job is over: a remaining reference to this transport keeps no process group alive."""
         self.group, self.watched = _ClosedGroup(), None
 
     def rank_at(self, position: int) -> int:
@@ -263,7 +263,7 @@ class Transport:
         return self.watch.next_owner(self.scope + users) if self.watch is not None else 0
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
-        """Counts a transfer on one of this engine's channels; ``key`` as of ``Watch.issue``."""
+        """Counts a transfer on one of this engine's channels; ``key`` as in ``Watch.issue``."""
         full_name = f"{self.owner}/{self.scope}{channel}"
         return full_name, self.watch.issue(full_name, key) if self.watch is not None else 0
 
@@ -353,7 +353,7 @@ class Transport:
         Args:
             tensor: On the host or on :attr:`small_device`, of equal length on all ranks that use ``channel``.
             channel: One of ``SMALL_CHANNELS``; exchanges of one channel never meet those of another.
-            label: What this rank is about to do, for whoever waits in vain.
+            label: What this rank is about to do, shown if a rank waits in vain.
         """
         raise NotImplementedError
 

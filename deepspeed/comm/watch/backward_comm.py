@@ -1,10 +1,10 @@
 """Whether layers of this job talk to other ranks in the middle of a backward.
 
 A rank that waits there for the reduction of a bucket may wait for one that needs an exchange with it first: a peer
-holds a bucket back in which it has unused parameters until its backward is over. So where layers talk, nobody waits for
-a reduction before its own backward is over. Layers say so when they run. It holds from then on for the models that
-contain them (a recomputation may run them in the middle of a backward again), and for all until they have talked, or
-their graph is gone, as a backward may go through several models; other models of the same job are as before.
+holds a bucket back in which it has unused parameters until its backward is over. So where layers communicate, no rank
+waits for a reduction before its own backward is over. Layers say so when they run. It holds from then on for the models
+that contain them (a recomputation may run them in the middle of a backward again), and for all until they have talked,
+or their graph is gone, as a backward may go through several models; other models of the same job are as before.
 
 Whether gradients may be missing on some ranks decides the order of transfers, which must be equal on all ranks, so that
 holds for the rest of the job. What happens on simulated ranks, or happened before another job began in this

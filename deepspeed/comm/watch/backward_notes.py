@@ -1,4 +1,4 @@
-"""What layers of one job have said of their exchanges in backward passes (``comm.watch.backward_comm``)."""
+"""What layers of one job have registered of their exchanges in backward passes (``comm.watch.backward_comm``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that ends waits until gloo's threads have let go of its tensors.
+"""At exit, waits until gloo's threads have released the program's tensors.
 
 A thread of gloo that has carried out a collective says so first and drops its tensors then. If it is held up in
 between, as on a machine with more to do than processors, the program may have come to its end meanwhile; a tensor that

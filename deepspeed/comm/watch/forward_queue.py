@@ -1,7 +1,7 @@
 """Keeps what this rank has promised to hand on: the second steps of gathers that go node by node (``comm.host.nodes``).
 
 In such a gather a neighbour waits for what this rank receives from another node. It must not wait for ever while this
-rank blocks in something else, so whatever may block until a peer does something catches up first, and a wait for one
+rank blocks in something else, so code that may block until a peer acts forwards first, and a wait for one
 gather first hands on what the gathers before it need. Later gathers are left alone there: a peer may issue them only
 after something that it does together with this rank.
 """
@@ -29,7 +29,7 @@ class ForwardQueue:
         self._training = TrainingThread()
 
     def add(self, request: ForwardRequest) -> None:
-        """Adds a promise of the training thread, which calls it."""
+        """Adds a transfer to forward; called by the training thread."""
         self._training.is_elsewhere()  # so that it is known which one that is
         self._pending.append(request)
 

@@ -1,4 +1,4 @@
-"""What ranks post for each other's watchdogs, checked: whoever reaches the rendezvous store may write to it."""
+"""What ranks post for each other's watchdogs, checked: any process that reaches the store may write to it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def has_ended(process: str) -> bool:
     """
     try:
         machine, pid, started = json.loads(process)
-    except (ValueError, TypeError):  # whoever reaches the store may write to it
+    except (ValueError, TypeError):  # any process that reaches the store may write to it
         return False
     if not machine or machine != _machine() or type(pid) is not int:
         return False

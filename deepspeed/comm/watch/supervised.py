@@ -75,7 +75,7 @@ def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.T
 
 
 def blocking(name: str, call: Callable[[], Any], group: Any, patience: float | None = None) -> None:
-    """Runs a collective that torch offers only as one blocking call; ``patience`` as of ``Watch.wait``.
+    """Runs a collective that torch offers only as one blocking call; ``patience`` as in ``Watch.wait``.
 
     Raises:
         DivergenceError: Some of the ranks wait for something else.
@@ -113,7 +113,7 @@ def between(
 
 
 def from_anybody(call: Callable[[], Any], group: Any) -> None:
-    """Runs a receive from whoever sends first; what others wait for still ends it."""
+    """Runs a receive from the rank that sends first; what others wait for still ends it."""
     watched = _watching(group, None)
     if watched is None:
         call()

@@ -1,4 +1,4 @@
-"""Which thread trains. Another one (a checkpoint that is written beside training) holds up nobody by its waits."""
+"""Which thread trains. Another one (a checkpoint that is written beside training) holds up no rank by its waits."""
 
 from __future__ import annotations
 

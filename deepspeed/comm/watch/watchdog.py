@@ -12,13 +12,13 @@ which takes several groups: then each waits for the next one. And if number *i* 
 another one there, the ranks have parted already, though each has issued something under that number: transfers have
 keys, which are posted too. Being late is never an error.
 
-A program may also call torch's own collectives, which nobody counts. So a circle must be seen twice, and every rank in
-it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them report
+A program may also call torch's own collectives, which are not counted. So a circle must be seen twice, and every rank
+in it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them report
 where they are (:meth:`Watch.note_position`). A rank that has reached a position may need the others there until it
 reports the next one. All ranks pass the same positions in the same order, so a position serves like a wait.
 
 Where transfers run on a stream of the device (NCCL), a wait does not block the host: the stream waits, and the host
-goes on until it needs a result, perhaps in a call of the program that nobody supervises (``loss.item()``). So an event
+goes on until it needs a result, perhaps in a call of the program that is not supervised (``loss.item()``). So an event
 is recorded behind every such wait (:meth:`Watch.follow`), and the oldest that the device has not come to is what the
 rank waits for. Transfers that the rank issues later are queued behind it, so a circle of such waits is as certain as
 one of hosts. When ranks wait in vain, the communicators are aborted, which ends their kernels without an error;
@@ -115,13 +115,13 @@ class Watch:
         scope: As given.
         rank: As given.
         aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
-        members: What holds process groups, connections or memory for the job, and is told when it is over. A program
-            may keep it alive by what no collector sees through: a tensor's graph, held by the model.
+        members: What holds process groups, connections or memory for the job, and is notified when it is over. A
+            program may keep it alive by what no collector sees through: a tensor's graph, held by the model.
         forward_queue: What this rank has promised to hand on to others.
         period: Seconds between looks at the store, and the shortest wait worth one.
         may_restart: Whether ``init_distributed`` has started the process group, and may do so again after a failure.
         has_failed: Whether a wait of this rank has raised.
-        hears_losses: Whether somebody calls :meth:`give_up` as soon as a process of the job has ended.
+        hears_losses: Whether other code calls :meth:`give_up` as soon as a process of the job has ended.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
@@ -149,7 +149,7 @@ class Watch:
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: WaitRecord | None = None
         self._on_device: deque[tuple[WaitRecord, DeviceEvent]] = deque()  # waits of streams, in their order
-        self._position: WaitRecord | None = None  # the latest that this rank said of a place
+        self._position: WaitRecord | None = None  # the latest trace point of this rank
         self._decision: str | None = None
         self._exit_notice: str | None = None  # of a rank that this one waited for
         self._failure: str | None = None  # of any rank
@@ -233,7 +233,7 @@ class Watch:
             channel: Of the transfer.
             index: Its number on the channel.
             label: What travels.
-            members: The ranks that take part in it; none if anybody may.
+            members: The ranks that take part in it; none if any may.
             patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
             on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
             gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
@@ -243,7 +243,7 @@ class Watch:
             CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
         """
         awaited = WaitRecord(channel, index, members, label, time.monotonic(), on_stream, gives_up)
-        # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
+        # Outside the training thread no rank is held up: the end of a peer breaks the connection, and that will do.
         beside = self._training.is_elsewhere()
         if not beside:
             self._begin_watching()
@@ -271,7 +271,7 @@ class Watch:
             members: The ranks that take part in it.
         """
         self._begin_watching()
-        if self._thread is None or not self._thread.is_alive():  # nobody would take it from the queue again
+        if self._thread is None or not self._thread.is_alive():  # no thread would take it from the queue again
             self._on_device.clear()
             return
         self._on_device.append((WaitRecord(channel, index, members, label, time.monotonic(), True), reached))
@@ -306,7 +306,7 @@ class Watch:
     def wait_for_keys(
         self, keys: Sequence[str], channel: str, index: int, label: str, members: tuple[int, ...], timeout: timedelta
     ) -> None:
-        """Waits until somebody has written ``keys`` into the store; otherwise like :meth:`wait`.
+        """Waits until ``keys`` are in the store; otherwise like :meth:`wait`.
 
         Raises:
             DivergenceError: They can never come.
@@ -342,7 +342,7 @@ class Watch:
             self.store.compare_set(self._key(_FAILURE), "", text)
 
     def give_up(self, text: str) -> None:
-        """Makes all waits of this rank raise with ``text``, now and later. For any thread; other ranks are not told."""
+        """Makes all waits of this rank raise with ``text``, now and later. For any thread; others are not notified."""
         if self._is_over or self.is_in_vain():
             return
         self._failure = text
@@ -523,7 +523,7 @@ class Watch:
             self.store.set_timeout(_EXIT_NOTICE_TIMEOUT)
             self.store.set(self._key(self.rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
         except RuntimeError:
-            return  # the store went with the rank that held it: nobody is left to read this
+            return  # the store went with the rank that held it: no rank is left to read this
 
     def _end_thread(self, patience: timedelta) -> None:
         self._is_over = True

@@ -82,7 +82,7 @@ class WatchedGroup:
         """Counts a row of transfers between pairs of members, of which each member takes part in some.
 
         All members begin and end a row together, and every transfer in it is waited for. After an error in it a
-        transfer may be without its counterpart: the row stays open, and nobody else takes the group.
+        transfer may be without its counterpart: the row stays open, and no other engine takes the group.
         """
         self.watch.issue(f"rows/{self.scope}{channel}")  # as ``Watch.issued_over`` looks for it
         self.open_rows += 1
@@ -90,7 +90,7 @@ class WatchedGroup:
         self.open_rows -= 1
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
-        """Counts what this rank takes part in now; as of ``Watch.issue``."""
+        """Counts a transfer of this rank and returns its ticket; arguments as in ``Watch.issue``."""
         name = f"{self.scope}{channel}"
         return name, self.watch.issue(name, key)
 
@@ -129,9 +129,9 @@ class GroupRecord:
 
     Attributes:
         group: The torch process group.
-        watched: How it is watched; None where this rank waits for nobody in it.
+        watched: How it is watched; None where this rank waits for no other in it.
         transports: Those that are made once, by their use.
-        made: How ``comm.job.new_groups`` made it; None: somebody else did.
+        made: How ``comm.job.new_groups`` made it; None: made elsewhere.
     """
 
     group: Any
@@ -173,7 +173,7 @@ class WatchedGroups:
         return self._watch is not None and self._watch.has_failed
 
     def of(self, group: Any = None) -> WatchedGroup | None:
-        """Returns how ``group`` (None: all ranks) is watched; None where this rank waits for nobody in it."""
+        """Returns how ``group`` (None: all ranks) is watched; None where this rank waits for no other in it."""
         return self.record_of(group).watched
 
     def record_of(self, group: Any = None) -> GroupRecord:

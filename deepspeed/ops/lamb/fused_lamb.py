@@ -300,7 +300,7 @@ class BlockMap:
     def __init__(self, segments: tuple[Segment, ...], numel: int, num_tensors: int, device: torch.device) -> None:
         self.num_blocks = -(-numel // BLOCK_NUMEL)
         self._num_tensors = num_tensors
-        owners: list[int] = []  # per stretch of blocks: the tensor, or num_tensors for a gap
+        owners: list[int] = []  # per range of blocks: the tensor, or num_tensors for a gap
         lengths: list[int] = []
         position = 0
         for segment in segments:
@@ -322,7 +322,7 @@ class BlockMap:
         """Sums ``block_values`` (``[rows, blocks]``, fp64) per tensor, in a fixed order: ``[rows, num_tensors]``."""
         sums = torch.segment_reduce(block_values.T.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True)
         totals = block_values.new_zeros(self._num_tensors + 1, block_values.shape[0])
-        # Each tensor has at most one stretch in a run, so this adds one value to a zero; only padding adds several.
+        # Each tensor has at most one range in a run, so this adds one value to a zero; only padding adds several.
         return totals.index_add_(0, self._owners, sums)[: self._num_tensors].T.contiguous()
 
     def most(self, block_values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the engine does for the optimizer ``Muon``: tells it which parameters are matrices, and which rows to clip."""
+"""What the engine does for the optimizer ``Muon``: names the matrices among the parameters, and the rows to clip."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def is_stack_of_matrices(param: Tensor) -> bool:
 
 
 def mark_convolutions(model: nn.Module) -> None:
-    """Sets ``muon_stacked`` to false on kernels of torch's convolutions, unless a program has said otherwise."""
+    """Sets ``muon_stacked`` to false on kernels of torch's convolutions, unless the program has set it."""
     for module in model.modules():
         if isinstance(module, CONVOLUTIONS) and not hasattr(module.weight, "muon_stacked"):
             module.weight.muon_stacked = False  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ Who orthogonalises which matrix, and what travels to get it there, is pure arith
 Every rank knows how the tensors are cut (``SharedTensor``), so every rank can say who holds what, and nothing has to
 be exchanged to agree. Ranks are meant by position here, in the order in which the buffers are cut.
 
-A matrix that lies wholly on one rank stays there if that rank has room; one that is cut goes to the rank that holds
+A matrix that lies wholly on one rank stays there if that rank has space; one that is cut goes to the rank that holds
 most of it. No rank gets more than its fair share of elements, within one matrix. Matrices are handled in rounds, so
 that the buffers are bounded. The cost grows with the matrices and the logarithm of the ranks, beside one number per
 rank and round.

@@ -43,7 +43,7 @@ class Muon(KeepsStateDtypes):
     a convolution, further dimensions count as columns) is scaled by ``sqrt(max(1, m / n))``; weight decay is decoupled.
     A stack of matrices, such as the weights of stacked experts, is so many matrices.
 
-    Which part a group belongs to is said by its key ``use_muon``. A group without the key is divided: a parameter is
+    The key ``use_muon`` of a group says which part it belongs to. A group without the key is divided: a parameter is
     a matrix if it has an attribute ``use_muon`` that is true (:func:`~deepspeed.ops.muon.set_optimizer_flags`), or
     no such attribute and at least two dimensions. Likewise its key ``stacked`` says whether the parameters of a matrix
     group are stacks of matrices. A matrix group without it is divided: a parameter with three dimensions is a stack,

@@ -40,7 +40,7 @@ class OneBitLamb(FusedLamb):
     State beside LAMB's: ``exp_avg_sq_fresh``, that second variance.
 
     Args:
-        params: Parameters or group dictionaries; ``exp_avg_mask`` as of :class:`~deepspeed.ops.onebit.OneBitAdam`.
+        params: Parameters or group dictionaries; ``exp_avg_mask`` as in :class:`~deepspeed.ops.onebit.OneBitAdam`.
         deepspeed: The engine, as the original takes it; of no use here.
         lr: Step size.
         freeze_step: Updates of the warm-up.

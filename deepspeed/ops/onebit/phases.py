@@ -1,4 +1,4 @@
-"""What an optimizer of the 1-bit family tells its driver: the phase of an update, and what ranks exchange in it.
+"""What an optimizer of the 1-bit family reports to its driver: the phase of an update, and what ranks exchange in it.
 
 These optimizers are not fed with mean gradients alone. After their warm-up each rank adds its *own* gradient to the
 momentum that all have, and it is these momenta that are averaged, with one bit for each element. So reducing the

@@ -178,7 +178,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
     ``anchor``, the weights of that moment.
 
     Args:
-        params: Parameters or group dictionaries; ``exp_avg_mask`` as of :class:`~deepspeed.ops.onebit.OneBitAdam`.
+        params: Parameters or group dictionaries; ``exp_avg_mask`` as in :class:`~deepspeed.ops.onebit.OneBitAdam`.
         deepspeed: The engine, as the original takes it; of no use here.
         lr: Step size.
         bias_correction: Correct the variance for its start at zero, and the momentum until the variance is frozen; the

@@ -229,7 +229,7 @@ def _masks(
 def _put(
     target: torch.Tensor, tiles: torch.Tensor, stack: TileStack, batch: slice, heads: slice, plan: LayoutPlan
 ) -> None:
-    """Writes the rows of a stack; ``target`` is contiguous and ``batch, heads`` a stretch of it, or whole samples."""
+    """Writes the rows of a stack; ``target`` is contiguous and ``batch, heads`` a run of it, or whole samples."""
     part = target[batch, heads].view(-1, plan.blocks, plan.block * target.size(-1))
     part.index_copy_(1, stack.rows, tiles.reshape(part.size(0), -1, part.size(2)))
 

@@ -45,7 +45,7 @@ class MatMul:
 
         Args:
             a: Left factor: dense ``[batch, heads, n, k]``, leading dimensions may be missing; or block-sparse.
-            b: Right factor, likewise.
+            b: Right factor, in the same form.
 
         Raises:
             ValueError: Devices, dtypes (outside autocast) or inner sizes differ.

@@ -92,10 +92,10 @@ def _check_draws(number: int, blocks: int, is_causal: bool) -> None:
 
 
 def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Returns the ``[start, end)`` of every global stretch.
+    """Returns the ``[start, end)`` of every global range.
 
     Raises:
-        ValueError: Starts and ends differ in number, or a stretch is empty.
+        ValueError: Starts and ends differ in number, or a range is empty.
     """
     if ends is None:
         return [(index, index + 1) for index in indices]

@@ -1,7 +1,7 @@
 """Tokens on their way to their experts and back: once for every kind of layer.
 
 Which routes there are has been decided before (``gate``, or a model's own router), and dropped routes are out. What is
-left is sorted by expert; the ranks tell each other how many rows come (one small exchange), the rows travel once there
+left is sorted by expert; the ranks exchange how many rows come (one small exchange), the rows travel once there
 and once back, and every token adds up what its experts made of it. Nothing is padded: with E experts spread over *ep*
 ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the capacity, and ranks may have any number
 of tokens, none included.

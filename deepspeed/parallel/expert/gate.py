@@ -388,7 +388,7 @@ def topkgating(
 
 
 def returned(routes: Routes, ep_group: Any, sparse_routes: bool, *, by_token: bool = False) -> tuple[Any, ...]:
-    """Routes in the form that the public functions return; arguments as of :func:`top1gating` and :func:`places`."""
+    """Routes in the form that the public functions return; arguments as in :func:`top1gating` and :func:`places`."""
     locations = places(routes.indices, routes.num_experts, by_token=by_token)
     capacity = routes.capacity
     if capacity is None:

@@ -262,7 +262,7 @@ class ChannelSender:
                     works.append((work, what))
         traffic.record_asked("send", nbytes, PIPE)
         traffic.record_ran("send", nbytes, PIPE, count)
-        if works or self._leaving:  # they are let go of in order
+        if works or self._leaving:  # they are released in order
             self._leaving.append(_SentMessage(ticket, micro_batch, works, sent))
         else:
             self._left += 1
@@ -280,7 +280,7 @@ class ChannelSender:
             and all(self._transport.has_left(*each) for each in self._leaving[0].works)
         ):
             for work, _ in self._leaving[0].works:
-                work.wait()  # returns at once, so that nobody need watch it
+                work.wait()  # returns at once, so that no watch is needed
             self._forget_oldest()
 
     def drain(self) -> None:
@@ -325,7 +325,7 @@ class ChannelReceiver:
         transport: Over what.
         device: Where the model computes.
         packs: Small tensors may lie in one packet with the header, see :class:`MessageLayout`; equal on both sides.
-        let_go: Told how many of this rank's messages the other way have been taken.
+        let_go: Called with the number of this rank's messages in the other direction that were received.
 
     Attributes:
         expected: Messages that are still to be received in this step.
@@ -381,7 +381,7 @@ class ChannelReceiver:
         Raises:
             PipelineError: It has another one.
         """
-        self.expected = max(self.expected, 1)  # a schedule that nobody has counted
+        self.expected = max(self.expected, 1)  # a schedule without counts
         self._post()
         ticket = self._route.issue()
         posted = self._posted.popleft()

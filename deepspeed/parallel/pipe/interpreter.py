@@ -36,7 +36,7 @@ class StageCompute(Protocol):
     """What the instructions of one pipeline stage compute, and where the stage's micro-batches come from.
 
     Attributes:
-        backwards_left: By chunk, the backwards of weights that the step has not begun yet; the interpreter sets it at
+        backwards_left: By chunk, the backwards of weights that the step has not started yet; the interpreter sets it at
             the beginning of a step and counts it down.
     """
 

@@ -272,7 +272,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return range(ends[-place] - length, ends[-place])
 
     def take_pipeline_config(self, section: PipelineSection) -> None:
-        """Takes what the configuration says; of the schedule, where the program said nothing. Layers may be built anew.
+        """Takes the configuration's values; the schedule only if the program chose none. Layers may be built again.
 
         Raises:
             DeepSpeedConfigError: The program has chosen another schedule.
@@ -321,7 +321,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return self._counts
 
     def _planned(self, schedule: str, num_chunks: int | None) -> list[int]:
-        """For ``plan``: the cut with the least step time that a device has room for."""
+        """For ``plan``: the cut with the least step time whose memory fits."""
         if self._layer_costs is None:
             if self._sample is None:
                 self._layer_costs = costs_by_size(self._layer_specs, with_loss=self.loss_fn is not None)
@@ -465,7 +465,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         self.activation_checkpoint_interval = interval
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles layer by layer; arguments as of ``torch.compile``."""
+        """Compiles layer by layer; arguments as in ``torch.compile``."""
         for place, func in enumerate(self.forward_funcs):
             if isinstance(func, nn.Module):
                 func.compile(*args, **kwargs)

@@ -5,7 +5,7 @@ that leads to a weight too, what arrives there is kept. The second half starts a
 was kept, and goes to the weights only (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So a matrix product's two
 halves are computed once each.
 
-A weight that is reached from two of the nodes cannot be told apart so; then the first half is the whole backward, as it
+A weight that is reached from two of the nodes cannot be assigned so; then the first half is the whole backward, as it
 is under recomputation, which would run anew for each node.
 """
 

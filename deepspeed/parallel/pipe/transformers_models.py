@@ -8,7 +8,7 @@ forward around a decoder that only hands over what the blocks have made, so what
 The row is: token embedding, everything before the blocks, the blocks, the last norm (and what follows it), the head. A
 head that shares the embedding's weight is tied to it.
 
-Where a mixture of experts counts its routers in the loss (``output_router_logits``), what they said travels along too,
+Where a mixture of experts counts its routers in the loss (``output_router_logits``), their outputs travel along too,
 and the model's own forward makes its balance loss of it at the head; its gradient goes back the same way.
 """
 
@@ -269,7 +269,7 @@ def _tied_logits(embedding: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _with_routers(value: Any) -> tuple[torch.Tensor, Heard]:
-    """Returns hidden states and what routers said, as they come from the layer before."""
+    """Returns hidden states and routers' outputs, as the layer before returns them."""
     return value if isinstance(value, tuple) else (value, None)
 
 
@@ -295,7 +295,7 @@ class _Embed(nn.Module):
 
 
 Travelling = tuple[torch.Tensor, list[Any], list[Any], Heard]
-"""Between blocks: hidden states, what blocks are called with, which of it each takes, and what routers said."""
+"""Between blocks: hidden states, what blocks are called with, which of it each takes, and routers' outputs."""
 
 
 class _FirstLayers(nn.Module):

@@ -159,7 +159,7 @@ class StageTransports:
                     )
         # Copying into a packet is worth it where tensors are on the host and travel as headers do.
         self._packs = not self._native and device.type == "cpu"
-        # Whoever knows the group has it open already; asked for here, as every rank of a pipeline is.
+        # Code that knows the group has opened it already; requested here, as every rank of a pipeline is.
         self._queue = open_message_queue(job.connector.over(self._axis.group, None))
         watched.watch.members.add(self)
 
@@ -205,7 +205,7 @@ class StageTransports:
             yield
 
     def leave(self) -> None:
-        """The job is over: whoever still refers to this keeps no process group and nothing that was sent."""
+        """The job is over: a remaining reference to this keeps no process group and nothing that was sent alive."""
         self._in.clear()
         self._out.clear()
         self._native.clear()
@@ -252,7 +252,8 @@ class StageTransports:
             channel.drain()
         if self._queue is not None and self._queue.has_unsent:
             assert self._watched is not None
-            # Nobody must issue anything for that, and whoever has not read yet is only late: no rank is waited for.
+            # No rank must issue anything for that, and a rank that has not read yet is only late: no rank is waited
+            # for.
             label = "free space for messages to other stages"
             self._watched.guard(self._queue.flush, self._watched.issue("queue"), label, members=(), axis=PIPE)
 

@@ -36,7 +36,7 @@ class Slot:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Room for the tensor."""
+        """Allocates memory for the tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 

@@ -84,7 +84,7 @@ class DistributedAttention(nn.Module):
             As ``query``.
 
         Raises:
-            DeepSpeedConfigError: The tensors are not as said, or heads do not suffice for the ranks.
+            DeepSpeedConfigError: The tensors are not as described, or heads do not suffice for the ranks.
         """
         tokens = self._token_axis(query, batch_dim_idx)
         transport = transport_of(self.spg, query.device)
@@ -180,7 +180,7 @@ class _SeqAllToAll(torch.autograd.Function):
     """The exchange under the name and with the arguments by which other projects call it.
 
     ``apply(group, input, scatter_idx, gather_idx, batch_dim_idx, stream, handle, type, is_fwd)``: the larger of the two
-    axes is that of heads. Of uneven heads the ranks tell each other how many they have, on the way back.
+    axes is that of heads. With uneven heads the ranks exchange how many they have, on the way back.
     """
 
     @staticmethod

@@ -218,7 +218,7 @@ def uses_of_transports() -> int:
 
 @uncompiled
 def channel_of(group: Any, device: torch.device) -> Channel:
-    """Returns the channel of ``group``, for losses; arguments as of ``comm.transports.along.transport_along``."""
+    """Returns the channel of ``group``, for losses; arguments as in ``comm.transports.along.transport_along``."""
     return channel_along(group, device, SEQUENCE)
 
 

@@ -30,7 +30,7 @@ class _Saved:
 
 
 class SavedResult:
-    """For one call of an attention: sees what it saves, and is told what becomes of its result.
+    """For one call of an attention: sees what it saves, and learns what becomes of its result.
 
     Where the program has hooks of its own on what is saved (checkpointing without re-entrance, offload), those decide,
     and everything stays as it is.

@@ -38,7 +38,7 @@ def check_first_forward(model: nn.Module, group: Any, ranks: int) -> None:
     The forward raises ``DeepSpeedConfigError`` where the model attends and exchanges nothing: each rank would attend to
     its own part. It warns where it sees neither: that is right only for a model that treats every token by itself.
     """
-    if not is_initialized() or Job.current().watched.of(group) is None:  # nobody to exchange tokens with
+    if not is_initialized() or Job.current().watched.of(group) is None:  # no ranks to exchange tokens with
         return
     _FirstForward(model, group, ranks)
 

@@ -25,7 +25,7 @@ from deepspeed.logging import log_dist
 from deepspeed.uncompiled import uncompiled
 
 _HEAD = 2  # the number of arguments, and a checksum of their names
-_NAMES = 24  # arguments that are told apart; further ones count together
+_NAMES = 24  # arguments that are distinguished; further ones count together
 _MOST_BEHIND = 8  # forwards that the device may be behind before the host waits for it
 _LABEL = "the comparison of the batch"
 

@@ -81,7 +81,7 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
-    """Returns the configuration together with what :func:`tp_model_init` was told about ``model``.
+    """Returns the configuration together with the arguments of :func:`tp_model_init` for ``model``.
 
     Raises:
         DeepSpeedConfigError: They contradict each other.

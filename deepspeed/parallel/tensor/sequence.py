@@ -106,7 +106,7 @@ class ScatterPlan:
 
     Attributes:
         first: Name of the first block; None: it lies on another stage.
-        last: Name of the last block, likewise.
+        last: Name of the last block, as ``first``.
         is_of_stages: The blocks are layers of a pipeline.
         regions: Names of modules whose input is gathered.
         columns: Names of column-parallel layers in them.

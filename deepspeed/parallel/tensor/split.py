@@ -4,9 +4,9 @@ A dimension is a row of *runs*; each has equal *units* that stay whole (a head, 
 consecutive part of the units of each run. A plain linear layer is one run of single rows; query, key and value
 packed in one weight are three; the halves of a gated MLP two.
 
-Attention needs more than even parts: a query head must lie beside the key/value head that it uses. So heads are dealt
-together (:class:`Heads`): key/value heads evenly, with their query heads; or, where there are fewer key/value heads
-than ranks, each to several ranks that share out its query heads.
+Attention needs more than even parts: a query head must lie beside the key/value head that it uses. So heads are
+assigned together (:class:`Heads`): key/value heads evenly, with their query heads; or, where there are fewer key/value
+heads than ranks, each to several ranks that share out its query heads.
 """
 
 from __future__ import annotations

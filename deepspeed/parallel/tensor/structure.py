@@ -37,7 +37,7 @@ def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Itera
     Args:
         model: The model, whole or sharded; nothing of it changes.
         inputs: Keyword arguments of a small forward; None: not known.
-        rows: Ends of names of layers that are said to be row-parallel (``injection_policy_tuple``); all other linear
+        rows: Ends of names of layers that are declared row-parallel (``injection_policy_tuple``); all other linear
             layers of their blocks are column-parallel then, and nothing is computed.
     """
     linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}

@@ -120,7 +120,7 @@ class ReplayRunner:
         self._found = ReplayTimes()
         self._compute = self._host = self._wire = self._up = self._down = 0.0
         self._free: dict[str, float] = defaultdict(float)  # by communicator
-        self._works: dict[int, _ReplayedTransfer] = {}  # those that nobody has waited for
+        self._works: dict[int, _ReplayedTransfer] = {}  # those that were not waited for
         self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
         self._records: dict[int, _SideStream] = {}  # as the stream was at the event
         self._charged: set[int] = set()  # exchanges whose cost computation has paid

@@ -126,7 +126,7 @@ def by_group(entries: list[Entry]) -> list[list[Entry]]:
 def _place_in_order(entries: list[Entry]) -> tuple[int, str, tuple[int, ...]]:
     """Decides which group comes first: groups of equal size too, and alike on ranks that are in different groups.
 
-    Groups of one name are told apart by their ranks, of which every rank knows the order.
+    Groups of one name are distinguished by their ranks, of which every rank knows the order.
     """
     transport = entries[0][1].bucket.transport
     return transport.owner, min(address.bucket.group.name for _, address in entries), transport.ranks

@@ -32,7 +32,7 @@ DTYPES = (
     torch.int8,
     torch.uint8,
 )
-"""Dtypes of states by the number that ranks tell each other."""
+"""Dtypes of states by the number that ranks exchange."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Rank 0 runs the loader that the library uses at other stages. Where that loader would set a tensor of the model, rank 0
 collects it, and all ranks put the collected tensors into their shards, some MiB at a time. Every stage therefore loads
-the same values. What rank 0 finds wrong is an error on every rank, before anybody waits for a rank that has left.
+the same values. What rank 0 finds wrong is an error on every rank, before any rank waits for one that has left.
 
 What transformers does with models that are built for ZeRO stage 3, as far as it needs help.
 

@@ -28,7 +28,7 @@ class Patch:
         setattr(self._owner, self._name, self._replacement)
 
     def revert(self) -> None:
-        """Puts back what was there; an attribute that somebody else has replaced since is left alone."""
+        """Puts back what was there; an attribute that other code has replaced since is left alone."""
         if vars(self._owner).get(self._name, _ABSENT) is not self._replacement:
             return
         if self._before is _ABSENT:

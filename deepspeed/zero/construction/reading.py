@@ -75,11 +75,11 @@ class SlicesFromFiles:
         return made
 
     def take(self, parameter: torch.nn.Parameter, first: int, numel: int, read: Read) -> None:
-        """Reads what of a stretch of the flattened parameter lies in this rank's slice.
+        """Reads what of an interval of the flattened parameter lies in this rank's slice.
 
         Args:
             parameter: From :meth:`start`.
-            first: Element of the parameter at which the stretch begins.
+            first: Element of the parameter at which the interval begins.
             numel: Its length.
             read: Gives some of it.
         """

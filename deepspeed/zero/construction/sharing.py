@@ -42,7 +42,7 @@ class ProvisionalGroups:
             parameter: The parameter, of any shape; only its marks are read.
 
         Raises:
-            DeepSpeedConfigError: It belongs to a group that nobody has declared.
+            DeepSpeedConfigError: It belongs to a group that is not declared.
         """
         wanted = describe(name, parameter).group
         wanted = DATA if wanted == CUT else wanted  # each model-parallel rank builds its own part

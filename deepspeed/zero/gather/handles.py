@@ -121,7 +121,7 @@ class SavedTensorHooks:
         self._by_storage[new_key] = self._by_storage.pop(old_key)
 
     def push_guard(self) -> bool:
-        """Puts a guard over the hooks of somebody else that are active, so that they are given views of parameters.
+        """Puts a guard over the hooks of other libraries that are active, so that they are given views of parameters.
 
         Such hooks may keep the parameter object itself (non-reentrant checkpointing does so where it is frozen). Its
         memory is taken from it when its bucket is resharded, and backward would compute with the placeholder. A view

@@ -44,7 +44,7 @@ class _Scope:
         buckets: What the module needs.
         opened_segment: Whether it has begun the open segment of the schedule.
         pushed_hooks: Whether it has installed the saved-tensor hooks.
-        pushed_guard: Whether it has put a guard over saved-tensor hooks of somebody else.
+        pushed_guard: Whether it has put a guard over saved-tensor hooks of other libraries.
         held: Buckets of which it is a user.
     """
 
@@ -210,7 +210,7 @@ class ForwardHooks:
             if self._paused:
                 self._pop_hooks(self._paused.pop())
             return
-        bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
+        bare = not self._scopes[0].pushed_hooks  # hooks of other libraries keep plain views of what is saved
         scope = self._scopes.pop()
         is_training = scope.opened_segment and self._schedule.kind == "forward"
         try:

@@ -12,7 +12,7 @@ A pass may announce, on all ranks alike, buckets that it will not use (layers th
 gathered, and what is learned from such passes is put together (:class:`LearnedOrder`).
 
 Where the agreement *serves* (``zero_optimization.agreement``), ranks may want different buckets. While an order is
-recorded, each exchange is followed by the gathers of all that the ranks want; those that nobody wants here are given
+recorded, each exchange is followed by the gathers of all that the ranks want; those that no rank needs here are given
 back at the end of the segment. A rank that leaves a followed order first takes part in the rest of it, so the others
 find everything that they wait for; it is served when they have come to the end of the segment too. Such gathers are
 not learned: what one rank needs once is not gathered by all for ever. Ranks that begin a segment with other knowledge
@@ -381,7 +381,7 @@ class GatherSchedule:
 
     def _issue(self, bucket: Bucket) -> None:
         self._issued.append(bucket.index)
-        if bucket.state is State.GATHERING:  # skipped by this rank the last time; that transfer must land first
+        if bucket.state is State.GATHERING:  # skipped by this rank the last time; that transfer must end first
             bucket.finish_gather()
         if bucket.state is State.FULL:
             bucket.repeat_gather()

@@ -74,7 +74,7 @@ _MEASURES = frozenset(
     {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"}
 )
 _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# Module.to() and its kin call these on every parameter; to the present dtype they change nothing.
+# Module.to() and similar methods call these on every parameter; to the present dtype they change nothing.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
 # These need a parameter's shape and dtype and none of its values: they get those of the whole.
 _LIKE = frozenset({"empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"})
@@ -123,7 +123,7 @@ _showing_wholes = False
 
 @contextmanager
 def showing_wholes() -> Iterator[None]:
-    """Inside, ``shape``, ``numel`` and their kin of sharded parameters tell of the whole, not of the empty tensor."""
+    """Inside, ``shape``, ``numel`` and the like of sharded parameters are those of the full parameter."""
     global _showing_wholes
     before, _showing_wholes = _showing_wholes, True
     try:

@@ -41,7 +41,7 @@ class ErrorFeedback:
     Args:
         layout: The bucket's.
         device: Where gradients are.
-        memory_tracker: Books of the memory.
+        memory_tracker: Counts the memory.
         to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
         spread: Sums of slices over the ranks with the same ones are cut among these, too.
         may_skip: An update may be skipped, which leaves the errors as they were: twice the memory.

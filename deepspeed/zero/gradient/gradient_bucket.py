@@ -32,7 +32,7 @@ class ReductionPolicy:
     Attributes:
         every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
         to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
-        reduce_dtype: Dtype on the wire, per compute dtype.
+        reduce_dtype: Dtype in which gradients are sent, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
         narrows: What the update reads has ``accumulate_dtype``, whatever it is a sum of; wider parameters keep theirs.
@@ -199,7 +199,7 @@ class GradientBucket:
             self._combine_rows = ZeroRows(within, layout.slice_numel, layout.replicas, device)
 
     def _padding(self) -> list[torch.Tensor]:
-        """Views of the stretches between tiles."""
+        """Views of the gaps between tiles."""
         layout = self.bucket.layout
         ends = (*layout.starts[1:], layout.numel)
         gaps = [
@@ -398,7 +398,7 @@ class GradientBucket:
         """Returns the local sum, with a packed micro-batch added to it, in the dtype that travels.
 
         It travels once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
-        names a dtype for the wire.
+        names a dtype for messages.
         """
         if self.state is GradientState.FILLING:
             self.accumulate_locally()

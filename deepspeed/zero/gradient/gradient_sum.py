@@ -30,7 +30,7 @@ class GradientSumState:
     Attributes:
         is_empty: Nothing was there.
         has_local: A local sum was there.
-        additions: Backwards that had been added, or had begun to be.
+        additions: Backwards that had been added, or had started to be.
         used: Per parameter, whether a gradient had arrived since the last update.
     """
 
@@ -59,7 +59,7 @@ class GradientSum:
         dtype: See the attribute.
         device: Of sums that have not landed.
         destination: Brings reduced gradients to where the update reads them.
-        memory_tracker: Books of the memory.
+        memory_tracker: Counts the memory.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class GradientSum:
         """Adds the packed gradient to the local sum and frees it.
 
         Args:
-            is_result: Nobody else's is added to it: the local sum is what the update reads.
+            is_result: No other rank's is added to it: the local sum is what the update reads.
         """
         self.begin_addition()
         if self.local is None:
@@ -210,7 +210,7 @@ class GradientSum:
             self.reduced.tensor.copy_(self._packed.tensor)
 
     def new_buffer(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> FlatBuffer:
-        """Memory for gradients, in the books."""
+        """Allocates memory for gradients and counts it."""
         return FlatBuffer(
             numel, dtype, self._device, kind=StorageKind.GRADIENT, memory_tracker=self._memory_tracker, tier=tier
         )
@@ -283,7 +283,7 @@ def pack_and_square(
     grads: dict[int, torch.Tensor],
     squares: Squares,
 ) -> None:
-    """Copies stretch by stretch, and takes the squares of each while it is in the cache.
+    """Copies part by part, and takes the squares of each while it is in the cache.
 
     Args:
         layout: Of the bucket.
@@ -328,7 +328,7 @@ class GradientDestination:
     model computes in. ``deepspeed.offload`` has the one that copies them down from an accelerator.
 
     Args:
-        tier: The memory, for the books.
+        tier: The memory tier, for the count.
     """
 
     def __init__(self, tier: Tier = Tier.DEVICE) -> None:

@@ -9,8 +9,8 @@ used as it arrives.
 
 Where only some ranks share the parameters (``comm.job.grid``), the sum has two steps. The first, among those that
 share, is the one above; what it leaves is a *partial* sum. The second, over the ranks with the same slices, waits for
-the end of the backward (never in its midst: a rank of another group may be holding a bucket back, and no gather tells)
-and, where they all keep the whole result, for the boundary.
+the end of the backward (never in its midst: a rank of another group may be holding a bucket back, and no gather reports
+that) and, where they all keep the whole result, for the boundary.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Backward:
 
 
 def _nothing() -> None:
-    """Stands for a callback that nobody has set."""
+    """Stands for a callback that is not set."""
 
 
 class GradientReader(Protocol):
@@ -98,7 +98,8 @@ class GradientReducer:
         destinations: For each bucket, how its gradients get to where the update reads them.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
-        may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
+        may_block: Whether this rank has issued all gathers that its peers need, so that it may wait for their part of a
+            reduction.
         needs_one_order: Gathers run during backward, and all ranks must issue them and reductions in one order.
     """
 
@@ -157,7 +158,7 @@ class GradientReducer:
             self._reader.offer(position)
 
     def stop_reading(self) -> None:
-        """Waits until nobody reads gradients, masters or states beside the program; what was read is read anew."""
+        """Waits until no thread reads gradients, masters or states beside the program; what was read is read again."""
         if self._reader is not None:
             self._reader.withdraw()
 

@@ -1,6 +1,6 @@
 """Updates with plain gradients in turn with updates whose gradients travel as codes: the faster way stays.
 
-What a link can do, and what of the waiting the computation hides, nobody knows before training runs. So both ways are
+What a link can do, and what of the waiting the computation hides, is not known before training runs. So both ways are
 timed where they will be used: whole updates, in blocks that take turns, so that whatever else the machine does hits
 both. The first updates of all are not counted: they allocate.
 """

@@ -174,7 +174,7 @@ class MemoryFormula:
         Args:
             accumulation: More than one micro-batch per update.
             reduced: The boundary has passed; otherwise a micro-batch in between.
-            reduce_itemsize: Bytes per element on the wire; None is the parameter's.
+            reduce_itemsize: Bytes per element of what is sent; None is the parameter's.
             accumulate_itemsize: Bytes per element of a sum over micro-batches (``grad_accum_dtype``). Sums over ranks
                 are fp32 whatever it is; only where they are added to a sum over micro-batches do they take its dtype.
             tier: Where; unreduced gradients are on the device.

@@ -9,7 +9,7 @@ Names used throughout the package:
   no rank boundary ever cuts a block. (``BucketLayout``)
 - Rank *r* owns the *r*-th equal slice of every bucket.
 - A **fragment** is what one rank owns of one tile: an interval of the flattened tile. (``Fragment``)
-- A **run** is the longest stretch of a rank's slice whose tiles belong to one optimizer param group. (``Run``)
+- A **run** is the longest contiguous part of a rank's slice whose tiles belong to one optimizer param group. (``Run``)
 
 The same layout serves every ZeRO stage, every offload device, the checkpoint files, and the planner.
 """
@@ -69,7 +69,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of one rank's slice whose tiles share an optimizer param group.
+    """A contiguous part of one rank's slice whose tiles share an optimizer param group.
 
     ``start`` and ``stop`` are multiples of ``BLOCK`` in elements of the slice; padding inside belongs to the run, holds
     zeros, and stays zero under every elementwise optimizer.
@@ -161,7 +161,7 @@ class BucketLayout:
         return [part for rank in ranks if (part := self.fragment(tile, rank)) is not None]
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """Returns the runs of ``rank``'s slice, in order; stretches without a param group are left out."""
+        """Returns the runs of ``rank``'s slice, in order; elements without a param group are left out."""
         lower, upper = self.slice_bounds(rank)
         found: list[Run] = []
         ends = (*self.starts[1:], self.numel)

@@ -80,7 +80,7 @@ def mark_owners(parameter: torch.Tensor, owners: PartOwners) -> None:
 
 
 def part_owners_of(parameter: torch.Tensor) -> PartOwners | None:
-    """Returns who has the other parts of a parameter (any shape); None where nobody has said."""
+    """Returns who has the other parts of a parameter (any shape); None if that was not declared."""
     return parameter.__dict__.get(_OWNERS)
 
 

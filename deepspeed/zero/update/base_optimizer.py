@@ -39,7 +39,7 @@ class DeepSpeedOptimizer:
 
 
 def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
-    """Raises where somebody has added to the parameters of a group, taken from them, or added a group of some.
+    """Raises if parameters were added to a group or taken from it, or if a group with parameters was added.
 
     Args:
         optimizer: The torch optimizer.

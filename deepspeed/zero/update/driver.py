@@ -39,7 +39,7 @@ class UpdateParts:
         masters: Master weights of this rank, by trainable bucket; the list may grow.
         reducer: The gradients, in the same order.
         groups: The ranks that share masters, and those that decide together.
-        memory_tracker: Books of the memory.
+        memory_tracker: Counts the memory.
         carry_user_writes: Takes what a program wrote into parameters into the masters.
         publish_masters: Makes the compute parameters follow masters that were written; a collective.
     """

@@ -1,8 +1,8 @@
 """The loop of the update: one pass over chunks of masters, wherever they live.
 
-A *chunk* is a stretch of one master that is updated at once: the whole master on the device, a bounded stretch where it
-must travel. A :class:`UpdateStrategy` knows one tier: it brings the operands of a chunk to where the kernel runs and
-takes the results back. The loop is the same for all tiers::
+A *chunk* is a contiguous part of one master that is updated at once: the whole master on the device, a bounded part
+where it must travel. A :class:`UpdateStrategy` knows one tier: it brings the operands of a chunk to where the kernel
+runs and takes the results back. The loop is the same for all tiers::
 
     fetch chunk i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete
 """
@@ -24,7 +24,7 @@ from deepspeed.zero.update.masters import MasterBucket
 
 @dataclass
 class UpdateSlice:
-    """A stretch of one master.
+    """A contiguous part of one master.
 
     Attributes:
         master: Whose.
@@ -100,7 +100,7 @@ class UpdateStrategy:
         Args:
             chunk: What was updated.
             operands: Of it.
-            updated: The stretches of the chunk that the kernel worked on; of the others a staging tensor for compute
+            updated: The parts of the chunk that the kernel worked on; of the others a staging tensor for compute
                 parameters holds nothing.
         """
         master = chunk.master
@@ -116,7 +116,7 @@ class UpdateStrategy:
         Args:
             chunk: The whole master.
             operands: Of it; ``out`` has all new compute parameters.
-            updated: The stretches that the update worked on.
+            updated: The parts that the update worked on.
 
         Returns:
             What the host must wait for before it writes ``out`` again; None for nothing.
@@ -131,7 +131,7 @@ class UpdateStrategy:
         return None
 
     def _complete(self, chunk: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
-        """Returns the stretches of staged compute parameters that are to be stored.
+        """Returns the parts of staged compute parameters that are to be stored.
 
         Those that were updated; parameters without a gradient are left as they are. Only to a file the chunk goes as a
         whole, in whole pages, so what is missing is made from the master, which rounds to it.
@@ -231,7 +231,7 @@ class ChunkUpdater:
         ]
 
     def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
-        """Per-element states live in the tier of their master, also after somebody replaced them."""
+        """Per-element states live in the tier of their master, also after they were replaced."""
         initial: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
         for master, _, used in work:
             if master.tier is Tier.DEVICE:
@@ -272,7 +272,7 @@ def update_chunk(
         number: Of the update, where results of 16 bit are rounded stochastically; None: to nearest.
 
     Returns:
-        The stretches of the chunk that the runs fill.
+        The parts of the chunk that the runs fill.
     """
     master = chunk.master
     updated: list[slice] = []

@@ -2,7 +2,7 @@
 
 For each trainable bucket the owner keeps one flat master: an fp32 copy of its slice, or, where the compute dtype is
 already fp32 or masters of 16 bit are asked for, the compute shard itself. The optimizer sees the master as 1-D runs,
-one per stretch of equal param group. A run is cut on demand where only some of its parameters got gradients: torch
+one per run of equal param group. A run is cut on demand where only some of its parameters got gradients: torch
 skips a parameter without gradient (no weight decay, no momentum, no step count), so a flat update must skip it too.
 """
 
@@ -25,7 +25,7 @@ from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Run
 
 @dataclass(eq=False)  # compared as objects: comparing the tensors would fail
 class MasterRun:
-    """One stretch of a master as the optimizer sees it.
+    """One run of a master as the optimizer sees it.
 
     Attributes:
         param: 1-D view of the master (in the shape of its one parameter if the optimizer needs shapes).
@@ -202,7 +202,7 @@ class MasterBucket:
         return found
 
     def split(self, run: MasterRun, labels: Sequence[Any]) -> list[MasterRun]:
-        """Cuts ``run`` into stretches whose parameters have equal labels.
+        """Splits ``run`` into parts whose parameters have equal labels.
 
         Args:
             run: One of ``runs``; it is replaced by the result.

@@ -35,7 +35,7 @@ def squared_norm(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Squares:
-    """The sum of squares of a buffer, added up while its stretches are in the cache anyway.
+    """The sum of squares of a buffer, added up while its parts are in the cache anyway.
 
     Args:
         device: Of the buffer.
@@ -45,7 +45,7 @@ class Squares:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, part: torch.Tensor) -> None:
-        """Adds a stretch: 1-D, whole blocks of 64 elements."""
+        """Adds a part: 1-D, whole blocks of 64 elements."""
         self._total += squared_norm(part)
 
     @property

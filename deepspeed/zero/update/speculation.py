@@ -158,7 +158,7 @@ class ShadowMaster:
             master.states[key], self.states[key] = self.states[key], master.states[key]
 
     def close(self) -> None:
-        """Takes the memory out of the books. It ends with the last reference."""
+        """Subtracts the memory from the count. It is freed with the last reference."""
         self.wait()
         self._memory_tracker.add(StorageKind.SHADOW, Tier.HOST, -self.nbytes)
 
@@ -176,7 +176,7 @@ class SpeculativeUpdate:
         groups: Copies of the optimizer's param groups, without their parameters.
         states: By run: what its update changes; per-element states are parts of the shadow's.
         inputs: What was read: tensors with their versions, and numbers.
-        updated: The stretches that were updated.
+        updated: The parts that were updated.
         is_withdrawn: Its result is not wanted any more.
         is_complete: It was computed to the end.
         job: In the worker.
@@ -293,8 +293,8 @@ class SpeculativeUpdater:
     """Begins the updates of masters in host memory early, for one engine's optimizer.
 
     Attributes:
-        kept: Updates of masters that were begun early and kept.
-        discarded: Those that were begun early and thrown away.
+        kept: Updates of masters that were started early and kept.
+        discarded: Those that were started early and discarded.
 
     Args:
         masters: All of this rank; those elsewhere than in host memory are left alone.
@@ -378,7 +378,7 @@ class SpeculativeUpdater:
             self._open[position].is_withdrawn = True
 
     def withdraw(self) -> None:
-        """Throws away what was begun. When it returns the worker reads nothing any more."""
+        """Discards what was started. When it returns, the worker reads nothing any more."""
         for begun in self._open.values():
             begun.is_withdrawn = True
         running = [begun.job for begun in self._open.values() if not begun.job.cancel()]

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before an update: norm, flags, checksums; and whose gradient is not finite."""
+"""What the ranks exchange before an update: norm, flags, checksums; and whose gradient is not finite."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class ForwardPass(BufferOpInstruction):
 
 
 class BackwardPass(BufferOpInstruction):
-    """Compute the gradients of the chunk's inputs and weights. ``is_first``, ``is_last`` as of a forward."""
+    """Compute the gradients of the chunk's inputs and weights. ``is_first``, ``is_last`` as in a forward."""
 
     words = "backward"
 
@@ -113,7 +113,7 @@ class BackwardInput(BufferOpInstruction):
 class BackwardWeight(BufferOpInstruction):
     """Compute the gradients of the chunk's weights, after the :class:`BackwardInput` of the same micro-batch.
 
-    ``is_first`` and ``is_last`` as of a forward.
+    ``is_first`` and ``is_last`` as in a forward.
     """
 
     words = "backward to the weights"

@@ -20,9 +20,9 @@ PASSES: dict[Kind, type[instructions.BufferOpInstruction]] = {
 class StageSchedule(PipeSchedule):
     """A schedule as one stage sees it; each computation with its transfers is one step.
 
-    What a computation needs is received right before it and what it gives is sent right after it: whoever runs the
-    list may post receives ahead and need not wait for sends. Messages of one kind (activations or gradients) between
-    two stages are sent in the order in which they are received.
+    What a computation needs is received right before it and what it gives is sent right after it: the code that runs
+    the list may post receives ahead and need not wait for sends. Messages of one kind (activations or gradients)
+    between two stages are sent in the order in which they are received.
 
     Args:
         schedule: The whole schedule.
@@ -82,7 +82,7 @@ class StageSchedule(PipeSchedule):
 def training_steps(
     name: str, stages: int, micro_batches: int, num_chunks: int | None, stage_id: int
 ) -> tuple[list[instructions.PipeInstruction], ...]:
-    """Returns the instructions of a stage for a training step. Arguments as of ``make_schedule``."""
+    """Returns the instructions of a stage for a training step. Arguments as in ``make_schedule``."""
     return tuple(StageSchedule(make_schedule(name, stages, micro_batches, num_chunks), stage_id))
 
 
@@ -90,7 +90,7 @@ def training_steps(
 def inference_steps(
     stage_of: tuple[int, ...], micro_batches: int, stage_id: int
 ) -> tuple[list[instructions.PipeInstruction], ...]:
-    """Returns the instructions of a stage for an evaluation. Arguments as of ``make_inference``."""
+    """Returns the instructions of a stage for an evaluation. Arguments as in ``make_inference``."""
     return tuple(StageSchedule(make_inference(stage_of, micro_batches), stage_id))
 
 
