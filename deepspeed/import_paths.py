@@ -34,6 +34,9 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.compression.installing": "init_compression",
         "deepspeed.compression.students": "student_initialization",
     },
+    "compression.helper": {
+        "deepspeed.compression.students": "recursive_getattr recursive_setattr",
+    },
     "datastates": {},
     "datastates.config": {},
     "elasticity.config": {
@@ -101,6 +104,9 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "ops.deepspeed4science": {},
     "ops.fp_quantizer": {},
+    "ops.lion.cpu_lion": {
+        "deepspeed.ops.lion.fused_lion": "DeepSpeedCPULion",
+    },
     "ops.sparse_attention.bert_sparse_self_attention": {
         "deepspeed.ops.sparse_attention.sparse_self_attention": "BertSparseSelfAttention",
     },
@@ -155,7 +161,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.dropping.tokens": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
     },
     "runtime.data_pipeline.data_routing.scheduler": {
-        "deepspeed.dropping.token_schedule": "RandomLTDScheduler",
+        "deepspeed.dropping.tokens": "RandomLTDScheduler",
     },
     "runtime.data_pipeline.data_sampling": {},
     "runtime.data_pipeline.data_sampling.data_analyzer": {
@@ -254,10 +260,10 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.parallel.pipe.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
     },
     "runtime.progressive_layer_drop": {
-        "deepspeed.dropping.theta": "ProgressiveLayerDrop",
+        "deepspeed.dropping.layers": "ProgressiveLayerDrop",
     },
     "runtime.rollout": {
-        "deepspeed.engine.rollout": "HybridEngineRollout RolloutBatch RolloutRequest SamplingConfig",
+        "deepspeed.engine.hybrid": "HybridEngineRollout RolloutBatch RolloutRequest SamplingConfig",
     },
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 _seen: set[str] = set()
+# Control characters (C0, C1, DEL) except line feed and tab. They can move the cursor or reprogram a terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _CurrentStderr(logging.StreamHandler):
@@ -121,3 +124,8 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
         _seen.clear()
         _seen.update(seen)
+
+
+def printable(text: str) -> str:
+    """Returns ``text`` with "?" in place of control characters other than line feed and tab."""
+    return _CONTROL.sub("?", text)

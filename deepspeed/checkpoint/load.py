@@ -426,7 +426,7 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
         return
     restore = getattr(run_state.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:
-        from deepspeed.data.repeating import epoch_sampler_of  # only runs with a loader need it
+        from deepspeed.data.loader import epoch_sampler_of  # only runs with a loader need it
 
         if "data_epoch" in state.rank_state and (sampler := epoch_sampler_of(run_state.dataloader)) is not None:
             sampler.set_epoch(state.rank_state["data_epoch"])

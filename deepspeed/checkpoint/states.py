@@ -75,7 +75,7 @@ def rank_file(run_state: RunState) -> bytes:
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
-        from deepspeed.data.repeating import epoch_sampler_of  # only runs with a loader need it
+        from deepspeed.data.loader import epoch_sampler_of  # only runs with a loader need it
 
         state["data"] = position()
         # Loaders of other libraries save how many batches were given out, but not of which order.

@@ -18,9 +18,8 @@ from deepspeed.plan.machine import Machine
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.prediction.layout import RECOMPUTATIONS, layout_of
 from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
-from deepspeed.plan.prediction.show import step_text
-from deepspeed.plan.prediction.step import StepSetup, costs_turned_off, predict_step
-from deepspeed.plan.show import as_text, seconds_in_words
+from deepspeed.plan.prediction.step import ERROR, PredictedStep, StepSetup, costs_turned_off, predict_step
+from deepspeed.plan.show import as_text, seconds_in_words, times_table
 
 _FLAGS = {
     "fp8": ("is_fp8", "linear layers compute in fp8"),
@@ -39,6 +38,7 @@ _NUMBERS = {
     "gradient-bytes": ("gradient_bytes", int, "bytes per element of the gradients, 2 or 4"),
     "imbalance": ("imbalance", float, "tokens of the busiest expert divided by the mean"),
 }
+_MOST_HELP = 4  # lines of what would help
 
 
 def add_prediction_options(parser: argparse.ArgumentParser) -> None:
@@ -166,3 +166,30 @@ def ranking_text(ranking: LayoutSearch, width: int) -> str:
         )
     lines = [f"{number:,}: {reason}" for reason, number in ranking.refused.most_common()]
     return as_text([table, Text("The others:\n" + "\n".join(lines) + "\n")], width)
+
+
+def step_text(step: PredictedStep, width: int) -> str:
+    """Returns the table of a predicted step: where its time goes, its memory, and what would help most."""
+    setup = step.setup
+    machine = setup.machine
+    head = Text(
+        f"decoder of {setup.shape.layers} layers, {setup.shape.parameters:,} parameters, sequences of "
+        f"{setup.tokens:,} tokens\n{machine.ranks:,} ranks: {machine.nodes:,} x {machine.devices_per_node} "
+        f"{machine.device.name}\n{setup.layout.describe()}\n"
+    )
+    table = times_table("Predicted time of a step, busiest stage", step, f"+- {ERROR:.0%}")
+    table.add_row("tokens per second of all ranks", f"{step.tokens_per_second:,.0f}", "")
+    table.add_row("TFLOP/s of a device, without recomputation", f"{step.model_flops / 1e12:,.0f}", "")
+    left = machine.usable - step.device_bytes
+    fit = "fits" if left >= 0 else "DOES NOT FIT"
+    lines = [
+        f"Device: {fit}, {in_words(step.device_bytes)} of {in_words(machine.usable)} usable "
+        f"({in_words(step.state_bytes)} of states, {in_words(step.activation_bytes)} of activations)."
+    ]
+    helpful = costs_turned_off(step)[:_MOST_HELP]
+    if helpful:
+        lines.append("What would help most, each alone:")
+        lines += [
+            f"  - {name}: {seconds_in_words(seconds)} less ({seconds / step.seconds:.0%})" for name, seconds in helpful
+        ]
+    return as_text([head, table, Text("\n".join(lines) + "\n")], width)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.rounding import RoundedGroups
-from deepspeed.linear.quantized_layers import QuantizedConv2d, QuantizedEmbedding
-from deepspeed.linear.quantized_linear import QuantizedLinear
+from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 from deepspeed.ops.packed_linear import GroupCodes, PackedFormat, packed_format
 from deepspeed.ops.packed_linear.formats import GROUP_SIZES, Int4Groups, Int8Rows
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.data.moving import move_to_device
-from deepspeed.data.repeating import RepeatingLoader
+from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader, move_to_device
 from deepspeed.data.seeding import set_random_seed
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader", "move_to_device", "set_random_seed"]

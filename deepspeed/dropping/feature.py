@@ -9,10 +9,8 @@ from typing_extensions import override
 
 from deepspeed.config.sections.data_efficiency import RandomLtd
 from deepspeed.config.sections.root import Root
-from deepspeed.dropping.layers import LayerDrop, rows_of
-from deepspeed.dropping.theta import ProgressiveLayerDrop
-from deepspeed.dropping.token_schedule import RandomLTDScheduler
-from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop, attach
+from deepspeed.dropping.layers import LayerDrop, ProgressiveLayerDrop, rows_of
+from deepspeed.dropping.tokens import RandomLayerTokenDrop, RandomLTDScheduler, TokenDrop, attach
 from deepspeed.engine_feature import (
     SEQUENCE_RANKS,
     STAGES,

@@ -1,8 +1,9 @@
 """Layers that training forwards leave out at random, the same ones on all ranks (arXiv:2010.13369).
 
-Block *i* of *L* stays with probability ``1 - i / L * (1 - theta)``; a block that is left out is the identity, and what
-one that stays adds to its input is divided by that probability, so that each block is right in the mean. In evaluation
-every block stays as it is.
+The share theta of layers that stay is a function of the step (:class:`ProgressiveLayerDrop`). Block *i* of *L* stays
+with probability ``1 - i / L * (1 - theta)``; a block that is left out is the identity, and what one that stays adds to
+its input is divided by that probability, so that each block is right in the mean. In evaluation every block stays as it
+is.
 """
 
 from __future__ import annotations
@@ -195,3 +196,34 @@ def _shown(answer: Any) -> str:
     if isinstance(answer, (tuple, list)):
         return f"a {type(answer).__name__} of {', '.join(type(part).__name__ for part in answer)}"
     return f"a {type(answer).__name__}"
+
+
+class ProgressiveLayerDrop:
+    """The keep ratio theta at each step: it falls from 1 towards ``theta``.
+
+    Args:
+        theta: The ratio in the end, between 0 and 1.
+        gamma: How fast it falls; 100 / (total steps) is the authors' rule of thumb.
+
+    Attributes:
+        theta: As given.
+        gamma: As given.
+        current_theta: The ratio of the latest update; 1 before the first.
+    """
+
+    def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
+        self.theta = theta
+        self.gamma = gamma
+        self.current_theta = 1.0
+
+    def get_state(self) -> dict[str, Any]:
+        """The keywords that a training forward gets."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
+
+    def get_theta(self) -> float:
+        """The ratio of the latest update."""
+        return self.current_theta
+
+    def update_state(self, global_step: int) -> None:
+        """Goes to a step: ``(1 - theta) * exp(-gamma * step) + theta``."""
+        self.current_theta = float((1.0 - self.theta) * numpy.exp(-self.gamma * global_step) + self.theta)

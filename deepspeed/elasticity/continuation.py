@@ -14,11 +14,10 @@ from typing import Any
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager, waits_give_up
-from deepspeed.comm.members.join import JOIN, new_token
+from deepspeed.comm.members.join import JOIN, RunMembership, new_token
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.comm.members.regroup import Regroup
-from deepspeed.comm.members.run_members import RunMembership
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.elasticity.copies import (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from typing_extensions import Self
@@ -17,11 +17,9 @@ from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_graphs
 from deepspeed.engine.efficiency import EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
-from deepspeed.engine.forwarded import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_counter import LossCounter
-from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog
@@ -29,13 +27,49 @@ from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
-from deepspeed.engine.train_step import TrainStep
+from deepspeed.engine.train_step import LossScaling, TrainStep
 from deepspeed.engine_feature import StepInfo
 from deepspeed.give_base import PlainAttributes
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that calls ``method`` of one of its object's attributes; signature and documentation are those of it.
+
+    Args:
+        collaborator: Name of the attribute.
+        method: Of the collaborator's class.
+    """
+
+    @wraps(method)
+    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self, collaborator), *args, **kwargs)
+
+    return forward
+
+
+def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
+    """Returns a property that reads and writes ``name`` of one of its object's attributes.
+
+    Args:
+        collaborator: Name of the attribute.
+        name: Of the collaborator's attribute.
+        meaning: Its documentation.
+    """
+
+    def read(self: Any) -> Any:
+        return getattr(getattr(self, collaborator), name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self, collaborator), name, value)
+
+    return property(read, write, doc=meaning)
 
 
 class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):

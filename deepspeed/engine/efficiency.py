@@ -12,8 +12,8 @@ from deepspeed.errors import CallOrderError
 if TYPE_CHECKING:
     from deepspeed.data.curriculum.scheduler import CurriculumScheduler
     from deepspeed.dropping.feature import LayerDropHooks, TokenDropHooks
-    from deepspeed.dropping.theta import ProgressiveLayerDrop
-    from deepspeed.dropping.token_schedule import RandomLTDScheduler
+    from deepspeed.dropping.layers import ProgressiveLayerDrop
+    from deepspeed.dropping.tokens import RandomLTDScheduler
 
 
 class EfficiencyAccess:

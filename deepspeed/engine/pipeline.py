@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from deepspeed.data.repeating import RepeatingLoader
-from deepspeed.engine.base import EngineBase
+from deepspeed.data.loader import RepeatingLoader
+from deepspeed.engine.base import EngineBase, forwarded, forwarded_attribute
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.forwarded import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loss_counter import PipelineLossCounter
 from deepspeed.engine.parts import EngineParts

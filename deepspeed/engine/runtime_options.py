@@ -15,8 +15,7 @@ from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, placement_of
-from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name, has_narrow_masters
-from deepspeed.precision.support import check_device
+from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.placement import Placement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,20 +15,70 @@ from deepspeed.comm.watch.trace_points import reason_of
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum
-from deepspeed.engine.loss_scaling import LossScaling
-from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reminders import MissingStep, RowCheck
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.engine_feature import EngineHooks
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.torch_private import call_after_backward, differentiates_a_function
+from deepspeed.zero.gather.outputs import tensors_in
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 _Computed = TypeVar("_Computed")
+_ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNORECASE)
+
+
+class LossScaling:
+    """Scales losses, and sees to it that no gradients of an unscaled one are used.
+
+    Args:
+        scaler: The fp16 loss scaler, or None where losses are not scaled.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._scaled = 0  # losses whose backward the program calls itself and that have not run yet
+        self._saw_unscaled = False
+
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied by now."""
+        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss (0-dim) times the scale, for a backward of the engine's."""
+        return self._scaler.scale_loss(loss) if self._scaler is not None else loss
+
+    def apply_for_program(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss (0-dim) times the scale, for a backward that the program calls itself."""
+        self._scaled += 1
+        return self.apply(loss)
+
+    def program_runs_backward(self) -> None:
+        """A backward begins that the program has called itself."""
+        if self._scaler is not None:
+            if self._scaled > 0:
+                self._scaled -= 1
+            else:
+                self._saw_unscaled = True
+
+    @property
+    def saw_unscaled(self) -> bool:
+        """Returns whether the gradients that wait for the update come from a loss without the scale."""
+        return self._saw_unscaled
+
+    def refuse_unscaled(self) -> None:
+        """Raises where :attr:`saw_unscaled`, once: the gradients are to be thrown away before."""
+        if self._saw_unscaled:
+            self._saw_unscaled = False
+            raise CallOrderError(
+                "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "
+                "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
+            )
+        self._scaled = 0
 
 
 class TrainStep:
@@ -447,3 +498,33 @@ class TrainStep:
             self._runtime.hooks.pause()
         self._runtime.free_gathered()
         self._runtime.take_back_frozen()
+
+
+def explain_mismatch(
+    error: RuntimeError, policy: PrecisionPolicy, inputs: Sequence[Any], named: Mapping[str, Any]
+) -> str | None:
+    """The sentence about a forward that failed because of its inputs' dtype; None if it failed for another reason.
+
+    Args:
+        error: What forward raised.
+        policy: The engine's dtypes.
+        inputs: Positional arguments of forward.
+        named: Its other arguments.
+    """
+    dtype = policy.compute_dtype
+    if dtype is None or isinstance(error, DeepSpeedError) or not _ABOUT_DTYPES.search(str(error)):
+        return None
+    found = [
+        f"argument {name!r} in {other}"
+        for name, value in (*enumerate(inputs), *named.items())
+        for other in {t.dtype for t in tensors_in(value) if t.is_floating_point() and t.dtype != dtype}
+    ]
+    if not found:
+        return None
+    section = policy.name
+    return (
+        f"engine.forward: {section}.enabled makes the model compute in {dtype}, but it was given {', '.join(found)}, "
+        f"which torch refuses ({str(error).splitlines()[0]}). Cast it (x.to({dtype})), let the engine cast every "
+        f"floating input ({section}.auto_cast: true), or compute under torch.autocast (torch_autocast.enabled: true "
+        f"instead of {section})"
+    )

@@ -20,7 +20,7 @@ from typing import Any
 
 from deepspeed.exit_notes import LOST_PEER
 from deepspeed.launcher.screen import RankStream, Screen
-from deepspeed.printable import printable
+from deepspeed.logging import printable
 
 # A traceback whose rank lives on this long was only logged, and is shown after all.
 HOLD_SECONDS = 3.0

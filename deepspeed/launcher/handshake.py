@@ -14,7 +14,7 @@ import secrets
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from deepspeed.printable import printable
+from deepspeed.logging import printable
 
 _MAGIC = "deepspeed launcher"
 _LONGEST_NAME = 255

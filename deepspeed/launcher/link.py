@@ -29,7 +29,7 @@ from typing import Any
 from deepspeed.launcher.failures import Failure
 from deepspeed.launcher.handshake import HandshakeMessage, LauncherInfo, challenge, new_nonce, nonce_of
 from deepspeed.launcher.resources import LauncherError
-from deepspeed.printable import printable
+from deepspeed.logging import printable
 
 LONGEST_MESSAGE = 1 << 16
 # The longest wait for a message, and for free space in the socket when sending.

@@ -1,12 +1,17 @@
 """A file as a tier: tensors that are mapped from it, and transfers through page-aligned buffers.
 
-Every tensor made here is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and
-users can read and write it at any time as any other tensor. The hot path does not go through the mapping: it reads and
-writes the file directly. Both views agree because they are used in turn: the kernel writes mapped changes back before a
-direct read, and drops cached pages after a direct write.
+Every tensor made here is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and users
+can read and write it at any time as any other tensor. The hot path does not go through the mapping: it reads and writes
+the file directly. Both views agree because they are used in turn: the kernel writes mapped changes back before a direct
+read, and drops cached pages after a direct write.
 
-Where :mod:`deepspeed.offload.page_cache` chooses the cache and the model computes in host memory, the mapping is the
-only way: it is copied from, or used where it lies.
+Where :class:`CachePolicy` chooses the page cache and the model computes in host memory, the mapping is the only way: it
+is copied from, or used where it lies.
+
+Direct access moves bytes between the disk and our buffers alone, which is right for a model larger than memory: the
+cache would hold nothing of it when it comes round again, and would push out what others need. Parameters that no
+optimizer updates and that fit into free memory are better off in the cache: after the first use they come at the speed
+of memory, and the system takes the pages back by itself when memory is needed.
 """
 
 from __future__ import annotations
@@ -20,21 +25,45 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, host_memory
 from deepspeed.comm.transports.transport import DoneWork, Work
 from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
-from deepspeed.offload.disk import open_file, open_folder
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
-from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
-from deepspeed.offload.run_directory import RunDirectory
+from deepspeed.offload.run_directory import RunDirectory, open_file, open_folder
 from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind, storage_key
 
+_RESERVE = 8  # one part in so many of the host's memory stays free for others
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 """From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """What decides about the page cache.
+
+    Attributes:
+        asked: ``offload_param.page_cache``; None: what fits is cached.
+        is_trained: Something updates the values, so that cached pages would be written out at every step.
+        ranks: Ranks on this host, which have as much each.
+    """
+
+    asked: bool | None = False
+    is_trained: bool = True
+    ranks: int = 1
+
+    def choose(self, nbytes: int) -> tuple[bool, str]:
+        """Returns whether ``nbytes`` of this rank go through the cache, and the reason, for the log."""
+        if self.asked is not None:
+            return self.asked, f"offload_param.page_cache is {str(self.asked).lower()}" if self.asked else ""
+        if self.is_trained:
+            return False, ""
+        needed, free = nbytes * self.ranks, host_memory.available_bytes()
+        fits = needed + host_memory.total_bytes() // _RESERVE <= free
+        return fits, f"{needed:,} bytes on this host, {free:,} of its memory are free"
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,14 @@ import shutil
 import socket
 import stat
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
+from deepspeed.offload.file_io import BlockFile, IoSettings
 
 _PREFIX = "deepspeed-offload"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -153,3 +157,56 @@ def _boot() -> str:
 
 def _host() -> str:
     return "".join(c if c.isalnum() else "_" for c in socket.gethostname()) or "host"
+
+
+class Disk:
+    """Makes folders and files on the file systems of this host."""
+
+    def folder(self, parent: str, *, rank: int, purpose: str) -> RunDirectory:
+        """Returns a folder of this run; see :class:`RunDirectory`."""
+        return RunDirectory(parent, rank=rank, purpose=purpose)
+
+    def file(self, path: Path, settings: IoSettings) -> BlockFile:
+        """Returns a file in it; see :class:`BlockFile`."""
+        return BlockFile(path, settings)
+
+
+_HOST = Disk()
+_disk: ContextVar[Disk] = ContextVar("disk", default=_HOST)
+
+
+@contextmanager
+def disk_is(disk: Disk) -> Iterator[None]:
+    """Inside, this thread makes folders and files on ``disk``."""
+    token = _disk.set(disk)
+    try:
+        yield
+    finally:
+        _disk.reset(token)
+
+
+def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
+    """Makes a folder for one rank of this run.
+
+    Args:
+        parent: Where.
+        rank: Global rank, for its name.
+        purpose: What it holds, for its name.
+
+    Raises:
+        OffloadError: It cannot be made.
+    """
+    return _disk.get().folder(parent, rank=rank, purpose=purpose)
+
+
+def open_file(path: Path, settings: IoSettings) -> BlockFile:
+    """Makes a file.
+
+    Args:
+        path: Its name; it must not exist.
+        settings: Sizes and numbers of requests.
+
+    Raises:
+        OffloadError: It cannot be made.
+    """
+    return _disk.get().file(path, settings)

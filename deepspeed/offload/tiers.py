@@ -15,9 +15,8 @@ from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.file_update import FileUpdate
-from deepspeed.offload.files import BufferSize, FileMemory, FileSettings
+from deepspeed.offload.files import BufferSize, CachePolicy, FileMemory, FileSettings
 from deepspeed.offload.host import HostGradientDestination, HostMemory, HostUpdate, StagingPool
-from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
 from deepspeed.zero.gradient.gradient_sum import GradientDestination

@@ -118,7 +118,7 @@ def _own_class(name: str, arguments: dict[str, Any], offload: bool) -> Any:
     """Returns the class for one of our names; only the module of that one is loaded."""
     if name == "Adagrad":
         from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-        from deepspeed.ops.adagrad.adagrad import Adagrad
+        from deepspeed.ops.adagrad.cpu_adagrad import Adagrad
 
         # Where its own step runs, not the flat update, the state must be there before.
         on_device = torch.optim.Adagrad if arguments.get("differentiable") else Adagrad

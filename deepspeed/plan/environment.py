@@ -28,8 +28,8 @@ from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import quiet
-from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
+from deepspeed.offload.run_directory import disk_is
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.parallel.pipe.transports import StageTransports
 from deepspeed.plan.autocasting import asked_for_meta

@@ -15,10 +15,9 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.offload.disk import Disk
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource
-from deepspeed.offload.run_directory import RunDirectory
+from deepspeed.offload.run_directory import Disk, RunDirectory
 from deepspeed.plan.autocasting import SimulatedAutocast
 from deepspeed.plan.memory import META
 from deepspeed.zero.placement import Tier

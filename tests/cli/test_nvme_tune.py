@@ -7,11 +7,11 @@ import json
 import pytest
 
 from deepspeed.cli import nvme_tune
+from deepspeed.cli.nvme_tune import TuneTrial, best_of
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.speed import FileSpeed
-from deepspeed.offload.tune import TuneTrial, best_of
 
 
 def trial(block, depth, write, read):

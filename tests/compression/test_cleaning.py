@@ -9,7 +9,7 @@ from torch import nn
 from deepspeed.compression import compression_scheduler, init_compression, redundancy_clean
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear import QuantizedLinear
-from deepspeed.linear.quantized_layers import QuantizedConv2d, QuantizedEmbedding
+from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbedding
 from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
 from tests.harness.toy_models import causal_model
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.offload.disk import open_file
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.pinned import PAGE, host_tensor
+from deepspeed.offload.run_directory import open_file
 from tests.harness.device import Device, OrderError, simulated_device
 
 DEVICE = "cuda"

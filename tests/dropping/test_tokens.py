@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.dropping.token_schedule import RandomLTDScheduler
-from deepspeed.dropping.tokens import Positions, TokenDrop
+from deepspeed.dropping.tokens import Positions, RandomLTDScheduler, TokenDrop
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.runtime.data_pipeline.data_routing.helper import (

@@ -12,7 +12,7 @@ from deepspeed.comm.codecs.codec import coded_nbytes
 from deepspeed.comm.codecs.table import Int8Codec, SignCodec
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import LocalTransport
-from deepspeed.engine import DeepSpeedEngine, probe
+from deepspeed.engine import DeepSpeedEngine, communication_compression
 from deepspeed.logging import logger
 from deepspeed.zero.gradient.trial import UPDATES, Trial
 from tests.config.support import only_problem, problems
@@ -178,13 +178,13 @@ def test_a_trial_keeps_the_faster_way() -> None:
 
 
 def measured(paces: tuple[float, float, float]) -> None:
-    original = probe.seconds
+    original = communication_compression.reduction_seconds
     with Lines() as lines:
         engine = compressed(0, {"gradients": "auto"})
         run_step(engine, 0)
         engine.destroy()
     assert rank() or len(lines.about("takes")) == 1  # whatever it was
-    probe.seconds = lambda *_args, **_options: list(paces)
+    communication_compression.reduction_seconds = lambda *_args, **_options: list(paces)
     try:
         with Lines() as lines:
             engine = compressed(2, {"gradients": "auto", "start_step": 1})
@@ -199,7 +199,7 @@ def measured(paces: tuple[float, float, float]) -> None:
         assert same_on_all_ranks(engine._runtime.reducer.is_coded)
         engine.destroy()
     finally:
-        probe.seconds = original
+        communication_compression.reduction_seconds = original
 
 
 def test_auto_measures_the_link() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.engine.adapters import merged
+from deepspeed.engine.hybrid import merged
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.harness import run_ranks
 from tests.harness.toy_models import causal_model

@@ -11,8 +11,7 @@ import torch
 
 from deepspeed.config.batch import BatchSizes
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.loss_scaling import LossScaling
-from deepspeed.engine.train_step import TrainStep
+from deepspeed.engine.train_step import LossScaling, TrainStep
 from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.runtime import MicroBatch

@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adagrad.adagrad import Adagrad
+from deepspeed.ops.adagrad.cpu_adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.lamb import FusedLamb

@@ -15,8 +15,7 @@ from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher.launch import stop_signal
 from deepspeed.ports import free_port
-from deepspeed.preemption.feature import signals_of
-from deepspeed.preemption.stop_request import StopRequest
+from deepspeed.preemption.feature import StopRequest, signals_of
 from tests.harness.pool import run_ranks
 from tests.launcher.processes import Launcher
 

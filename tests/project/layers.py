@@ -40,7 +40,6 @@ LAYERS = (
             "import_paths",
             "ports",
             "cluster",
-            "printable",
             "release",
             "torch_private",
             "uncompiled",

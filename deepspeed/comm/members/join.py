@@ -7,13 +7,13 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.form import JobManager
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
-from deepspeed.comm.members.run_members import RunMembership
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CommunicationError
 from deepspeed.logging import log_dist
@@ -21,6 +21,28 @@ from deepspeed.ports import address_towards
 
 JOIN = "DEEPSPEED_ELASTIC_JOIN"
 """Environment variable of a process that joins a run: ``host:port/token``, as the run's first lines give it."""
+
+
+@dataclass
+class RunMembership:
+    """What outlives a job of a run whose ranks may change.
+
+    Attributes:
+        links: To the other members.
+        starter: Starts the next job.
+        plan: Of the present job.
+        elastic: What the engine keeps from job to job; None: there was no engine yet.
+    """
+
+    links: MemberLinks
+    starter: JobManager
+    plan: JobPlan
+    elastic: Any = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an engine of this process goes on when the ranks change."""
+        return self.elastic is not None and bool(self.elastic.is_taken)
 
 
 def join_run(where: str) -> None:

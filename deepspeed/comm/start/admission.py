@@ -36,9 +36,8 @@ from deepspeed.comm.start.batched_store import (
 from deepspeed.comm.start.environment import Place
 from deepspeed.comm.start.startup import RankInfo, compare_facts, wait_for_readers
 from deepspeed.errors import CommunicationError
-from deepspeed.logging import logger
+from deepspeed.logging import logger, printable
 from deepspeed.ports import shortened
-from deepspeed.printable import printable
 
 _SCOPE = "deepspeed/reception"
 _HOST = f"{_SCOPE}/host"

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from deepspeed.comm.start.batched_store import read_many, those_there
-from deepspeed.logging import logger
-from deepspeed.printable import printable
+from deepspeed.logging import logger, printable
 
 # Posts that a rank reads at once. Where more ranks wait, a few read everything and the others a part, because the posts
 # that all ranks of a job would read grow with the square of their number.

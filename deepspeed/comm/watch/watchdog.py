@@ -65,7 +65,7 @@ from deepspeed.comm.watch.wait_records import (
     words_for_dead,
 )
 from deepspeed.errors import CommunicationError, DivergenceError
-from deepspeed.printable import printable
+from deepspeed.logging import printable
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 # In a large job all ranks together look so often per second: the store serves one operation after the other, 15,000 per

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.adam.base import AdamOptimizer
+from deepspeed.ops.adam.fused_adam import AdamOptimizer
 from deepspeed.ops.base import evaluate
 
 

@@ -1,10 +1,10 @@
-"""Lion on any device."""
+"""Lion on any device, and Lion for parameters in host memory."""
 
 from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.base import ClearsGradients
+from deepspeed.ops.base import ClearsGradients, ElementwiseOptimizer
 from deepspeed.ops.rules import LionRule
 
 
@@ -37,3 +37,31 @@ class FusedLion(ClearsGradients):
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, numbers, set_grad_none=set_grad_none)
+
+
+class DeepSpeedCPULion(ElementwiseOptimizer):
+    """Lion with fp32 state, for offloaded parameters (it works on any device).
+
+    Args:
+        model_params: Parameters or group dictionaries; groups may carry keys of other optimizers.
+        lr: Step size; a tensor is allowed.
+        betas: Interpolation of the direction, and decay of the momentum.
+        weight_decay: Decoupled weight decay.
+        fp32_optimizer_states: Keep the momentum of 16-bit parameters in fp32; False keeps the parameter's dtype.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    _rule = LionRule()
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(model_params, numbers, fp32_optimizer_states=fp32_optimizer_states)

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.torch_groups import counts_sends
+from deepspeed.comm.job.torch_groups import counts_sends, groups_within, operations_of
 from deepspeed.comm.job.world import is_initialized, ranks_of
-from deepspeed.comm.transports.program_calls import program_calls
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.sequence.exchange import uses_of_transports
@@ -145,3 +145,25 @@ def _is_square(args: tuple[Any, ...]) -> bool:
     """Returns whether a softmax is over scores of tokens by tokens: ``[..., tokens, tokens]``."""
     scores = args[0] if args else None
     return isinstance(scores, torch.Tensor) and scores.dim() > 2 and scores.size(-1) == scores.size(-2)
+
+
+def program_calls(ranks: Collection[int]) -> int | None:
+    """Returns how many collectives, sends and recvs the program has started among ``ranks`` so far, in this process.
+
+    Calls of ``torch.distributed`` and of ``deepspeed.comm`` count; transfers of a :class:`Transport` do not. Only the
+    difference between two results has a meaning. On NCCL torch counts no sends and recvs.
+
+    Args:
+        ranks: Their numbers in the job. Groups that also have other ranks do not count.
+
+    Returns:
+        The number; None where the backend of a group counts nothing. There must be a process group.
+    """
+    transports = [member for member in list(Job.current().watched.watch.members) if isinstance(member, Transport)]
+    total = 0
+    for group in groups_within(ranks):
+        counted = operations_of(group)
+        if counted is None:
+            return None
+        total += counted - sum(transport.started for transport in transports if transport.group is group)
+    return total

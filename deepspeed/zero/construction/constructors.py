@@ -18,7 +18,7 @@ import torch.utils._device
 from deepspeed.models.construction import is_building, is_building_from_config, recorded_initialiser
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.access.views import DeepSpeedTensorOverride
-from deepspeed.zero.construction.patches import Patch
+from deepspeed.zero.construction.modules import Patch
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.untouched import is_untouched, untouched
 

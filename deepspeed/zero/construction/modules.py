@@ -28,15 +28,45 @@ from deepspeed.torch_private import storage_references
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.address import address_of
-from deepspeed.zero.construction.patches import Patch
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.construction.sharing import ProvisionalGroups
 from deepspeed.zero.gather.sharded_parameter import showing_wholes
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.untouched import is_untouched, untouched
 
+_ABSENT = object()
 _built: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 """Modules sharded so far, by the ranks that build them: names them alike on all ranks."""
+
+
+class Patch:
+    """One attribute of an object that is replaced between :meth:`apply` and :meth:`revert`.
+
+    Args:
+        owner: Module or class.
+        name: The attribute.
+        replacement: What it is in between.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+        self._owner = owner
+        self._name = name
+        self._replacement = replacement
+        self._before: Any = _ABSENT
+
+    def apply(self) -> None:
+        """Puts the replacement in place."""
+        self._before = vars(self._owner).get(self._name, _ABSENT)
+        setattr(self._owner, self._name, self._replacement)
+
+    def revert(self) -> None:
+        """Puts back what was there; an attribute that other code has replaced since is left alone."""
+        if vars(self._owner).get(self._name, _ABSENT) is not self._replacement:
+            return
+        if self._before is _ABSENT:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
 
 
 class Construction:

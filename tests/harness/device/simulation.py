@@ -13,9 +13,9 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.checkpoint import disk as checkpoint_disk
 from deepspeed.comm.transports import native
-from deepspeed.offload.disk import Disk, disk_is
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource, host_memory_from
+from deepspeed.offload.run_directory import Disk, disk_is
 from deepspeed.zero.update.speculation import InlineWorker, workers_from
 from tests.harness.device.accelerator import SimulatedAccelerator
 from tests.harness.device.allocator import PinnedAllocator

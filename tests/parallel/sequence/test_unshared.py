@@ -16,11 +16,11 @@ import deepspeed
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.torch_groups import counts_sends
 from deepspeed.comm.transports.along import channel_along
-from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.comm.transports.transport import TensorTransfer
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 from deepspeed.parallel.sequence.loss import mean_loss
+from deepspeed.parallel.sequence.unshared import program_calls
 from tests.engine.support import SHARDED
 from tests.harness import run_ranks
 from tests.parallel.sequence.net import Net, batch, cut
@@ -124,7 +124,7 @@ def _first_forwards_round_the_ranks() -> None:
     hidden = torch.ones(2, 8, 8)
     # As on NCCL, whose groups count collectives only.
     with (
-        mock.patch("deepspeed.comm.transports.program_calls.operations_of", lambda group: 0),
+        mock.patch("deepspeed.parallel.sequence.unshared.operations_of", lambda group: 0),
         mock.patch("deepspeed.parallel.sequence.unshared.counts_sends", lambda group, device: False),
     ):
         for make in (ScoresOfRing, Scores):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.elasticity.assignment import assign_micro_batches
+from deepspeed.elasticity.steps import assign_micro_batches
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 12, 13])

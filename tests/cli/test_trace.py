@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from deepspeed.cli import trace
+from deepspeed.cli.trace import compare_traces, merge_traces
 from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedError
 from deepspeed.profiling.step_trace import TraceRecorder
-from deepspeed.profiling.trace_files import compare_traces, merge_traces
 from tests.engine.support import engine_of, inputs
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
