@@ -73,7 +73,8 @@ def _whole(mine: list[torch.Tensor], places: list[tuple[int, int]]) -> list[torc
     dist.all_gather(everywhere, sent)
     put_together, position = [], starts.nbytes
     for number, (part, numel, _) in enumerate(cut):
-        whole = torch.full((numel,), float("nan"), dtype=part.dtype)
+        unknown = float("nan") if part.dtype.is_floating_point or part.dtype.is_complex else 0
+        whole = torch.full((numel,), unknown, dtype=part.dtype)
         seen: dict[int, torch.Tensor] = {}
         for message in everywhere:
             first = int(message[8 * number : 8 * number + 8].clone().view(torch.int64))

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
 from tests.engine.support import adamw, engine_of
+from tests.zero.reading import full_masters, full_params
 
 # Nothing kept between forward and backward and nothing ahead; and the other extreme, as most people run it.
 LIMITS: dict[str, dict[str, Any]] = {
@@ -40,8 +41,11 @@ def close(found: dict[str, torch.Tensor], plain: nn.Module, where: str, **tolera
 
 
 def masters(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """The fp32 weights, those of a compiled model under the names of the plain one."""
-    return {name.replace("_orig_mod.", ""): value for name, value in engine.iter_full("fp32")}
+    """The fp32 weights, frozen ones included, those of a compiled model under the names of the plain one."""
+    half = (torch.float16, torch.bfloat16)
+    params = full_params(engine).items()
+    weights = {name: value.float() if value.dtype in half else value for name, value in params}
+    return {name.replace("_orig_mod.", ""): value for name, value in {**weights, **full_masters(engine)}.items()}
 
 
 def compare(
