@@ -37,7 +37,7 @@ import links  # noqa: E402 - lies beside the ranks, which import it too
 from deepspeed.accelerator.cpu import keep_freed_memory  # noqa: E402
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode  # noqa: E402
 from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec  # noqa: E402
-from deepspeed.plan.codes import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_on_the_wire  # noqa: E402
+from deepspeed.plan.codes import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_sent  # noqa: E402
 
 RANK = HERE / "contest" / "compression_rank.py"
 CODECS = {"sign": SignCodec(2048), "int8": Int8Codec(256), "int4": Int4Codec(256)}
@@ -169,7 +169,7 @@ def part_cells(options: argparse.Namespace, shaped: bool) -> None:
     numel = max(round(options.millions * 1e6 / 1024**2), 1) * 1024**2
     times, right, cells = codec_times(), 0, 0
     whole = options.stage == 0
-    plain = CodecCost("plain", plain_bits_on_the_wire(16, options.ranks, whole=whole), 0.0, 0.0)
+    plain = CodecCost("plain", plain_bits_sent(16, options.ranks, whole=whole), 0.0, 0.0)
     # Ranks on one machine share its cores, so what they compute takes as many times longer.
     sharing = max(options.ranks / (os.cpu_count() or 1), 1.0)
     print(f"{options.ranks} ranks on {os.cpu_count()} cores, {options.millions:g}M parameters, stage {options.stage}")

@@ -279,8 +279,10 @@ class _Rank:
         try:
             self._compare(watch, size)
             for number in range(_GROUPS):
-                barrier.meet(watch, f"group {number}", self._members, _TIMEOUT)
-            barrier.meet(watch, "the members of groups", self._members, _TIMEOUT, f"{self._rank // 8 * 8} 12345678")
+                barrier.store_barrier(watch, f"group {number}", self._members, _TIMEOUT)
+            barrier.store_barrier(
+                watch, "the members of groups", self._members, _TIMEOUT, f"{self._rank // 8 * 8} 12345678"
+            )
         finally:
             watch.stop()
 

@@ -119,9 +119,9 @@ class PhaseTimer(StepTracker):
     def end(self, phase: str) -> None:
         if not self._open or self._open[-1][0] != phase:
             return
-        _, begun = self._open.pop()
+        _, started = self._open.pop()
         if not self._open:
-            self._intervals.append((phase, begun, self._clock.mark()))
+            self._intervals.append((phase, started, self._clock.mark()))
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds by phase; waits for the device."""

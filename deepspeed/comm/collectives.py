@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import recorded
-from deepspeed.comm.watch.supervised import between, blocking, collective, from_anybody
+from deepspeed.comm.watch.supervised import between, blocking, collective, recv_from_any
 
 # Torch 2.13 renames the two flat collectives and warns at each use of the old names; older releases know only those.
 all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
@@ -376,7 +376,7 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
     """
     if src is None:
         sender: list[int] = []
-        from_anybody(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
+        recv_from_any(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
         return sender[0]
     start = partial(_operations().irecv, tensor, src=src, group=group, tag=tag)
     handle = between("recv", start, group, tensor, src, sends=False, tag=tag)

@@ -366,7 +366,7 @@ class Continuation:
         recovery.ranks = recovery.ranks[0], len(plan.members)
         recovery.repeated = max(recovery.step - self._engine.global_steps, 0)
         self.run.recoveries.append(recovery)
-        made._tell(recovery)
+        made._log_recovery(recovery)
         return made
 
     def _fill(self) -> None:
@@ -406,7 +406,7 @@ class Continuation:
             level=logging.WARNING,
         )
 
-    def _tell(self, recovery: Recovery) -> None:
+    def _log_recovery(self, recovery: Recovery) -> None:
         events = [
             (f"Train/Elastic/{name}", float(value), self._engine.global_samples)
             for name, value in (

@@ -308,7 +308,7 @@ def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, A
                 )
 
 
-def _stretches(run_state: RunState) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+def _own_ranges(run_state: RunState) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """Yields kind, bucket, first element and values (1-D views) of all that this rank has and others may lack."""
     for bucket in run_state.runtime.buckets:
         master = run_state.runtime.master_of(bucket)
@@ -345,7 +345,7 @@ def copy_states(
     runs: dict[str, list[SavedRun]] = {}
     found: list[tuple[SavedRun, torch.Tensor]] = []
     size = 0
-    for kind, bucket, start, values in _stretches(run_state):
+    for kind, bucket, start, values in _own_ranges(run_state):
         if values.numel():
             run = SavedRun(bucket, start, start + values.numel(), values.dtype, size)
             runs.setdefault(kind, []).append(run)
@@ -406,9 +406,9 @@ class BuddyLink:
             ],
             label=doing,
         )
-        told_there = torch.empty(int(theirs[0]), dtype=torch.uint8)
-        transport.move([TensorTransfer(rank, following, header), TensorTransfer(before, rank, told_there)], label=doing)
-        generation, runs, small, place = pickle.loads(told_there.numpy().tobytes())
+        received = torch.empty(int(theirs[0]), dtype=torch.uint8)
+        transport.move([TensorTransfer(rank, following, header), TensorTransfer(before, rank, received)], label=doing)
+        generation, runs, small, place = pickle.loads(received.numpy().tobytes())
         data = self._opened.get(place.serial) if place is not None else None
         memory, moved = None, []
         if data is None:

@@ -169,10 +169,10 @@ class MemorySource(CheckpointReader):
             transfers.append(TensorTransfer(self._ranks[reader.record.name][0], transport.rank, data))
         came = sum(stop - start for _, start, stop in places)
         for target, theirs in enumerate(everybody):
-            for (source, owner), stretches in sorted(theirs.items()):
+            for (source, owner), ranges in sorted(theirs.items()):
                 if source == transport.rank and target != transport.rank:
                     data = mine[owner].data
-                    transfers += [TensorTransfer(transport.rank, target, data[start:stop]) for start, stop in stretches]
+                    transfers += [TensorTransfer(transport.rank, target, data[start:stop]) for start, stop in ranges]
         transport.move(transfers, label=doing)
         return came
 

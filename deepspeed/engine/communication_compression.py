@@ -48,7 +48,7 @@ def with_codecs(
     if has_warm_up and early is not None:
         log_dist(
             f"communication_compression: in the warm-up gradients are sent as {early.name} codes: "
-            f"{bits_of(early):.2f} bits per element instead of {wire_bits(root, precision)}"
+            f"{bits_of(early):.2f} bits per element instead of {gradient_bits(root, precision)}"
         )
         return groups.coded(gather, early)
     if reduce is None and gather is None:
@@ -56,7 +56,7 @@ def with_codecs(
             log_dist(f"communication_compression: gradients are sent uncompressed: {measured}")
         return groups
     coded = groups.coded(gather, reduce, early=early)
-    lines = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
+    lines = [_gradients_line(section, reduce, coded, gradient_bits(root, precision))] if reduce is not None else []
     if measured:
         lines.append(measured)
     if gather is not None:
@@ -114,7 +114,7 @@ def _measured_codec(
     return (codecs[best] if others[best] * _MARGIN < plain else None), measured
 
 
-def wire_bits(root: Root, precision: PrecisionPolicy) -> int:
+def gradient_bits(root: Root, precision: PrecisionPolicy) -> int:
     """Bits of an element of a gradient that travels as it is; sums over micro-batches are wider."""
     gradient = precision.compute_dtype or torch.float32
     if root.zero_optimization.stage < 2 and (root.gradient_accumulation_steps or 1) > 1:

@@ -26,7 +26,7 @@ from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.address import address_of
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.outer_step import OuterStep, bits_on_wire
+from deepspeed.zero.update.outer_step import OuterStep, bits_sent
 
 
 class IslandTraining:
@@ -123,7 +123,7 @@ def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device:
     outer = Job.current().connector.over(across, device, "islands", is_numbered=True)
     found = IslandTraining(section, inside, number, outer)
     found.spread(model, device)
-    bits = bits_on_wire(section.wire)
+    bits = bits_sent(section.wire)
     log_dist(
         f"communication_compression.islands: {ranks.zero_size // section.size} islands of {section.size} rank(s) train "
         f"by themselves; every {section.sync_every} updates they exchange their masters in {bits:g} bits an element, "

@@ -302,7 +302,7 @@ class StoredNames:
                 ) from error
             for name, value in made.items():
                 whole = value[0] if isinstance(value, list) else value
-                yield Stored(Tile(name, tuple(whole.shape)), False, functools.partial(_part_of, whole))
+                yield Stored(Tile(name, tuple(whole.shape)), False, functools.partial(_sliced, whole))
 
     def _member(self, stored: Stored, whole: str, shape: Shape, number: int, place: int, places: int) -> Stored:
         rows = shape[1] // places
@@ -336,5 +336,5 @@ class StoredNames:
         return True
 
 
-def _part_of(values: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor:
+def _sliced(values: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor:
     return values[where] if where else values

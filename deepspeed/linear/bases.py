@@ -86,6 +86,6 @@ def _choose_offloaded(model: nn.Module) -> bool:
             leaves = id(parameter) in frozen and moved < limit
             moved += frozen[id(parameter)] if leaves else 0
             some = some or leaves
-            at_home = SHARED if hasattr(parameter, _RANKS) else DATA
-            put_in_group([parameter], OFFLOADED if leaves else at_home)
+            if_kept = SHARED if hasattr(parameter, _RANKS) else DATA
+            put_in_group([parameter], OFFLOADED if leaves else if_kept)
     return some

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_SAID_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
+_COVERED_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
 """Makers of parts that say the same as position ids and the padding mask."""
 
 
@@ -46,7 +46,7 @@ def mask_kind(mask_function: Callable[..., Any]) -> MaskKind:
     maker, _, inner = getattr(mask_function, "__qualname__", "").partition(".<locals>.")
     known = inspect.getclosurevars(mask_function).nonlocals if inner else {}
     if maker == "and_masks":
-        found = [mask_kind(part) for part in known["mask_functions"] if _maker_of(part) not in _SAID_ELSEWHERE]
+        found = [mask_kind(part) for part in known["mask_functions"] if _maker_of(part) not in _COVERED_ELSEWHERE]
         windows = [part.window for part in found if part.window is not None]
         return MaskKind(all(part.is_causal for part in found), min(windows, default=None))
     if maker == "remap_positions_for_packed_sequence":

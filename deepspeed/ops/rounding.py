@@ -58,9 +58,9 @@ class ElementRounding:
         intervals: What the run holds, in the order in which it lies there.
     """
 
-    def __init__(self, update: int, stretches: Sequence[ParameterInterval]) -> None:
+    def __init__(self, update: int, intervals: Sequence[ParameterInterval]) -> None:
         self._update = update
-        self._stretches = [(zlib.crc32(stretch.name.encode()), stretch) for stretch in stretches]
+        self._intervals = [(zlib.crc32(interval.name.encode()), interval) for interval in intervals]
 
     def store(self, wide: Tensor, narrow: Tensor, *, role: str, start: int) -> None:
         """Writes results into their tensor.
@@ -90,10 +90,10 @@ class ElementRounding:
         numel, table = like.numel(), _table(self._update, like.device)
         noise = scratch("rounding", numel, torch.int32, like.device)
         seed, filled = zlib.crc32(role.encode()) ^ _mixed(self._update), 0
-        for name, stretch in self._stretches:
-            lower, upper = max(stretch.start, start), min(stretch.start + stretch.numel, start + numel)
+        for name, interval in self._intervals:
+            lower, upper = max(interval.start, start), min(interval.start + interval.numel, start + numel)
             while lower < upper:
-                block, within = divmod(stretch.first + lower - stretch.start, _BLOCK)
+                block, within = divmod(interval.first + lower - interval.start, _BLOCK)
                 count = min(upper - lower, _BLOCK - within)
                 begin = within + _mixed(seed ^ _mixed(name + block)) % _BLOCK
                 part, bits = slice(lower - start, lower - start + count), table[begin : begin + count]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from deepspeed.comm.codecs.codec import DEVICE_ELEMENTS, Codec, bits_of
 from deepspeed.comm.codecs.table import CODECS, CodecWork
 from deepspeed.config.codec_names import GRADIENT_CODECS
-from deepspeed.engine.communication_compression import wire_bits
+from deepspeed.engine.communication_compression import gradient_bits
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.times import busiest_seconds, count_near, span
@@ -65,7 +65,7 @@ class CodecCost:
     launches: float = 0.0
 
 
-def plain_bits_on_the_wire(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
+def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
     """Bits of an element that travels as it is, as :attr:`CodecCost.bits` counts them.
 
     Args:
@@ -186,7 +186,7 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
     if engine.reducer is None:
         return []
     policy = engine.reducer.policy
-    bits = wire_bits(engine.root, engine.precision)
+    bits = gradient_bits(engine.root, engine.precision)
     times = micro_batches if policy.every_micro_batch else 1
     found: Counter[tuple[tuple[int, ...], bool, int, int]] = Counter()
     kept: Counter[tuple[tuple[int, ...], bool, int, int]] = Counter()

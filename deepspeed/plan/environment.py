@@ -228,7 +228,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     world = SimulatedJob(part.rank, part.mesh, device.communication_backend_name() or "nccl", count.trace)
     host = SimulatedHostMemory(is_device=part.kind == "cpu", note=count.note)
     collects = gc.isenabled()
-    books = copy.deepcopy((traffic.asked_along, traffic.ran_along))
+    counts = copy.deepcopy((traffic.asked_along, traffic.ran_along))
     local_rank = os.environ.pop("LOCAL_RANK", None)
     # What was there before need not be looked through when the engine has its garbage collected at the end.
     freezes = gc.get_freeze_count() == 0
@@ -256,7 +256,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     finally:
         drop_scratch(META)
         set_accelerator(accelerator)
-        traffic.asked_along, traffic.ran_along = books
+        traffic.asked_along, traffic.ran_along = counts
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank
         if collects:

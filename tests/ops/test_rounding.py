@@ -67,7 +67,7 @@ def test_the_bits_do_not_depend_on_the_cuts(cuts, monkeypatch):
     grads = [torch.randn(NUMEL, generator=generator).bfloat16() for _ in range(2)]
     update = NarrowStates(RuleUpdate(AdamRule(decoupled=True)))
 
-    def stretches(lower, upper):
+    def intervals(lower, upper):
         found = []
         for name, begin, count in (("a", 0, first), ("b", first, second)):
             low, high = max(begin, lower), min(begin + count, upper)
@@ -80,7 +80,7 @@ def test_the_bits_do_not_depend_on_the_cuts(cuts, monkeypatch):
         for lower, upper in zip(bounds, bounds[1:], strict=False):
             states[lower] = {}
             for number, grad in enumerate(grads):
-                rounding = ElementRounding(number, stretches(lower, upper))
+                rounding = ElementRounding(number, intervals(lower, upper))
                 part = slice(lower, upper)
                 update.flat_update(GROUP, master[part], grad[part], states[lower], rounding=rounding)
         return master, *(torch.cat([states[lower][key] for lower in bounds[:-1]]) for key in ("exp_avg", "exp_avg_sq"))

@@ -11,7 +11,7 @@ from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCo
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Reduction
-from deepspeed.plan.codes import CodecCost, NetworkLink, exchange_seconds, plain_bits_on_the_wire, sent_bytes
+from deepspeed.plan.codes import CodecCost, NetworkLink, exchange_seconds, plain_bits_sent, sent_bytes
 from tests.harness import run_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))
@@ -34,7 +34,7 @@ def books() -> None:
                 flat = torch.randn(numel).bfloat16()
                 (transport.all_reduce if whole else transport.reduce_scatter)(flat, out, how).wait()
                 moved = traffic.ran["send"].nbytes
-            bits = plain_bits_on_the_wire(16, plain.size, whole=whole)
+            bits = plain_bits_sent(16, plain.size, whole=whole)
             way = CodecCost("plain", bits, 0.0, 0.0) if codec is None else way_of(codec)
             assert moved == pytest.approx(sent_bytes(numel, plain.size, way, whole=whole), rel=1e-3), (way, whole)
 
@@ -45,7 +45,7 @@ def test_bytes_by_formula_are_those_of_the_books(ranks: int) -> None:
 
 
 def test_when_codes_pay() -> None:
-    plain = CodecCost("plain", plain_bits_on_the_wire(16, 4, whole=True), 0.0, 0.0)
+    plain = CodecCost("plain", plain_bits_sent(16, 4, whole=True), 0.0, 0.0)
     pays = {
         (speed, codec.name): exchange_seconds(20_000_000, 4, NetworkLink(speed / 8), way_of(codec), whole=True)
         < exchange_seconds(20_000_000, 4, NetworkLink(speed / 8), plain, whole=True)

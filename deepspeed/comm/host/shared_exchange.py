@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, HostPeer, RoundMessage, SameHost, meet_on_host
+from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, HostPeer, RoundMessage, SameHost, join_same_host
 from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports import packing
@@ -39,7 +39,7 @@ class SameHostTransport(GlooTransport):
 
     def _met(self, label: str) -> SameHost | None:
         if not self._has_met:
-            self._host = meet_on_host(self, label)
+            self._host = join_same_host(self, label)
             self._has_met = True
         return self._host
 
@@ -317,5 +317,5 @@ def same_host_sums(transport: Transport) -> SharedMemorySumBackend | None:
 
     Every rank of ``transport`` must call it, at the same time.
     """
-    host = meet_on_host(transport, "finding the ranks of one host")
+    host = join_same_host(transport, "finding the ranks of one host")
     return None if host is None else SharedMemorySumBackend(host)

@@ -303,7 +303,7 @@ class SameHost:
         self._places, self._unread = [], [None] * PLACES
 
 
-def meet_on_host(transport: Transport, label: str) -> SameHost | None:
+def join_same_host(transport: Transport, label: str) -> SameHost | None:
     """Connects the ranks of ``transport``; None where they are not all on one host, or have another backend.
 
     Every rank of ``transport`` must call it, at the same time.

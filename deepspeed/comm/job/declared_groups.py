@@ -216,7 +216,7 @@ class DeclaredGroups:
         # Gloo matches transfers by tag, so that all uses can share a group.
         why = f"the group {defined.name!r}" + ("" if backend == "gloo" else f" ({use})")
         group = self._process_groups.mine(defined.ranks, backend=backend, timeout=timeout, why=why, owner=owner)
-        return self._connector.part_of(peers, group, defined.name)
+        return self._connector.subgroup_of(peers, group, defined.name)
 
     def connect_copies(
         self, defined: Defined, *, device: torch.device | None, timeout: timedelta | None

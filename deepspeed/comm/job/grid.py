@@ -212,7 +212,7 @@ def _axes_of(
         ("reduce", reduce_group, SHARD),
         ("combine", same_group, REPLICATE),
     ):
-        made[name] = Job.current().connector.part_of(everyone, group, axis)
+        made[name] = Job.current().connector.subgroup_of(everyone, group, axis)
     return made
 
 

@@ -12,7 +12,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import AXES, DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh, mesh_of_places
 from deepspeed.comm.job.mpu import place_of
 from deepspeed.comm.job.world import rank_in, size_of
-from deepspeed.comm.start.barrier import meet
+from deepspeed.comm.start.barrier import store_barrier
 from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
@@ -58,7 +58,9 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
     watched = Job.current().watched.of()
     if watched is None:
         return mesh_of_places([mine], "the mpu").check(size_of())
-    words = meet(watched.watch, "the exchange of what the mpu answers", watched.ranks, timeout, json.dumps(mine))
+    words = store_barrier(
+        watched.watch, "the exchange of what the mpu answers", watched.ranks, timeout, json.dumps(mine)
+    )
     return mesh_of_places([json.loads(word) for word in words], "the mpu")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from deepspeed.comm.job.ranks import Ranks
-from deepspeed.comm.start.barrier import agree, meet
+from deepspeed.comm.start.barrier import agree, store_barrier
 from deepspeed.comm.start.device import unbound
 from deepspeed.comm.start.probes import probed_connections
 from deepspeed.comm.watch.watched_group import WatchedGroups
@@ -144,7 +144,7 @@ class ProcessGroups:
         if owner == "program":
             if equal:
                 return equal[0].group
-            self.meet(label, timeout)
+            self.barrier(label, timeout)
             return self._make(_CachedGroup(axis, why, (backend, timeout), None, owner))
         lease = self._open
         if owner == "engine" and lease is None:
@@ -237,7 +237,7 @@ class ProcessGroups:
             return [ranks]
         mine = f"{ranks[0]} {zlib.crc32(repr(ranks).encode())}"
         label = "the exchange of the members of process groups"
-        words = meet(self._watched.watch, label, range(size), timeout or _TORCH_TIMEOUT, mine)
+        words = store_barrier(self._watched.watch, label, range(size), timeout or _TORCH_TIMEOUT, mine)
         found: dict[str, list[int]] = {}
         for rank, word in enumerate(words):
             found.setdefault(word, []).append(rank)
@@ -250,12 +250,12 @@ class ProcessGroups:
                 )
         return list(found.values())
 
-    def meet(self, label: str, timeout: timedelta | None, members: Sequence[int] | None = None) -> None:
+    def barrier(self, label: str, timeout: timedelta | None, members: Sequence[int] | None = None) -> None:
         """Waits for the ``members`` (None: all ranks of the job) before a call of torch that makes groups with them."""
         watched = self._watched.of()
         if watched is not None and (members is None or len(members) > 1):
             ranks = watched.ranks if members is None else tuple(members)
-            meet(watched.watch, label, ranks, timeout or _TORCH_TIMEOUT)
+            store_barrier(watched.watch, label, ranks, timeout or _TORCH_TIMEOUT)
 
 
 def _shown(axis: list[list[int]]) -> str:

@@ -15,7 +15,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.links import LostMember, MemberLinks
 from deepspeed.comm.members.member import JobPlan
 from deepspeed.comm.start.device import default_backend, local_device, serves_host_only, start_world_group
-from deepspeed.comm.start.rendezvous import somebody_listens
+from deepspeed.comm.start.rendezvous import is_listening
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CommunicationError
 
@@ -120,7 +120,7 @@ class JobManager:
         host, port = plan.address
         deadline = time.monotonic() + _FORM_SECONDS
         while not self._links.lost and time.monotonic() < deadline:
-            if not somebody_listens(host, port):
+            if not is_listening(host, port):
                 time.sleep(_RETRY_SECONDS)
                 continue
             try:

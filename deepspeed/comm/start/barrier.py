@@ -18,7 +18,7 @@ from deepspeed.comm.start.batched_store import read_many
 from deepspeed.comm.watch.watchdog import Watch
 
 
-def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, word: str = "") -> list[str]:
+def store_barrier(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, word: str = "") -> list[str]:
     """Waits until all ``members`` have come to the same call, in one round through the store.
 
     Args:
@@ -43,15 +43,15 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
 
 
 def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
-    """Waits until all ``members`` have come to the same call; arguments and errors as in :func:`meet`.
+    """Waits until all ``members`` have come to the same call; arguments and errors as in :func:`store_barrier`.
 
     A rank reads one key per offer of its own, however many ranks there are.
 
     Args:
-        watch: See :func:`meet`.
-        label: See :func:`meet`.
-        members: See :func:`meet`.
-        timeout: See :func:`meet`.
+        watch: See :func:`store_barrier`.
+        label: See :func:`store_barrier`.
+        members: See :func:`store_barrier`.
+        timeout: See :func:`store_barrier`.
         offers: What this rank accepts, each once; may be empty.
 
     Returns:

@@ -293,7 +293,7 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
     """
     among = ranks if options.get("use_local_synchronization") else None
     if among is None or get_rank() in among:
-        Job.current().process_groups.meet(f"new_group({ranks})", options.get("timeout"), among)
+        Job.current().process_groups.barrier(f"new_group({ranks})", options.get("timeout"), among)
     with unbound(), probed_connections():
         return torch_dist.new_group(ranks, **options)
 
@@ -373,7 +373,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
     from deepspeed.accelerator import get_accelerator
 
-    Job.current().process_groups.meet(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
+    Job.current().process_groups.barrier(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
     return init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)
 
 

@@ -92,7 +92,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     """The store that rank 0 holds. A program that takes the connection and says nothing would keep torch for ever."""
     assert place.address is not None and place.port is not None
     deadline = time.monotonic() + timeout.total_seconds()
-    while not somebody_listens(place.address, place.port):
+    while not is_listening(place.address, place.port):
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing listens there after {timeout}: rank 0 has not started")
         time.sleep(_RETRY_SECONDS)
@@ -125,7 +125,7 @@ def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_di
     return made[0] if made else None
 
 
-def somebody_listens(address: str, port: int) -> bool:
+def is_listening(address: str, port: int) -> bool:
     """Returns whether a program accepts connections at ``address`` and ``port``."""
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as probe:

@@ -56,13 +56,13 @@ class RankInfo:
     address: str = ""
 
 
-def own_facts(local_rank: int, backend: str, meeting_host: str | None = None) -> RankInfo:
+def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None) -> RankInfo:
     """Returns the facts of this process.
 
     Args:
         local_rank: Its rank on the machine.
         backend: What the group will talk over.
-        meeting_host: Name or address of rank 0's machine; None where a file serves instead.
+        rendezvous_host: Name or address of rank 0's machine; None where a file serves instead.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -75,7 +75,7 @@ def own_facts(local_rank: int, backend: str, meeting_host: str | None = None) ->
         device_count=accelerator.device_count(),
         version=VERSION,
         backend=backend,
-        address=(address_towards(meeting_host) if meeting_host else None) or "",
+        address=(address_towards(rendezvous_host) if rendezvous_host else None) or "",
     )
 
 

@@ -97,7 +97,7 @@ class Connector:
             made.owner = made.next_owner()
         return made
 
-    def part_of(self, peers: Transport, group: Any, axis: str = DATA) -> Transport:
+    def subgroup_of(self, peers: Transport, group: Any, axis: str = DATA) -> Transport:
         """Returns a new transport over some of the ranks of ``peers``.
 
         Args:
@@ -208,7 +208,7 @@ class Connector:
         backend = self._ranks.backend_for(self._ranks.world, device)
         for axis in (far, near):
             group = self._process_groups.mine(axis, backend=backend, timeout=timeout, why="gathers by nodes")
-            transport = self.part_of(everyone, group)
+            transport = self.subgroup_of(everyone, group)
             assert isinstance(transport, NativeTransport)
             warm_up(transport)
             made.append(transport)

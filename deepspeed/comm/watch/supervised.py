@@ -112,7 +112,7 @@ def between(
     return SupervisedWork(work, watched, ticket, words, ends)
 
 
-def from_anybody(call: Callable[[], Any], group: Any) -> None:
+def recv_from_any(call: Callable[[], Any], group: Any) -> None:
     """Runs a receive from the rank that sends first; what others wait for still ends it."""
     watched = _watching(group, None)
     if watched is None:

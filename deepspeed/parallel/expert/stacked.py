@@ -82,9 +82,9 @@ class StackedExperts:
         zero, not none, so that its weights decay and its moments go on as those of one whole stack.
         """
         results = []
-        nobody = not any(map(len, rows))
+        is_idle = not any(map(len, rows))
         for expert, own in enumerate(rows):
-            if len(own) or (nobody and expert == 0):
+            if len(own) or (is_idle and expert == 0):
                 result = self.down.of(expert, self.between(self.up.of(expert, own)))
                 results.append(result if self.after is None else self.after(result))
             else:

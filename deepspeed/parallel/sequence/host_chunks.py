@@ -124,8 +124,8 @@ class _OfChunks(torch.autograd.Function):
         for key, value, tokens in _fetched(parts, copies):
             rows.see(many, key, value, mine, tokens, rule)
         out = rows.out.flatten(1, 2).to(query.dtype)
-        is_away = parts[0].device != query.device
-        ctx.save_for_backward(copies.put(query) if is_away else query, out, rows.lse, *parts)
+        is_on_host = parts[0].device != query.device
+        ctx.save_for_backward(copies.put(query) if is_on_host else query, out, rows.lse, *parts)
         ctx.arguments = start, rule, copies
         return out
 
@@ -133,7 +133,7 @@ class _OfChunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         query, out, lse, *parts = ctx.saved_tensors
         start, rule, copies = ctx.arguments
-        is_away = parts[0].device != out.device
+        is_on_host = parts[0].device != out.device
         (query,), heads = copies.fetch([query]).take(), parts[0].size(1)
         many, gradient = grouped(query, heads), grouped(gradients[0].float(), heads)
         delta = (gradient * grouped(out.float(), heads)).sum(-1)
@@ -142,8 +142,8 @@ class _OfChunks(torch.autograd.Function):
         for key, value, tokens in _fetched(parts, copies):
             sums = [torch.zeros_like(part, dtype=torch.float32) for part in (key, value)]
             slopes.see(key, value, sums[0], sums[1], mine, tokens, rule)
-            found += [copies.put(part.to(key.dtype)) if is_away else part.to(key.dtype) for part in sums]
-        if is_away:
+            found += [copies.put(part.to(key.dtype)) if is_on_host else part.to(key.dtype) for part in sums]
+        if is_on_host:
             copies.settle()  # autograd adds them up on the host
         return slopes.of_query.flatten(1, 2).to(query.dtype), None, None, None, *found
 

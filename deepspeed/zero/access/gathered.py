@@ -165,7 +165,7 @@ class GatheredBlock:
         for owner in dict.fromkeys(address.bucket.owner for _, address in self._entries):
             if owner is not None:
                 owner.drop_failed_backward()
-        missing = [entry for entry in self._entries if _is_away(entry)]
+        missing = [entry for entry in self._entries if _is_missing(entry)]
         if missing or (self._modifier is not None and self._entries):
             compare_calls(self._transport, self._words("entering"))
         by_bucket: dict[int, tuple[BucketBase, list[Entry]]] = {}
@@ -181,11 +181,11 @@ class GatheredBlock:
 
     def _open_bucket(self, bucket: BucketBase, entries: list[Entry]) -> list[Entry]:
         """Deals with one bucket; returns the parameters whose parts must travel."""
-        away = [entry for entry in entries if _is_away(entry)]
+        missing = [entry for entry in entries if _is_missing(entry)]
         if isinstance(bucket, Bucket) and bucket.is_sharded:
             if bucket.state is State.GATHERING:  # a prefetch; all ranks have it on its way
                 bucket.finish_gather()
-            elif bucket.state is State.SHARDED and _is_everything(bucket, away):
+            elif bucket.state is State.SHARDED and _is_everything(bucket, missing):
                 bucket.start_gather(exactly=True)
                 bucket.finish_gather()
                 self._whole.append(bucket)
@@ -391,7 +391,7 @@ def _label(entries: list[Entry]) -> str:
     return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
 
 
-def _is_away(entry: Entry) -> bool:
+def _is_missing(entry: Entry) -> bool:
     """Returns whether the values are not on this rank at the moment."""
     bucket, tile = entry[1].bucket, entry[1].tile
     loan = bucket.loans.get(tile)
@@ -481,14 +481,14 @@ def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
     """
     with untouched():
         for entries in by_group(with_addresses(_unique(params))):
-            away = [entry for entry in entries if _is_away(entry)]
-            if not away:
+            missing = [entry for entry in entries if _is_missing(entry)]
+            if not missing:
                 continue
-            block = GatheredBlock(away, None)
+            block = GatheredBlock(missing, None)
             compare_calls(block._transport, block._words("all_gather as"))
-            for parameter, address in away:
+            for parameter, address in missing:
                 address.bucket.loans[address.tile] = Loan(depth=1, version=parameter._version)
-            block._start_loans(away)
+            block._start_loans(missing)
 
 
 def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:

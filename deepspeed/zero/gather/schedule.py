@@ -104,7 +104,7 @@ class GatherSchedule:
         self._order: list[int] | None = None  # followed; None while recording
         self._issued: list[int] = []  # of this segment
         self._is_alone = False  # the open segment: it has nothing to do with other ranks
-        self._has_met = False  # the open segment: the ranks have compared what they know of it
+        self._has_decided = False  # the open segment: the ranks have compared what they know of it
         self._is_learned = False  # the open segment is recorded, and will be followed
         self._kept_after_forward = self._near_their_backward(buckets)
 
@@ -200,7 +200,7 @@ class GatherSchedule:
             full |= self._skipped & self._kept_after_forward
         self._situation = (kind, entry, full)
         self._order = self._known_order()
-        self._has_met = False
+        self._has_decided = False
         self._demanded_leaves.clear()
         # Nothing can be gathered where all is held gathered around it, so ranks need not do the same (a rank that
         # generates may stop earlier than others).
@@ -213,7 +213,7 @@ class GatherSchedule:
         """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
         assert self._situation is not None
         kind, known, full = self._situation
-        if known == _UNKNOWN and not self._issued and not self._has_met:
+        if known == _UNKNOWN and not self._issued and not self._has_decided:
             self._situation = (kind, entry, full)
             self._order = self._known_order()
 
@@ -238,7 +238,7 @@ class GatherSchedule:
             self._situation = None
             self._show_shapes(False)
             return
-        self._meet()
+        self._decide_recording()
         if self._order is not None:
             self._issue_rest()
         elif not self._agreement.serves:
@@ -297,8 +297,8 @@ class GatherSchedule:
         elif self._order is not None:
             # Kept since its forward, or persistent for a while: what comes next is wanted as soon as behind a gather.
             if not self._agreement.serves:
-                self._meet()  # asks nobody
-            if self._has_met:
+                self._decide_recording()  # asks nobody
+            if self._has_decided:
                 self._prefetch(bucket)
 
     def _demand_leaf_of(self, bucket: Bucket) -> None:
@@ -318,7 +318,7 @@ class GatherSchedule:
             self._agreement.exchange(0, bucket.index)
             bucket.start_gather()
             return
-        self._meet()
+        self._decide_recording()
         position = len(self._issued)
         if self._order is not None:
             try:
@@ -340,12 +340,12 @@ class GatherSchedule:
         self._agreement.exchange(position, bucket.index)
         self._issue(bucket)
 
-    def _meet(self) -> None:
+    def _decide_recording(self) -> None:
         """Decides, before the first gather or the end of a segment, whether it is recorded."""
-        if self._has_met:
+        if self._has_decided:
             return
         assert self._situation is not None
-        self._has_met = True
+        self._has_decided = True
         self._is_learned = self._order is None
         if self._agreement.serves:
             kind, entry, full = self._situation

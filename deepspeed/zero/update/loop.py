@@ -288,7 +288,7 @@ def update_chunk(
         if operands.states is not None:
             local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
         # Only where it is needed: an optimizer of a program's own need not know the argument.
-        rounding = {} if number is None else {"rounding": ElementRounding(number, master.stretches(run, start, stop))}
+        rounding = {} if number is None else {"rounding": ElementRounding(number, master.intervals(run, start, stop))}
         flat.flat_update(
             groups[span.param_group],
             operands.master[part],

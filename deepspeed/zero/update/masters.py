@@ -190,7 +190,7 @@ class MasterBucket:
                 found.append((index, first, last))
         return found
 
-    def stretches(self, run: MasterRun, start: int, stop: int) -> list[ParameterInterval]:
+    def intervals(self, run: MasterRun, start: int, stop: int) -> list[ParameterInterval]:
         """Returns which parameters lie where in elements ``[start, stop)`` of the master, all of them in ``run``."""
         lower, _ = self.layout.slice_bounds(self.rank)
         found = []

@@ -166,7 +166,7 @@ class OuterStep(UpdateDriver):
         self.inner.end()
 
 
-def bits_on_wire(wire: str) -> float:
+def bits_sent(wire: str) -> float:
     """Returns the bits of an element that travels as the key ``communication_compression.islands.wire`` says."""
     codec = _codec_of(wire)
     return 8.0 * _dtype_of(wire).itemsize if codec is None else bits_of(codec)

@@ -360,7 +360,7 @@ class SpeculativeUpdater:
         whole = all(len({used[tile] for tile, _, _ in shadow.master.tile_spans(run.span)}) == 1 for run in runs)
         if not runs or not whole or not shadow.fits(state, runs):
             return
-        begun = SpeculativeUpdate(
+        started = SpeculativeUpdate(
             shadow,
             gradients,
             used,
@@ -369,8 +369,8 @@ class SpeculativeUpdater:
             [_copy_of_group(group) for group in self._optimizer.param_groups],
             {run.param: _shadow_state(shadow, run, state[run.param]) for run in runs},
         )
-        self._open[position] = begun
-        begun.job = self._worker.submit(lambda: begun.compute(self._flat, state))
+        self._open[position] = started
+        started.job = self._worker.submit(lambda: started.compute(self._flat, state))
 
     def note_write(self, position: int) -> None:
         """Notes that a program has written parameters of a bucket."""
@@ -379,9 +379,9 @@ class SpeculativeUpdater:
 
     def withdraw(self) -> None:
         """Discards what was started. When it returns, the worker reads nothing any more."""
-        for begun in self._open.values():
-            begun.is_withdrawn = True
-        running = [begun.job for begun in self._open.values() if not begun.job.cancel()]
+        for started in self._open.values():
+            started.is_withdrawn = True
+        running = [started.job for started in self._open.values() if not started.job.cancel()]
         # An error in them is not raised: their results are not needed, and the update itself would meet it again.
         wait(running)
         self.discarded += len(running)
@@ -396,10 +396,10 @@ class SpeculativeUpdater:
             factor: The multiplier of the gradients.
             used: By bucket and tile, whether it got a gradient on any rank.
         """
-        begun = {position: one for position, one in self._open.items() if not one.job.cancel()}
+        started = {position: one for position, one in self._open.items() if not one.job.cancel()}
         kept: dict[int, SpeculativeUpdate] = {}
         reasons: list[str] = []
-        for position, one in begun.items():
+        for position, one in started.items():
             one.is_withdrawn = one.is_withdrawn or factor != one.factor  # ends early
             one.job.result()
             why: list[str] = []
@@ -407,12 +407,12 @@ class SpeculativeUpdater:
                 kept[position] = one
             reasons += why
         self.kept += len(kept)
-        self.discarded += len(begun) - len(kept)
+        self.discarded += len(started) - len(kept)
         self._open.clear()
-        self._decide_on_pause(bool(begun), reasons)
+        self._decide_on_pause(bool(started), reasons)
         return kept
 
-    def _decide_on_pause(self, has_begun: bool, reasons: Sequence[str]) -> None:
+    def _decide_on_pause(self, has_started: bool, reasons: Sequence[str]) -> None:
         """Updates that were wrong several times in a row will be wrong again: they cost what they were to save."""
         if self._pause:
             self._pause -= 1
@@ -425,7 +425,7 @@ class SpeculativeUpdater:
                     f"started before the norm was known had to be repeated ({reasons[0]}); the next "
                     f"{self._pause} start after it"
                 )
-        elif has_begun:
+        elif has_started:
             self._wrong_in_a_row = 0
 
     def store(self, one: SpeculativeUpdate) -> None:
