@@ -1,4 +1,4 @@
-"""Which machine of a cluster this is, by the variables of the program that starts one command per machine.
+"""Finds which machine of a cluster this is, from the variables of the program that starts the commands.
 
 Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and say in the
 environment which machine it is. Schedulers that start one process per rank are read by

@@ -1,4 +1,4 @@
-"""Constants by upstream's path."""
+"""Constants at upstream's import path."""
 
 from __future__ import annotations
 

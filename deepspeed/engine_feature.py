@@ -1,4 +1,4 @@
-"""The base class of an engine's features: what a subpackage does where a configuration or a model asks for it.
+"""The base class of features: what a subpackage adds to an engine if a configuration or a model asks for it.
 
 A feature is an object named ``FEATURE`` in the module ``feature`` of its subpackage. ``deepspeed.engine.features``
 lists these modules in the order in which they change a model. It imports one only where it is asked for: by a section

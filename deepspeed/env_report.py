@@ -1,4 +1,4 @@
-"""The report of ``ds_report`` by upstream's path; ``python -m deepspeed.env_report`` prints it too."""
+"""The report of ``ds_report`` at upstream's import path; ``python -m deepspeed.env_report`` prints it too."""
 
 from __future__ import annotations
 

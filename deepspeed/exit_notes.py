@@ -1,4 +1,4 @@
-"""What ranks and their launcher exchange through a folder: who ended how, whom the others do without, reports.
+"""Files through which ranks and launcher exchange how ranks ended, which ones the others lost, and reports.
 
 Without a launcher of this package there is no folder, and nothing is written.
 """

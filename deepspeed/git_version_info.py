@@ -1,4 +1,4 @@
-"""The version, torch and the operators by upstream's path."""
+"""The version, torch and the operators at upstream's import path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives a module a further base class in place, so that its name, its parameters and its type stay what they were."""
+"""Adds a base class to a module in place; its name, its parameters and ``isinstance`` stay the same."""
 
 from __future__ import annotations
 

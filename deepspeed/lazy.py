@@ -1,4 +1,4 @@
-"""Module attributes that are imported when first asked for (PEP 562).
+"""Module attributes that are imported at first access (PEP 562).
 
 ``import deepspeed`` stays cheap and yet every attribute walk works: ``deepspeed.runtime.lr_schedules.WarmupLR`` imports
 what it needs on the way. A package states its names once::

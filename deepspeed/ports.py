@@ -1,4 +1,4 @@
-"""TCP ports and addresses of this machine: which ports are free, and who holds one that is not."""
+"""TCP ports and addresses of this machine: which ports are free, and which process uses one that is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of this package, for modules that must not import the root to know it."""
+"""The version of this package, for modules that must not import the root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch knows and has no public name for, where more than one module asks for it.
+"""Private functions of torch that more than one module needs.
 
 ``docs/design/other-libraries.md`` lists all private names of torch that the package uses, with reasons.
 """

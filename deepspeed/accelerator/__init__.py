@@ -1,4 +1,4 @@
-"""The device that training runs on, as one object thin over torch.
+"""The device that training runs on: one object, a thin layer over torch.
 
 ``get_accelerator()`` answers what kind of device this process uses and how to reach its streams, memory figures and
 random state. Reading order: :mod:`.base` (the contract), :mod:`.cpu`, :mod:`.torch_device` (everything torch has a

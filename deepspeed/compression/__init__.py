@@ -1,4 +1,4 @@
-"""Compression of models in training: weights and activations of few bits, pruning, fewer layers."""
+"""Compresses models in training: weights and activations in few bits, pruning, fewer layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers and tokens that training leaves out at random."""
+"""Drops layers and tokens at random in training."""
 
 from __future__ import annotations
 

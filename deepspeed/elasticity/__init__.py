@@ -1,4 +1,4 @@
-"""Batches that many numbers of ranks can share, runs that go on when ranks are lost, and the restarting agent."""
+"""Batch sizes for many numbers of ranks, runs that go on when ranks are lost, and the restarting agent."""
 
 from __future__ import annotations
 

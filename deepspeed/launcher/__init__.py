@@ -1,4 +1,4 @@
-"""Starting the ranks of a run, on this machine and on others, and never leaving one behind.
+"""Starts the ranks of a run, on this machine and on others, and leaves no process behind.
 
 Reading order: :mod:`.runner` (the ``deepspeed`` command), :mod:`.launch` (``python -m deepspeed.launcher.launch``),
 :mod:`.selection`, :mod:`.resources` and :mod:`.devices` (which ranks), :mod:`.environment` and :mod:`.ports` (command

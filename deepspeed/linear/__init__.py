@@ -1,4 +1,4 @@
-"""Linear layers with weights in few bits, and with adapters of low rank beside a frozen base."""
+"""Linear layers with quantized weights, and with low-rank adapters beside a frozen base."""
 
 from __future__ import annotations
 

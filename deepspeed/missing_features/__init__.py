@@ -1,4 +1,4 @@
-"""Features that this release does not have: their public names, and the keys that would switch them on.
+"""Features that this release does not have: their public names, and their configuration keys.
 
 Programs import names they may never use. Each such name can be imported, and raises one sentence
 (:class:`~deepspeed.errors.NotYetSupportedError`) when it is used: called, instantiated or subclassed. ``isinstance``

@@ -1,1 +1,1 @@
-"""How models of the Transformers library are built: the only package that imports it or knows its private names."""
+"""Structure of Transformers models: the only package that imports that library or knows its private names."""

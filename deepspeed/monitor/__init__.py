@@ -1,4 +1,4 @@
-"""Writers of training curves: TensorBoard, CSV, Weights & Biases, Comet. Each is one section of the configuration.
+"""Writes training curves: TensorBoard, CSV, Weights & Biases, Comet. Each is one section of the configuration.
 
 Start with ``monitor`` (all of them behind one call) and ``sink`` (what one of them is).
 """

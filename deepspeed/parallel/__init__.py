@@ -1,1 +1,1 @@
-"""Dividing a model's layers and tensors over ranks."""
+"""Divides a model's layers and tensors over ranks."""

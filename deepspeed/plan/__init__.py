@@ -1,4 +1,4 @@
-"""Plan before renting: ``deepspeed.plan(model, config, nodes=..., ...)`` and the command ``ds_plan``.
+"""Plans a job without its machines: ``deepspeed.plan(model, config, nodes=..., ...)`` and the command ``ds_plan``.
 
 The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted: once
 for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``simulation`` (the run), ``pipeline``

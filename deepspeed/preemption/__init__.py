@@ -1,1 +1,1 @@
-"""Runs that a scheduler may end at any time: a signal finishes the step, saves, and leaves with a code of its own."""
+"""Runs that a scheduler may stop: on a signal, ranks finish the step, save, and exit with a code of its own."""

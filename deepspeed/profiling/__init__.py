@@ -1,4 +1,4 @@
-"""Measuring: timers, memory, profiler ranges."""
+"""Measures time, memory and operations; names ranges for profilers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run did: each rank writes where its steps' time went; ``ds_report_run`` makes one page of it."""
+"""Reports where the time of a run went: each rank writes a file; ``ds_report_run`` makes one page of them."""

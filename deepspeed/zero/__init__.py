@@ -1,4 +1,4 @@
-"""ZeRO: model states placed over the data-parallel ranks."""
+"""ZeRO: divides the model states over the data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Islands that train alone and meet seldom: equal to the published outer step by hand, on every rank alike."""
+"""Islands that train by themselves between outer steps: equal to the published outer step, on every rank."""
 
 from __future__ import annotations
 

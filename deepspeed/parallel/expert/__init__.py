@@ -1,1 +1,1 @@
-"""Mixture of experts: routes, their dispatch between ranks, layers, and Transformers models that are cut by experts."""
+"""Mixture of experts: routing, dispatch between ranks, layers, and Transformers models whose experts are spread."""

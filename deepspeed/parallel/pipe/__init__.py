@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the layers of a model are divided over stages, micro-batches flow through them."""
+"""Pipeline parallelism: divides the layers of a model over stages, through which micro-batches pass."""

@@ -1,1 +1,1 @@
-"""Sequence parallelism: ranks that hold different parts of the same sequences."""
+"""Sequence parallelism: ranks hold different parts of the same sequences."""

@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers whose weights are cut over ranks that see the same samples."""
+"""Tensor parallelism: divides the weights of layers over ranks that see the same samples."""
