@@ -69,7 +69,7 @@ def address_towards(host: str) -> str | None:
 
 
 def describe_listener(port: int) -> str:
-    """Who holds a port of this machine, in words; what cannot be found out is left out.
+    """Returns which process uses a port of this machine, in words, as far as it can be found out.
 
     Examples:
         ``"process 4242 on host worker-1 (`python train.py`)"``

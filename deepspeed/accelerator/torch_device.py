@@ -171,12 +171,12 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return True
 
     def is_bf16_supported(self) -> bool:
-        """What the module says; True if it does not say."""
+        """Returns what torch's device module says; True if it has no such function."""
         query = getattr(self._module, "is_bf16_supported", None)
         return True if query is None else bool(query())
 
     def is_fp64_supported(self) -> bool:
-        """What the device's properties say (some Intel GPUs have none); True if they do not say."""
+        """Returns what the device's properties say (some Intel GPUs have none); True if they do not say."""
         return bool(getattr(self._call("get_device_properties"), "has_fp64", True))
 
     def lazy_call(self, fn: Callable[[], Any]) -> None:
@@ -395,7 +395,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return torch.mps.recommended_max_memory()
 
     def available_memory(self, index: Index = None) -> int:
-        """What is left of :meth:`total_memory`."""
+        """Returns the free part of :meth:`total_memory`."""
         return max(0, self.total_memory() - self.memory_reserved())
 
     def is_fp16_supported(self) -> bool:

@@ -79,7 +79,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _keeping(options: Settings) -> Any:
-    """Where what the block saves, its inputs, waits for the second call: in parts, in host memory, or as it is."""
+    """Keeps a block's saved inputs until its second call: in parts, in host memory, or as they are."""
     group = partition_group(options)
     if group is not None:
         hooks = Partition(group, on_host=options.checkpoint_in_cpu)

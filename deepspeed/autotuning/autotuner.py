@@ -44,7 +44,7 @@ PROFILE_NAME = "profile_model_info"
 
 
 class AutotuningError(DeepSpeedError):
-    """No configuration was found; the message says what stood in the way."""
+    """No configuration was found; the message says why."""
 
 
 class Autotuner:

@@ -78,7 +78,7 @@ def take_experiment() -> Experiment | None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Writes a file of which no reader sees a half."""
+    """Writes a file atomically: no reader sees a half of it."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     part.replace(path)

@@ -56,7 +56,7 @@ _PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """What the script's ``initialize`` was given.
+    """The configuration that the script's ``initialize`` got.
 
     Attributes:
         experiment: Why the script runs.

@@ -28,7 +28,7 @@ _REFINED = 3  # candidates that get other bucket sizes too
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the script gave its model in one micro-batch, without values.
+    """The inputs of one micro-batch of the script's model, without values.
 
     Attributes:
         args: Positional arguments; tensors on ``meta``.

@@ -197,7 +197,7 @@ class SavedTile(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past its last element in the bucket."""
+        """Index after its last element in the bucket."""
         return self.start + self.tile.numel
 
 

@@ -399,7 +399,7 @@ def _apply(run_state: RunState, options: LoadOptions, found: FoundCheckpoint, pr
 
 
 def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
-    """What all ranks share of how data are chosen and shortened, so it fits however many they are."""
+    """Restores the schedules of data, which are equal on all ranks and so fit any number of them."""
     sampler, tokens = (state.model_states.get(name) for name in ("data_sampler", "random_ltd"))
     if sampler is not None and run_state.sampler_state() is not None:
         run_state.dataloader.load_sampler_state(sampler)

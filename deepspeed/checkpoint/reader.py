@@ -169,7 +169,7 @@ class FileRun(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
+        """Offset after the last byte."""
         return self.offset + (self.stop - self.start) * self.saved.dtype.itemsize
 
 
@@ -306,7 +306,7 @@ class CheckpointReader:
             yield run, reader
 
     def _spans(self, wanted: Wanted) -> Iterator[tuple[SavedTile, Span]]:
-        """In which saved tile what part of ``wanted`` lies, and where."""
+        """Yields which part of ``wanted`` lies in which saved tile, and where."""
         if wanted.start >= wanted.stop:
             return
         same = self._same(wanted)
@@ -423,7 +423,7 @@ class CheckpointReader:
         return {} if record is None else {tensor.name: tensor.shape for tensor in record.tensors}
 
     def read_named(self, file: str, name: str) -> torch.Tensor:
-        """One of :meth:`named_tensors`, verified, in host memory."""
+        """Returns one of :meth:`named_tensors`, verified, in host memory."""
         record = self.manifest.file(file)
         assert record is not None
         tensor = next(tensor for tensor in record.tensors if tensor.name == name)

@@ -87,7 +87,7 @@ class RunState:
         return state() if callable(state) else None
 
     def data_position(self) -> dict[str, Any] | None:
-        """Where all ranks together stand in the data, if that is known for any number of ranks; else None."""
+        """Returns the position of all ranks in the data, if it holds for any number of ranks; else None."""
         position = getattr(self.dataloader, "position", None)
         return position() if callable(position) else None
 

@@ -86,7 +86,7 @@ def rank_file(run_state: RunState) -> bytes:
 
 
 def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:
-    """What only an unrestricted loader restores, and a warning that names it; what nothing can save is an error."""
+    """Collects objects that only an unrestricted loader restores and warns of them; unpicklable ones are an error."""
     data: dict[str, list[tuple[restricted.Path, bytes]]] = {}
     for part, entries in refused.items():
         data[part] = []

@@ -200,7 +200,7 @@ class WeightsWriter:
 
 
 def _whole(entry: TensorEntry, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One tensor that owns its storage."""
+    """Returns the tensor with a storage of its own."""
     out = torch.empty(prod(entry.shape), dtype=entry.dtype)
     position = 0
     for part in parts:

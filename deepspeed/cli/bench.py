@@ -77,7 +77,7 @@ def _own_words(options: argparse.Namespace) -> list[str]:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Measures on each rank."""
     import torch
 
     from deepspeed import comm

@@ -95,7 +95,7 @@ def count_of(text: str) -> int:
 
 
 def as_dict(speed: FileSpeed, settings: IoSettings) -> dict[str, object]:
-    """What was measured, for machines; speeds in bytes per second."""
+    """Returns the results as JSON values; speeds in bytes per second."""
     return {
         "bytes": speed.nbytes,
         "direct": speed.is_direct,

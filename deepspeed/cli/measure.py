@@ -32,7 +32,7 @@ def measure_in_ranks(target: str, devices: int) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """What each rank does: measures with the others; rank 0 writes the file."""
+    """Runs on each rank: measures with the others; rank 0 writes the file."""
     parser = argparse.ArgumentParser(prog="ds_plan --measure", description=__doc__, allow_abbrev=False)
     parser.add_argument("target")
     target = parser.parse_args(args).target

@@ -51,7 +51,7 @@ def _reduce_scatter(full: torch.Tensor, _transport: Transport) -> None:
 
 
 def _pair(full: torch.Tensor, _transport: Transport) -> None:
-    """From rank 0 to rank 1; the others wait for the next trial."""
+    """Sends from rank 0 to rank 1; the others wait for the next trial."""
     if comm.get_rank() == 0:
         comm.send(full, 1)
     elif comm.get_rank() == 1:

@@ -137,7 +137,7 @@ def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
 
 
 def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques]]) -> int:
-    """Without what compression added."""
+    """Returns the bytes without what compression added."""
     added = set()
     for _, module, techniques in layers:
         own = {name for pruning in techniques.prunings.values() for name in (pruning.buffer, pruning.scores)}

@@ -112,7 +112,7 @@ def _product(
 
 
 def as_shares(values: Sequence[float]) -> list[float]:
-    """Magnitudes as shares of the largest; 1 for a zero, of which nothing is known."""
+    """Returns magnitudes as shares of the largest; 1 for a zero, which means unknown."""
     largest = max(map(abs, values), default=0.0)
     return [abs(value) / largest if value else 1.0 for value in values]
 

@@ -70,7 +70,7 @@ def _kept(module: Any, techniques: Techniques, kind: Any) -> float:
 
 
 def announce(model: nn.Module, selections: list[Selection]) -> None:
-    """One line for each group: what will act on how many layers, from which update on."""
+    """Logs one line per group: what will act on how many layers, from which update on."""
     for selection in selections:
         log_dist(
             f"compression: {selection.technique}, group {selection.group}: {len(selection.names)} layers "

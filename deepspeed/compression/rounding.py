@@ -78,7 +78,7 @@ def round_groups(
 
 
 def _signs(values: torch.Tensor, *, ternary: bool) -> RoundedGroups:
-    """One magnitude in a group: with zeros below a threshold (2 bits), or without (1 bit)."""
+    """Rounds to one magnitude per group: with zeros below a threshold (2 bits), or without (1 bit)."""
     size = values.abs()
     mean = size.mean(1, keepdim=True)
     if ternary:

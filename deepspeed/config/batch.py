@@ -41,7 +41,7 @@ def _fitting(total: int, multiple: int) -> str:
 
 
 def batch_mismatch(total: int | None, micro: int | None, accumulation: int | None, ranks: int | None) -> str | None:
-    """What is wrong with the three sizes, with all numbers; None when nothing is.
+    """Returns what is wrong with the three sizes, with all numbers; None if they agree.
 
     With ``ranks`` None only what holds for every number of ranks is checked.
     """
@@ -82,7 +82,7 @@ def batch_mismatch(total: int | None, micro: int | None, accumulation: int | Non
 
 
 def uneven_mismatch(total: int | None, micro: int | None, accumulation: int | None) -> str | None:
-    """What is wrong with the sizes where the number of ranks may change (``elasticity.continue``); None: nothing is."""
+    """Returns what is wrong with the sizes if the number of ranks may change (``elasticity.continue``), or None."""
     if total is None or micro is None:
         missing = " and ".join(name for name, value in ((TOTAL, total), (MICRO, micro)) if value is None)
         return f"elasticity.continue needs {TOTAL} and {MICRO}, as both stay when ranks come and go; set {missing}"

@@ -164,7 +164,7 @@ class DeepSpeedConfig:
 
     @property
     def monitor_config(self) -> Any:
-        """Where the sections ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet`` are attributes."""
+        """Returns an object with attributes ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``."""
         return self.parsed.root
 
     @property

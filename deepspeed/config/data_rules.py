@@ -20,7 +20,7 @@ _OF_TYPE = {
 
 
 def problems_of(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """What a schedule lacks or contradicts: the path below its section, and a sentence.
+    """Returns what a schedule lacks or contradicts: the path below its section, and a sentence.
 
     Args:
         config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``.

@@ -148,7 +148,7 @@ def _is_numeric(member: Any) -> bool:
 
 
 def expectation(field: FieldInfo) -> str:
-    """What a key takes, in words: type, interval, null."""
+    """Returns what a key takes, in words: type, interval, null."""
     words = type_words(field.annotation, facts_of(field).range_text())
     return f"{words}, or null" if is_nullable(field.annotation) and words != "null" else words
 

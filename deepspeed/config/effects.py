@@ -139,7 +139,7 @@ def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
 
 
 def _idle_codes(root: Root, findings: ConfigMessages) -> None:
-    """What says how gradients are coded, where they are not."""
+    """Adds a line about keys of coded gradients if gradients are not coded."""
     section = root.communication_compression
     if section.gradients is None:
         idle = [

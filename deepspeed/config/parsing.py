@@ -219,7 +219,7 @@ def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, fi
 
 
 def _origins(data: dict[str, Any], dp_world_size: int | None, findings: ConfigMessages) -> str:
-    """Where each of the numbers in the batch rule comes from."""
+    """Returns where each of the numbers in the batch rule comes from."""
     parts = []
     for name in BATCH_KEYS:
         if data.get(name) is None:

@@ -251,7 +251,7 @@ def _tensor_parallel(root: Root, findings: ConfigMessages) -> None:
 
 
 def _structure(root: Root, findings: ConfigMessages) -> None:
-    """What single values must be beyond type and interval, in the sections of features to come."""
+    """Checks single values beyond type and interval."""
     if root.hybrid_engine is not None and root.hybrid_engine.inference_tp_size > 1:
         findings.problem(
             ("hybrid_engine", "inference_tp_size"),

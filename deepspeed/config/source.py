@@ -108,7 +108,7 @@ def _plain(value: Any, path: Path, text: str, document: Document, with_lines: bo
 
 
 def _syntax_problem(text: str, error: HjsonDecodeError, unclosed: list[int]) -> str:
-    """What the decoder could not read, where, and what to change."""
+    """Returns what the decoder could not read, where, and what to change."""
     braces = [start - 1 for start in unclosed if text[start - 1 : start] == "{"]
     if braces and not text[error.pos :].strip():
         begin = braces[-1]

@@ -81,7 +81,7 @@ def _by_name() -> dict[str, tuple[KeyEntry, ...]]:
 
 
 def suggestion(path: Path, valid: Iterable[str]) -> str:
-    """What to write instead of an unknown key.
+    """Returns what to write instead of an unknown key.
 
     Args:
         path: The unknown key.

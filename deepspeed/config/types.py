@@ -116,7 +116,7 @@ def _to_stage(value: Any) -> Any:
 
 
 def _to_list(value: Any) -> Any:
-    """One text counts as a list of one; tuples count as lists."""
+    """Converts one text to a list of one, and tuples to lists."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value, tuple) else value

@@ -124,7 +124,7 @@ class TokenDropHooks:
 
 
 class DroppingHooks(EngineHooks):
-    """What one engine's forwards leave out.
+    """Drops blocks or tokens in one engine's forwards.
 
     Attributes:
         layers: None where all layers stay.

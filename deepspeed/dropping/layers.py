@@ -83,7 +83,7 @@ class LayerDrop:
 
 
 class DroppableBlock(nn.Module):
-    """In front of the class of each block; decides before anything of the block runs, its hooks included."""
+    """Base class in front of each block's own; decides before the block and its hooks run."""
 
     _layer_drop: LayerDrop
     _number_in_row: int

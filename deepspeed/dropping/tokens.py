@@ -23,7 +23,7 @@ _CACHE_POSITION = "cache_position"  # of Transformers: where in a cache the toke
 
 @dataclass
 class TokenDrop:
-    """What the dropping layers of one model share.
+    """State that the dropping layers of one model share.
 
     Attributes:
         kept: Tokens that they see; None: all.
@@ -37,7 +37,7 @@ class TokenDrop:
 
 
 class RandomLayerTokenDrop(nn.Module):
-    """In front of the class of a layer: in training it sees only a random part of the tokens, in their order.
+    """Base class in front of a layer's own: in training it sees only a random part of the tokens, in their order.
 
     ``RandomLayerTokenDrop(layer)`` changes the layer in place and gives it back, so names of parameters stay as they
     are. Masks lose the same rows and columns, and so do position numbers and rotary tables; where such a table has no
@@ -62,7 +62,7 @@ class RandomLayerTokenDrop(nn.Module):
             self._token_drop = None
 
     def init_config(self, config: Mapping[str, Any], scheduler: Any, random_ltd_layer_id: int) -> None:
-        """Lets the layer drop tokens by a schedule of one's own, without an engine.
+        """Lets the layer drop tokens by a given schedule, without an engine.
 
         Args:
             config: Of ``random_ltd``: ``model_mask_name`` and ``hidden_state_order`` are read.

@@ -79,7 +79,7 @@ class Recovery:
 
 @dataclass
 class CopyCost:
-    """What copies have cost this rank so far.
+    """Cost of the copies on this rank so far.
 
     Attributes:
         count: How many it has made.
@@ -327,7 +327,7 @@ class Continuation:
                 take_apart(self._engine)
 
     def _hold_live_states(self) -> None:
-        """Where every rank has everything, the states as they are serve, if no update is half done."""
+        """Uses the states as they are where every rank has everything, if no update is half done."""
         updater = self._engine._updater
         if self._layout.is_whole and self._is_valid and updater is not None:
             if updater.steps == self._engine.global_steps:

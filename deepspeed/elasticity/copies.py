@@ -229,7 +229,7 @@ class CopyStore:
 
 
 def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) -> tuple[int, int] | None:
-    """Returns the newest generation and epoch of which the living members hold everything; None: there is none."""
+    """Returns the newest generation and epoch that the living members hold completely; None: there is none."""
     parts_of: dict[tuple[int, int], set[int]] = {}
     found: set[tuple[int, int]] = set()
     for member in living:

@@ -74,7 +74,7 @@ class ElasticRanks(EngineFeature):
 
 
 def _problem(setup: EngineSetup) -> str | None:
-    """What cannot be gone on with after a loss, and what to change; None: nothing."""
+    """Returns what prevents going on after a loss, and what to change; None: nothing."""
     run = ElasticRun.present()
     if run is not None and run.is_taken:
         return (

@@ -163,7 +163,7 @@ class ElasticSteps:
 
     @property
     def copy_cost(self) -> CopyCost:
-        """What copies of model states have cost so far."""
+        """The cost of copies of model states so far."""
         return self._continuation.run.cost
 
     @property
@@ -173,7 +173,7 @@ class ElasticSteps:
 
     @property
     def loss_factor(self) -> float:
-        """What a loss is multiplied by: the ranks, which the mean over ranks divides by, over all micro-batches."""
+        """Factor on a loss: the number of ranks (by which the mean divides) over all micro-batches."""
         return self._continuation.size / self._micro_batches
 
     @property

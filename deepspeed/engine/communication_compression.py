@@ -88,7 +88,7 @@ def _early_codec(section: CommunicationCompression, *, has_warm_up: bool) -> Cod
 
 
 def default_codec(name: str) -> Codec:
-    """Returns the codec of gradients of that name where nothing else is asked for."""
+    """Returns the codec of gradients of that name, with its default settings."""
     return _codec(name, CommunicationCompression())
 
 

@@ -113,7 +113,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
             yield
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the boundary updates the parameters and advances the schedule; otherwise only counts.
+        """Updates the parameters and advances the schedule at the boundary; otherwise only counts.
 
         Args:
             lr_kwargs: Arguments for the schedule's ``step``.

@@ -182,7 +182,7 @@ class FeatureHooks(EngineHooks):
 
     @property
     def trackers(self) -> list[StepTracker]:
-        """What takes note of the engine's phases and steps."""
+        """The hooks that record the engine's phases and steps."""
         return [hooks.tracker for hooks in self._hooks.values() if hooks.tracker is not None]
 
     def get(self, name: str) -> Any:

@@ -255,7 +255,7 @@ def move_to_runs(
 
 
 def _scalar_state(state: dict[str, Any] | None) -> tuple[tuple[str, float], ...] | None:
-    """What parameters of one run must have in common: their step counts and the like, or having no state yet."""
+    """Returns the scalar state that parameters of one run must share: step counts and the like, or no state yet."""
     if not state:
         return None
     return tuple(

@@ -132,7 +132,7 @@ class EngineParts:
         return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
 
     def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
-        """What ``initialize`` returns as the optimizer; at stage 3 it leads to the machinery of sharded parameters."""
+        """The optimizer that ``initialize`` returns; at stage 3 it leads to the runtime of sharded parameters."""
         if not self.placement.shard_params:
             return updater
         offload = DeepSpeedZeRoOffload.of(self.runtime)

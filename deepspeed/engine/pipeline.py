@@ -202,12 +202,12 @@ class PipelineEngine(EngineBase):
 
     @property
     def data_iterator(self) -> Any:
-        """Where this rank's items come from."""
+        """The iterator of this rank's items."""
         return self._compute.feed.iterator
 
     @property
     def batch_fn(self) -> Any:
-        """What is applied to every item."""
+        """The function that is applied to every item."""
         return self._compute.feed.batch_fn
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:

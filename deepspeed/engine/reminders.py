@@ -88,7 +88,7 @@ _hooks: list[Any] = []
 
 
 def watch_other_optimizers() -> None:
-    """From now on the first step of every torch optimizer in this process is looked at."""
+    """Checks the first step of every torch optimizer in this process from now on."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_look_at))
 

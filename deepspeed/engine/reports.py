@@ -151,7 +151,7 @@ def state_text(
     precisions: Sequence[dict[str, Any]],
     memory: Sequence[tuple[str, int, int, str]],
 ) -> str:
-    """What ``dump_state`` logs: versions, every key that differs from its default, dtypes and model-state memory."""
+    """Returns the text of ``dump_state``: versions, keys that differ from their defaults, dtypes and memory."""
     settings = root.model_dump(mode="json", exclude_defaults=True)
     lines = [
         f"state of the engine: torch {torch.__version__}, Python {platform.python_version()}, device {device}",

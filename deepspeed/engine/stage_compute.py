@@ -52,7 +52,7 @@ class PipelineCompute:
 
     Attributes:
         backwards_left: See ``StageCompute``.
-        feed: Where this rank's items come from.
+        feed: The iterator of this rank's items.
         is_last: Whether the last chunk of the model is on this stage.
         pulls_data: Whether this stage needs items: it has the first or the last chunk.
         agg_train_loss: Mean loss of the last step over micro-batches and copies of the model: 0-dim, fp32.
@@ -407,7 +407,7 @@ def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
 
 
 class GivenLoss(NamedTuple):
-    """What a loss function returned: the loss, the tokens it is a sum over (None: it is a mean), the metrics."""
+    """The result of a loss function: the loss, the tokens it is a sum over (None: a mean), the metrics."""
 
     loss: torch.Tensor
     count: Any

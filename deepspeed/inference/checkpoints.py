@@ -182,7 +182,7 @@ class _Places:
             parent._buffers[leaf] = values
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """In every module that has it, so that tied weights stay tied; marks go along."""
+        """Replaces it in every module that has it, so that tied weights stay tied; marks are kept."""
         new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
         users = self._users.pop(id(old))
         for module, leaf in users:

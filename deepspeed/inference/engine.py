@@ -118,7 +118,7 @@ class InferenceEngine(nn.Module):
         self.is_compiled = True
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """From now on every forward is timed, for :meth:`model_times`."""
+        """Times every forward from now on, for :meth:`model_times`."""
         self._times = []
 
     def model_times(self) -> list[float]:

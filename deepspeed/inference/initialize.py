@@ -118,7 +118,7 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
 
 
 def _where_it_helps(zero: dict[str, Any]) -> dict[str, Any]:
-    """Without a device weights are in host memory anyway; bringing them from there would only copy them."""
+    """Drops offload where there is no device: weights are in host memory anyway."""
     offload = zero.get("offload_param")
     device = offload.get("device") if isinstance(offload, dict) else None
     if device != "cpu" or get_accelerator().device_name() != "cpu":

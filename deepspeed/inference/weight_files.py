@@ -244,7 +244,7 @@ def _pickled(path: Path) -> Iterator[Stored]:
 
 
 def _trained(source: CheckpointSource) -> Iterator[Stored]:
-    """What a checkpoint of training has, under the names of the model that it was saved from."""
+    """Returns the tensors of a training checkpoint, under the names of the model that it was saved from."""
     for name, parameter in source.parameters.items():
         kind = MASTER if MASTER in parameter.kinds else COMPUTE
         read = functools.partial(_read_rows, source, kind, name, parameter.shape, parameter.kinds[kind])

@@ -194,7 +194,7 @@ class _CommandRunner:
 
 @contextmanager
 def _standard_input(command: Command, is_only: bool) -> Iterator[Any]:
-    """What a command reads: its script, or this process's standard input if it is the only command."""
+    """Returns the input of a command: its script, or this process's standard input if it is the only command."""
     if command.script is None:
         yield None if is_only else subprocess.DEVNULL
         return

@@ -101,7 +101,7 @@ def stop_signal(text: str) -> str:
 
 
 def interpreter(args: argparse.Namespace) -> tuple[str, ...]:
-    """What stands before the script's name in the command of a rank: Python, unless ``--no_python``.
+    """Returns what stands before the script in a rank's command: Python, unless ``--no_python``.
 
     Raises:
         LauncherError: ``--module`` and ``--no_python`` are both given.
@@ -325,7 +325,7 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
 
 
 def _common_environment(world: LaunchWorld, on_cpu: bool, bound_cores: int | None) -> dict[str, str]:
-    """What all ranks of this machine find, before their own place.
+    """Returns the variables of all ranks of this machine, without their own rank.
 
     Args:
         world: Where they stand.
@@ -405,7 +405,7 @@ class Elastic:
 
     @classmethod
     def from_options(cls, min_nodes: int, max_nodes: int, nodes: int) -> Elastic:
-        """From ``--min_elastic_nodes`` and ``--max_elastic_nodes`` (-1: not given) for ``nodes`` machines.
+        """Reads ``--min_elastic_nodes`` and ``--max_elastic_nodes`` (-1: not given) for ``nodes`` machines.
 
         Raises:
             LauncherError: The numbers contradict each other.

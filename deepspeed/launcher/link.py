@@ -183,7 +183,7 @@ def _listener(place: _Place, port: int) -> socket.socket:
 
 
 def link_ports(master_port: int) -> list[int]:
-    """Where the hub of a run may listen: ``DS_LINK_PORT``, or ports that follow from the master port.
+    """Returns the ports on which the hub may listen: ``DS_LINK_PORT``, or ports that follow from the master port.
 
     Raises:
         LauncherError: The variable is no port.

@@ -50,7 +50,7 @@ class RequestedPort:
 
     @classmethod
     def of(cls, option: int | None, environ: Mapping[str, str] = os.environ) -> RequestedPort | None:
-        """From the option, or else from ``MASTER_PORT``; None if neither is given, or 0, which stands for any.
+        """Reads the option, or else ``MASTER_PORT``; None if neither is given, or 0, which stands for any.
 
         Raises:
             LauncherError: It is no port.

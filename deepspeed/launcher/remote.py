@@ -76,7 +76,7 @@ class RemoteRun:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the launchers on the machines find in their environment."""
+        """The environment of the launchers on the machines."""
         return {**self.exports, **({SECRET: self.secret} if self.secret else {})}
 
     @property

@@ -342,7 +342,7 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
 
 
 def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
-    """Where rank 0 will be reached."""
+    """Returns the address of rank 0."""
     from deepspeed.launcher import front
 
     if args.launcher == "slurm":

@@ -220,7 +220,7 @@ class RankStream:
 
 
 def _last_rewrite(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns: its last non-empty part."""
+    """Returns what a terminal shows of a line with carriage returns: its last non-empty part."""
     if b"\r" not in line:
         return line
     parts = [part for part in line.split(b"\r") if part]

@@ -71,7 +71,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _slots_of_a_name(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    """Slots of a machine of which the host file says only the name: it is taken to be like this one."""
+    """Returns the slots of a machine without slots in the host file: as many as this one has."""
     if args.num_gpus > 0:
         return int(args.num_gpus)
     count = max(len(find_devices(environment).ids), 1)

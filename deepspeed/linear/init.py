@@ -70,7 +70,7 @@ Init = LoRAInit  # the public name, ``deepspeed.linear.Init``
 def optimize_model(
     model: nn.Module, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
 ) -> nn.Module:
-    """What :class:`LoRAInit` does, to a model that exists, in place.
+    """Does what :class:`LoRAInit` does, in place, to a model that exists.
 
     Args:
         model: With ``torch.nn.Linear`` layers below it. Tied layers stay as they are.

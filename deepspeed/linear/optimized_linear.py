@@ -56,7 +56,7 @@ class OptimizedLinear(nn.Module):
 def optimized(
     plain: nn.Module, lora_config: LoRAConfig | None, quantization_config: QuantizationConfig | None
 ) -> nn.Module:
-    """What takes the place of a plain linear layer; its parameters move there as far as they stay what they are.
+    """Returns the replacement of a plain linear layer; parameters that stay the same move there.
 
     Args:
         plain: With ``weight`` of ``[out, in]`` and ``bias`` or None.

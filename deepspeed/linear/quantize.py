@@ -227,7 +227,7 @@ def weight_of_part(module: nn.Module) -> torch.Tensor | None:
 
 
 def around(module: nn.Module, part: QuantizedLinear) -> nn.Module:
-    """What takes the place of ``module``: ``part``, or the layer around it where ``module`` was cut."""
+    """Returns the replacement of ``module``: ``part``, or the layer around it where ``module`` was sharded."""
     if isinstance(module, ColumnLinear):
         return QuantizedColumn(part, module.tensor_cut)
     if isinstance(module, RowLinear):

@@ -61,7 +61,7 @@ def wrap_passes(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
 
 
 def _initialize_weights(model: Any) -> None:
-    """In the place of the variant for ZeRO stage 3."""
+    """Runs in place of the variant for ZeRO stage 3."""
     model.initialize_weights()
 
 

@@ -68,7 +68,7 @@ class Shell:
 
 
 class _GivenOutput(nn.Module):
-    """In the place of the decoder: returns hidden states that were computed before."""
+    """Replaces the decoder: returns hidden states that were computed before."""
 
     def __init__(self, hidden: torch.Tensor, router_outputs: Heard) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _GivenOutput(nn.Module):
 
 
 class _HeadCall(nn.Module):
-    """In the place of the head: calls it, though it belongs to a layer elsewhere."""
+    """Replaces the head: calls it, though it belongs to another layer."""
 
     head: Callable[[torch.Tensor], torch.Tensor]
 
@@ -111,7 +111,7 @@ class BlockCall(NamedTuple):
 
 
 class _Result(torch.Tensor):
-    """What stands for a block's result: models take it as it is, or as the first of a tuple."""
+    """Stands for a block's result: models take it as it is, or as the first of a tuple."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -121,7 +121,7 @@ class _Result(torch.Tensor):
 
 
 class _Recorder(nn.Module):
-    """In the place of a block: notes what it is called with."""
+    """Replaces a block: records its arguments."""
 
     calls: list[BlockCall]
 

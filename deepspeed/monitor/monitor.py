@@ -234,7 +234,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def _section(config: Any, name: str) -> Any:
-    """A monitor's section of a dict, a path, a parsed configuration or an object with attributes of that name."""
+    """Returns a monitor's section of a dict, a path, a parsed configuration or an object with such an attribute."""
     return getattr(config, name) if hasattr(config, name) else parse_section(config, name)
 
 

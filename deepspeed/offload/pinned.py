@@ -108,7 +108,7 @@ def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
 
 
 def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """A 1-D host tensor of ``numel`` elements; large and pinned ones in memory of that size up to whole pages."""
+    """Returns a 1-D host tensor of ``numel`` elements; large and pinned ones in whole pages."""
     if not pin and numel * dtype.itemsize < _HUGE:
         return _source.plain(numel, dtype)
     return page_buffer(numel * dtype.itemsize, pin=pin).view(dtype)

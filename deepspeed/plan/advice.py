@@ -79,7 +79,7 @@ def _planned(request: Request, changes: tuple[AdviceEntry, ...]) -> Plan | None:
 
 
 def _changes(plan: Plan) -> Iterator[AdviceEntry]:
-    """What could be changed, strongest remedies of a subject first, so that few combinations have to be planned."""
+    """Yields possible changes, the strongest of each subject first, so that few combinations have to be planned."""
     request, config = plan.request, plan.config
     zero = config.get("zero_optimization") or {}
     stage, ranks = stage_of(config), request.machine.ranks

@@ -55,7 +55,7 @@ class SimulatedAutocast:
 
     @contextmanager
     def region(self, dtype: torch.dtype) -> Iterator[None]:
-        """What ``torch.autocast`` is elsewhere; parameters that were cast are kept to the end of it."""
+        """Replaces ``torch.autocast`` on meta; parameters that were cast are kept to its end."""
         self._kept = []
         try:
             with torch.autocast(_SWITCH, dtype=dtype):
@@ -65,7 +65,7 @@ class SimulatedAutocast:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """From now on operations on ``meta`` cast wherever autocast is on."""
+        """Makes operations on ``meta`` cast wherever autocast is on."""
         library = torch.library.Library("aten", "IMPL")
         others = torch.library.Library("_", "IMPL")
         key = torch._C.DispatchKey.__members__[_KEY]

@@ -212,7 +212,7 @@ def gradient_codec(engine: EngineInspection) -> Codec | None:
 def coded_costs(
     sums: Sequence[PlannedSum], machine: Machine, *, native: bool, may_skip: bool, codecs: Sequence[Codec]
 ) -> list[CodedCost]:
-    """What each way costs a rank in a step, plain first; empty where nothing travels, or over links of unknown speed.
+    """Returns the cost of each codec per rank and step, plain first; empty if nothing is sent or the speed is unknown.
 
     Args:
         sums: Of the step.

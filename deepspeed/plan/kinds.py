@@ -34,7 +34,7 @@ class RankKind:
 
     @property
     def title(self) -> str:
-        """In words; empty where all ranks of the job are of this kind."""
+        """The kind in words; empty where all ranks of the job are of this kind."""
         return f"stage {self.stage + 1} of {self.stages}" if self.stages > 1 else ""
 
 
@@ -62,7 +62,7 @@ def kind_of(mesh: Mesh, rank: int) -> RankKind:
 
 
 def needed(kinds: Sequence[RankKind], contents: Sequence[object], in_flight: Sequence[int]) -> list[RankKind]:
-    """Those of ``kinds`` of which one is the heaviest: of equal contents, the first with the most in flight.
+    """Returns those of ``kinds`` among which the heaviest is: of equal contents, the first with the most in flight.
 
     Args:
         kinds: By stage.

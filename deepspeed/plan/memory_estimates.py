@@ -281,7 +281,7 @@ def _workload(model: nn.Module) -> Workload:
 
 
 def _only_touch_parameters(module: nn.Module, seen: set[nn.Module]) -> None:
-    """From now on a module's forward adds up its own parameters and calls its children in order."""
+    """Makes a module's forward add up its own parameters and call its children in order."""
     seen.add(module)
     children = [child for child in module.children() if child not in seen]
     for child in children:

@@ -125,7 +125,7 @@ def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
 
 
 def _content_of(entry: Entry) -> Any:
-    """What a layer is, without its place in the row."""
+    """Returns what a layer is, without its place in the pipeline."""
     module: Any = entry.build() if isinstance(entry, LayerSpec) else entry
     way = getattr(entry, "forward_fn", None) is None if isinstance(entry, TiedLayerSpec) else None
     if not isinstance(module, nn.Module):
@@ -153,7 +153,7 @@ class PipelineBubble:
 
     @property
     def share(self) -> float:
-        """What the busiest stage waits over what it computes: (p - 1) / m where all stages compute equally long."""
+        """Waiting over computing time of the busiest stage: (p - 1) / m where all stages compute equally long."""
         return self.seconds / self.busy - 1 if self.busy else 0.0
 
 

@@ -134,7 +134,7 @@ def _plan_kind(
 
 
 def _other_checkpointing(request: Request, workload: Workload | None) -> Callable[[Any], None]:
-    """What changes whether activations are checkpointed."""
+    """Returns the change that switches activation checkpointing."""
     if workload is None:  # a stage
         return lambda engine: engine.module.set_checkpoint_interval(int(not request.checkpointing))
     checkpointing = BlockCheckpointing(workload.model)

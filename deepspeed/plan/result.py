@@ -37,7 +37,7 @@ class Request:
     Attributes:
         source: Makes the model.
         config: The configuration as a dict.
-        machine: Where it shall run.
+        machine: The machine for the job.
         sequence_length: Tokens of a sample.
         micro_batch: Samples per forward and rank; None: the configuration's.
         checkpointing: Repeated blocks keep their inputs only.
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def simulated(self) -> SimulatedStep:
-        """What was counted there."""
+        """The counts of that simulation."""
         return self.heaviest.simulated
 
     @property
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def machine(self) -> Machine:
-        """Where it shall run."""
+        """The machine for the job."""
         return self.request.machine
 
     @property
@@ -193,7 +193,7 @@ class Plan:
 
     @cached_property
     def coded_costs(self) -> list[CodedCost]:
-        """What gradients cost as they are and as codes, of the heaviest rank; empty where nothing is known to travel.
+        """Cost of gradients, plain and coded, on the heaviest rank; empty if nothing is known to be sent.
 
         Of what the configuration asks for, that is the second; without, all codecs are there.
         """
@@ -213,7 +213,7 @@ class Plan:
 
     @cached_property
     def timed_step(self) -> TimedStep | None:
-        """Where the time of a step goes; None where the device's rates or some of the stages are not known."""
+        """Times of a step's parts; None where the device's rates or some of the stages are not known."""
         machine, pipeline = self.machine, self.request.pipeline
         if min(machine.device.flops, machine.device.memory_bandwidth) <= 0:
             return None
@@ -425,7 +425,7 @@ class Plan:
         Path(path).write_text(self.config_text(), encoding="utf-8")
 
     def table(self, width: int = 100, *, codes: bool = False) -> str:
-        """What people read.
+        """Returns the plan as text.
 
         Args:
             width: Columns.

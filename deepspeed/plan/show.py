@@ -184,7 +184,7 @@ def _collectives(plan: Plan) -> Table | None:
 
 
 def _codes(plan: Plan, *, asked: bool) -> Table | None:
-    """What gradients cost as they are and as codes, where the caller asks for it or the configuration names a codec."""
+    """Shows the cost of gradients, plain and coded, if the caller asks or the configuration names a codec."""
     costs, found = plan.coded_costs, plan.simulated
     section = plan.config.get("communication_compression") or {}
     if not costs or not (asked or found.codec is not None or section.get("gradients") is not None):

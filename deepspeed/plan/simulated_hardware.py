@@ -81,7 +81,7 @@ class SimulatedHostMemory(HostMemorySource):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors seem to be."""
+        """Device on which its tensors seem to be."""
         return META if self._is_device else torch.device("cpu")
 
     @override

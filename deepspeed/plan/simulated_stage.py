@@ -69,7 +69,7 @@ class Stage:
         return self.pipeline.of(self.micro_batches)
 
     def module(self) -> PipelineModule:
-        """What the rank builds."""
+        """The module of the rank."""
         with torch.device(META):
             return PipelineModule(
                 self.row.layers(),
@@ -305,7 +305,7 @@ def forms_between(
         stage: Any stage of the pipeline.
         items: Inputs and labels of a micro-batch.
         dtype: That layers compute in; None: their own.
-        context: What forward runs in.
+        context: Returns the context that forward runs in.
         sequences: Where ranks have parts of sequences.
     """
     found: dict[int, Any] = {}

@@ -67,7 +67,7 @@ class SimulatedAction:
 
 
 def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
-    """What a rank without stages does: each micro-batch forward and backward."""
+    """Returns the acts of a rank without stages: each micro-batch forward and backward."""
     return [SimulatedAction(act, number) for number in range(micro_batches) for act in Act]
 
 
@@ -197,7 +197,7 @@ class _SimulatedRun:
         )
 
     def _while_generating(self, engine: EngineInspection) -> list[str]:
-        """What ``hybrid_engine`` adds between steps: the whole model where it is pinned. Its cache is not known."""
+        """Returns what ``hybrid_engine`` adds between steps: the whole model if pinned. Its cache is not known."""
         section = self._part.config.get("hybrid_engine") or {}
         sharded = [bucket for bucket in engine.buckets if bucket.is_sharded]
         if not section.get("enabled") or not sharded:
@@ -280,7 +280,7 @@ class _SimulatedRun:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _steps_of(self, engine: Any, inputs: Any) -> Callable[[], list[StepTotals]]:
-        """What makes a step, and gives what each micro-batch moved, or the groups in its middle and the rest."""
+        """Returns a function that makes a step and returns the traffic of its micro-batches."""
         stage = self._part.stage
         if stage is None:
             return lambda: self._step(engine, inputs, self._steps)

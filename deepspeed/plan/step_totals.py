@@ -37,7 +37,7 @@ class StepTotals:
 
     @property
     def ran(self) -> dict[str, tuple[int, int]]:
-        """What the backend ran by name, over all axes."""
+        """Returns what the backend ran by name, over all axes."""
         return _over_axes(self.ran_along)
 
     def plus(self, other: StepTotals, times: int) -> StepTotals:

@@ -79,7 +79,7 @@ class LossScalerBase:
         return "fp16.loss_scale sets it for the whole run; 0 lets it adapt"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Returns what a resumed run needs."""
         return {"cur_scale": self.cur_scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class DynamicLossScaler(LossScalerBase):
         return "none" if self.last_overflow_iter < 0 else f"step {self.last_overflow_iter}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the position of the state machine, not its settings."""
+        """Returns what a resumed run needs: the position of the state machine, not its settings."""
         return {
             "cur_scale": self.cur_scale,
             "cur_iter": self.cur_iter,

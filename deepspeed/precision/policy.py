@@ -122,7 +122,7 @@ class PrecisionPolicy:
                 module._buffers[name] = buffer.to(device=device, dtype=dtype)
 
     def forward_context(self, accelerator: DeepSpeedAccelerator) -> AbstractContextManager[Any]:
-        """What forward runs in."""
+        """Returns the context that forward runs in."""
         if self.autocast_dtype is None:
             return nullcontext()
         return accelerator.autocast(self.autocast_dtype)

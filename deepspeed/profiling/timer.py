@@ -103,11 +103,11 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, Stopwatch] = {}
 
     def __call__(self, name: str) -> Stopwatch:
-        """The watch of that name, made when first asked for."""
+        """Returns the timer of that name, made at the first call."""
         return self.timers.setdefault(name, Stopwatch(name))
 
     def has_timer(self, name: str) -> bool:
-        """Whether there is a watch of that name."""
+        """Returns whether there is a timer of that name."""
         return name in self.timers
 
     def get_timers(self) -> dict[str, Stopwatch]:

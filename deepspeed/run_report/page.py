@@ -220,7 +220,7 @@ def _event_text(event: dict[str, Any]) -> str:
 
 
 def _name(phase: str) -> str:
-    """What the page calls a phase."""
+    """Returns the page's name of a phase."""
     return _NAMES.get(phase, phase)
 
 

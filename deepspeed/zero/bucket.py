@@ -273,7 +273,7 @@ class Bucket(BucketBase):
     # -- single parameters -------------------------------------------------------------------------------------------
 
     def _without_loans(self, entries: Iterable[T]) -> Iterable[T]:
-        """Entries per parameter, without those of parameters that have values of their own at the moment."""
+        """Returns entries per parameter, without those of parameters that have values of their own at the moment."""
         return entries if not self.loans else self._skip_loans(entries)
 
     def _skip_loans(self, entries: Iterable[T]) -> Iterator[T]:
@@ -421,7 +421,7 @@ class Bucket(BucketBase):
         return self._compute_transport.as_gathered(self.shard.to(self.device))[fragment.in_slice]
 
     def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
-        """What the shard is to hold for values in the full buffer: its own, where they were not written.
+        """Returns the shard's new values for the full buffer: its own, where the buffer was not written.
 
         Args:
             fragment: Of this rank.

@@ -187,7 +187,7 @@ def _join(content: CheckpointValues, stage: CheckpointValues) -> None:
 
 
 def _beginning(content: CheckpointValues, number: int, values: Mapping[str, Any]) -> str:
-    """With what the names of a layer begin: its number, unless only a tied layer has these names and shapes."""
+    """Returns the prefix of a layer's names: its number, unless only a tied layer has these names and shapes."""
     own = f"{number}."
     if not values or any(own + name in content.shapes for name in values):
         return own

@@ -268,7 +268,7 @@ def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim:
 
 
 def _first_rows(whole: SlicedParam, rows: int) -> SlicedParam:
-    """Without the rows by which a vocabulary was rounded up."""
+    """Removes the rows by which a vocabulary was rounded up."""
     runs = []
     for run in whole.runs:
         low = run.start // run.strides[0]

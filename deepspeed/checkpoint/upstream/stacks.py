@@ -67,7 +67,7 @@ def put_together(content: CheckpointValues, module: Mapping[str, Any], where: st
 def _fuse(
     content: CheckpointValues, experts: str, numbered: dict[int, dict[int, str]], made: dict[str, str], where: str
 ) -> None:
-    """One block, from its stacks by place or from its experts one by one."""
+    """Builds one block, from its stacks by place or from its experts one by one."""
     for target, parts in (("gate_up_proj", (1, 3)), ("down_proj", (2,))):
         name = f"{experts}.{target}"
         numbers = sorted(numbered.get(parts[0], ()))
@@ -109,7 +109,7 @@ def _joined(found: list[list[Values]], local: int, numel: int) -> Values:
 
 
 def _moved(extents: list[Extent], first: int, numel: int, start: int, tensors: int) -> Iterator[Extent]:
-    """What lies in ``[first, first + numel)``, moved to ``start``, its tensors behind ``tensors`` others."""
+    """Returns what lies in ``[first, first + numel)``, moved to ``start``, its tensors behind ``tensors`` others."""
     for extent in extents:
         begin, end = max(first, extent.start), min(first + numel, extent.start + extent.numel)
         if begin < end:

@@ -62,7 +62,7 @@ class CodedTransport(Transport):
         return _CodedGather(self, work, codes, flat)
 
     def as_gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """What a gather puts in the place of a slice with these values, 1-D and of the same dtype."""
+        """Returns what a gather puts in the place of a slice with these values, 1-D and of the same dtype."""
         codes = torch.empty(coded_nbytes(self.codec, values.numel()), dtype=torch.uint8, device=values.device)
         encode(self.codec, values, None, codes)
         out = torch.empty_like(values)

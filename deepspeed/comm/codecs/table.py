@@ -191,7 +191,7 @@ class BlockCodec(Codec):
             yield last[:, head : head + each], bodies[:, start : start + each]
 
     def _keep(self, error: torch.Tensor, lost: torch.Tensor) -> None:
-        """Replaces the error by what the next call is to add, of which ``lost`` was lost now."""
+        """Replaces the error by what the next call must add; ``lost`` was lost now."""
         error.copy_(lost)
 
     def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
@@ -203,7 +203,7 @@ class BlockCodec(Codec):
         raise NotImplementedError
 
     def _decode_block(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
-        """What codes stand for, as rows."""
+        """Decodes codes to rows of values."""
         raise NotImplementedError
 
 

@@ -211,7 +211,7 @@ class MessageQueue:
             )
 
     def _failed(self, words: str) -> RuntimeError:
-        """What to raise; the others need not wait for this rank, which has no use for what they say."""
+        """Returns the error to raise; closes the connections, so that no other rank waits for this one."""
         self.close()
         return RuntimeError(words)
 

@@ -234,7 +234,7 @@ class SharedMemorySumBackend:
         return numel * dtype.itemsize <= MOST
 
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Where the summand of the next sum may be written; it is good for the next :meth:`start` only."""
+        """Returns memory for the summand of the next sum; it is valid for the next :meth:`start` only."""
         self._offered = self._host.place(math.prod(shape), dtype, "free space for a sum").view(shape)
         return self._offered
 

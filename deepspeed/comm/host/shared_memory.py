@@ -78,7 +78,7 @@ class SharedRegion:
 
 
 class RoundMessage(NamedTuple):
-    """What a rank tells another one about a round.
+    """The message of a rank about one round.
 
     Attributes:
         start: Byte of the sender's place where it begins.
@@ -113,7 +113,7 @@ class HostPeer:
         return self._messages[number % PLACES]
 
     def wrote(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """What it wrote for this rank in one of its latest rounds, 1-D."""
+        """Returns what it wrote for this rank in one of its latest rounds, 1-D."""
         place, round_message = self.places[number % PLACES], self._messages[number % PLACES]
         return place.of(round_message.nbytes // dtype.itemsize, dtype, start=round_message.start, is_mine=False)
 
@@ -193,7 +193,7 @@ class SameHost:
             transport.watch.supervise(self)
 
     def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
+        """Returns memory for the next round, 1-D; waits until the others have read its former content."""
         if not self._places:
             raise job_is_over(label)
         number = self._started + 1
@@ -244,7 +244,7 @@ class SameHost:
         self._unread[number % PLACES] = None
 
     def parted(self, number: int, peer: HostPeer, mine: str, doing: str) -> DivergenceError:
-        """What to raise where ``peer`` has begun something else; the connections are closed.
+        """Returns the error for a ``peer`` that has started another operation; closes the connections.
 
         Args:
             number: Of the round.

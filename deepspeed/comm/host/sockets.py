@@ -186,7 +186,7 @@ def _close(connections: Iterable[socket.socket]) -> None:
 
 
 def _close_all() -> None:
-    """In a process that was forked: with its copies a loader's process would keep a rank alive that has been killed."""
+    """Closes the copies in a forked process; they would keep a killed rank alive until its loaders end."""
     _close(list(_open))
 
 

@@ -39,7 +39,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 class JobMesh:
-    """What objects say about the job's mesh, before the configuration is read. Every rank must make it.
+    """The job's mesh according to the program's objects, before the configuration is read. Every rank must make it.
 
     Args:
         mpu: The program's model-parallel unit, if any.
@@ -175,7 +175,7 @@ def _mesh_of_groups(mpu: Any, asked: RankCoordinates, timeout: timedelta) -> Mes
 
 
 def _coordinates_on(mesh: Mesh) -> RankCoordinates:
-    """Where this rank stands on the mesh that is registered."""
+    """Returns this rank's coordinates on the registered mesh."""
     zero_size, data_size = mesh.size(*SAME_PART), mesh.size(*SAMPLES)
     zero_group = groups.group_along(*SAME_PART)
     rank = rank_in()

@@ -121,7 +121,7 @@ class Mesh:
         return self.ranks[place] if self.ranks else place
 
     def position(self, rank: int, *axes: str) -> int:
-        """The number of ``rank`` in its group along ``axes``, of which the last named is the fastest."""
+        """Returns the number of ``rank`` in its group along ``axes``, the last one fastest."""
         known = self._positions.get((rank, axes))
         if known is None:
             coordinate, known = self.coordinate(rank), 0
@@ -140,7 +140,7 @@ class Mesh:
         return list(known)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups along ``axes``, ordered by the coordinates of their ranks: every rank is in exactly one.
+        """Returns all groups along ``axes``, ordered by the coordinates of their ranks: every rank is in exactly one.
 
         The members of each are in the order of their positions; where ``axes`` are named in the order of the mesh and
         ranks are numbered as usual, that is ascending.

@@ -53,7 +53,7 @@ class RankCoordinates:
 
 
 def coordinates(mpu: Any) -> RankCoordinates:
-    """What ``mpu`` says; None: all ranks are data-parallel.
+    """Returns the coordinates that ``mpu`` gives; None: all ranks are data-parallel.
 
     Raises:
         DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.

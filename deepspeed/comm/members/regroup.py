@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.5  # how long a member waits for a message before it looks at 
 
 @dataclass(frozen=True)
 class ReadyMember:
-    """What a member says when it is ready for another job.
+    """The message of a member that is ready for another job.
 
     Attributes:
         epoch: Of the last plan that it has taken.
@@ -122,7 +122,7 @@ class Regroup:
         }
 
     def _refuse_split(self, living: Sequence[RunMember]) -> None:
-        """Two halves of a network must not both go on: an uncertain loss needs a majority of the former members."""
+        """Raises without a majority of the former members, if a loss is uncertain: two halves must not both go on."""
         uncertain = [lost.member.name for lost in self._links.lost.values() if not lost.is_certain]
         if uncertain and 2 * len(living) <= len(self._links.members):
             raise CommunicationError(

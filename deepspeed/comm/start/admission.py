@@ -112,7 +112,7 @@ class JoiningProcess:
 
     @property
     def process(self) -> tuple[str, int]:
-        """What tells it from all others."""
+        """Identifies the process among all others."""
         return self.facts.host, self.facts.pid
 
     def is_related_to(self, other: JoiningProcess) -> bool:

@@ -272,7 +272,7 @@ def _run_of(environ: Mapping[str, str], way: str, node: ClusterNode | None = Non
 
 
 def _open_mpi_job(environ: Mapping[str, str]) -> str:
-    """What Open MPI calls the processes of one mpirun; empty where it does not say."""
+    """Returns Open MPI's name of the processes of one mpirun; empty if it gives none."""
     return environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
 
 

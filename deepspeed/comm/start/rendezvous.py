@@ -110,7 +110,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
 
 
 def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_dist.TCPStore | None:
-    """What ``make`` returns; None if it fails, or does not end in time: torch cannot be interrupted."""
+    """Returns the result of ``make``; None if it fails, or does not end in time: torch cannot be interrupted."""
     made: list[torch_dist.TCPStore] = []
 
     def work() -> None:

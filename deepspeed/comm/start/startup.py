@@ -33,7 +33,7 @@ _MIXED_RUNS = "the processes of one group belong to different runs"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank says about itself.
+    """Facts of one rank about itself.
 
     Attributes:
         host: Its machine.
@@ -80,7 +80,7 @@ def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None)
 
 
 def compare_facts(facts: Sequence[RankInfo]) -> str | None:
-    """What does not match, with the ranks; None when everything does."""
+    """Returns what does not match, with the ranks; None when everything does."""
     for name, what, remedy in (
         ("version", "version of deepspeed", "install the same version on all machines"),
         ("device", "accelerator", "check the drivers and DS_ACCELERATOR on these machines"),
@@ -256,7 +256,7 @@ def _compare_models(posts: list[str]) -> str | None:
 
 
 def _first_difference(lines: Sequence[str], others: Sequence[str]) -> str:
-    """What ``lines`` say where they first leave ``others``."""
+    """Returns the first line that differs from ``others``."""
     place = next((i for i, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         place = min(len(lines), len(others))

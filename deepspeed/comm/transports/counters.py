@@ -53,7 +53,7 @@ class TrafficCounter:
 
     @property
     def ran(self) -> dict[str, Tally]:
-        """What the backend ran by name, over all axes; a name that did not occur is zero."""
+        """Returns what the backend ran by name, over all axes; a name that did not occur is zero."""
         return _over_axes(self.ran_along)
 
     def reset(self) -> None:

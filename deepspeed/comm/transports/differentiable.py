@@ -33,7 +33,7 @@ class _CopyFunction(torch.autograd.Function):
 
 @uncompiled
 def copy_to(values: torch.Tensor, channel: Channel, label: str = "the gradient of an input") -> torch.Tensor:
-    """Returns ``values``, which are equal on all ranks, for code of which each rank has a part; sums the gradient.
+    """Returns ``values``, equal on all ranks, for a computation that is divided over them; sums the gradient.
 
     The result has the shape and dtype of ``values`` (any shape).
     """
@@ -76,7 +76,7 @@ class _Sum(torch.autograd.Function):
 
 @uncompiled
 def sum_over(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-    """Returns the sum over the ranks, of which each goes on in its own way; sums the gradient too.
+    """Returns the sum over the ranks for computations that differ between them; sums the gradient too.
 
     The result has the shape and dtype of ``values`` (any shape).
     """

@@ -221,11 +221,11 @@ class Transport:
 
     @property
     def peers(self) -> Transport:
-        """All ranks with the same part of the model, which make the same calls: this group, or one it is a part of."""
+        """All ranks with the same part of the model, which make the same calls: this group, or a larger one."""
         return self if self._peers is None else self._peers
 
     def belongs_to(self, peers: Transport) -> None:
-        """Says of which group this one is a part, whose number its transfers have too."""
+        """Sets the group of which this one is a part; transfers of both share one numbering."""
         self._peers, self.owner = peers, peers.owner
 
     def joins(self, watched: WatchedGroup) -> None:
@@ -399,7 +399,7 @@ class Transport:
         raise NotImplementedError
 
     def staging_buffer(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
-        """Where what leaves in the very next :meth:`exchange` may be written: saves a copy where ranks share memory.
+        """Returns memory for the data of the very next :meth:`exchange`; saves a copy where ranks share memory.
 
         Args:
             numel: Elements for all other ranks together; what they get lies there in their order.

@@ -122,7 +122,7 @@ def recv_from_any(call: Callable[[], Any], group: Any) -> None:
 
 
 def _watching(group: Any, tensor: torch.Tensor | None) -> WatchedGroup | None:
-    """Who watches the wait; None where there is none on the host."""
+    """Returns the watch of the wait; None where the host does not wait."""
     if torch.compiler.is_compiling() or is_collecting(group):
         return None
     watched = Job.current().watched.of(group)

@@ -95,7 +95,7 @@ class Member(Protocol):
 
 
 class Connection(Member, Protocol):
-    """What ranks wait in without a process group."""
+    """A connection in which ranks wait without a process group."""
 
     def close(self) -> None:
         """Makes pending and later waits in it raise."""
@@ -357,7 +357,7 @@ class Watch:
                 connection.close()
 
     def look_after_long_wait(self) -> bool:
-        """What the watching thread does each period; returns whether it goes on."""
+        """Runs one period of the watch thread; returns whether it goes on."""
         if self._is_over:
             return False
         awaited, blocks_host = self._awaited, True

@@ -79,7 +79,7 @@ class WatchedGroup:
 
     @contextmanager
     def row(self, channel: str) -> Iterator[None]:
-        """Counts a row of transfers between pairs of members, of which each member takes part in some.
+        """Counts a batch of transfers between pairs of members; each member takes part in some.
 
         All members begin and end a row together, and every transfer in it is waited for. After an error in it a
         transfer may be without its counterpart: the row stays open, and no other engine takes the group.

@@ -237,7 +237,7 @@ def _matrix_segments(segment: Segment, matrices: list[SharedTensor]) -> Iterator
 
 
 def _joined(parts: list[tuple[MatrixSegment, Tensor]]) -> Tensor:
-    """Returns a matrix of which all parts are given in order."""
+    """Joins the parts of a matrix, given in order."""
     return torch.cat([view for _, view in parts]).view(parts[0][0].tensor.shape)
 
 

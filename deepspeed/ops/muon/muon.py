@@ -186,7 +186,7 @@ class Muon(KeepsStateDtypes):
                 )
 
     def scale_rows_after_step(self, rows: Mapping[str, Sequence[ScaledRows]]) -> None:
-        """Says which rows of which tensors the next :meth:`step` multiplies once it has updated them.
+        """Sets the rows of tensors that the next :meth:`step` multiplies after it has updated them.
 
         Args:
             rows: By the name of the tensor in the segment table; names that it does not have are passed over.
@@ -195,7 +195,7 @@ class Muon(KeepsStateDtypes):
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends to others in a step; 0 where matrices are whole on every rank."""
+        """Bytes that this rank sends in a step; 0 where matrices are whole on every rank."""
         return sum(exchange.sent_bytes for exchange in self._exchanges or ())
 
     @property

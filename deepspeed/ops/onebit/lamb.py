@@ -151,7 +151,7 @@ class OneBitLamb(FusedLamb):
         return {shared.index: shared.name for shared in self._attached().shared}
 
     def _find_scaling(self) -> None:
-        """What makes momenta of one size: 1 by each one's root mean square.
+        """Returns the factors that make momenta equally large: 1 / their root mean square.
 
         In the publication it is the mean of these over all tensors that is divided. That is one factor on everything
         that travels, so it cancels out; without it stages of a pipeline need not ask each other.

@@ -112,7 +112,7 @@ class MatMul:
         return dense.unflatten(3, (-1, self.block)).transpose(2, 3)
 
     def _restore(self, result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Without the leading dimensions that the dense factor did not have."""
+        """Removes the leading dimensions that the dense factor did not have."""
         return result.view(result.shape[4 - like.dim() :]) if like.dim() < 4 else result
 
 

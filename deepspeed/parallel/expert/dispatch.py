@@ -299,7 +299,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """What the experts returned, added up for each token. ``anchor`` only gives the result a graph."""
+    """Adds up the experts' results for each token. ``anchor`` only gives the result a graph."""
 
     @staticmethod
     def forward(

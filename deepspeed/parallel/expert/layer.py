@@ -142,7 +142,7 @@ class MOELayer(nn.Module):
         return self._transport
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: who talks to whom and what the last forward left behind is not copied."""
+        """Leaves out of copies the groups and what the last forward left behind."""
         return {**self.__dict__, "_transport": None, "ep_group": None, "l_aux": None, "exp_counts": None}
 
 

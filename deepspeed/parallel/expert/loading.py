@@ -142,7 +142,7 @@ class _ModelFiller:
             self._finished(module)
 
     def _targets(self) -> Iterator[_TargetWeight]:
-        """What is made of which tensors, in the order of the model, which is that of the modules too."""
+        """Yields each weight with the tensors it is made from, in the order of the model's modules."""
         stored = StoredTensors(self._model)
         places = [(key, path) for path in self._files for key in self._open(path).keys()]  # noqa: SIM118
         targets: dict[str, _TargetWeight] = {}

@@ -66,7 +66,7 @@ def is_stack(module: nn.Module) -> bool:
 
 
 class _TakesChosen(nn.Module):
-    """In front of the class of stacked experts that get tokens, chosen experts and weights."""
+    """Base class in front of stacked experts that get tokens, chosen experts and weights."""
 
     @uncompiled
     def forward(
@@ -84,7 +84,7 @@ class _TakesChosen(nn.Module):
 
 
 class _TakesAll(nn.Module):
-    """In front of the class of stacked experts that get every token for every expert."""
+    """Base class in front of stacked experts that get every token for every expert."""
 
     @uncompiled
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ class _Search:
 
 
 def in_flight(schedule: Schedule, stage: int) -> set[tuple[tuple[int, int], ...]]:
-    """What a stage may hold at some moment: of each of its chunks, the activations of how many micro-batches."""
+    """Returns what a stage may hold at some moment: micro-batches with activations, per chunk."""
     counts = dict.fromkeys(schedule.chunks_of(stage), 0)
     found = {tuple(counts.items())}
     for action in schedule.actions[stage]:
@@ -211,7 +211,7 @@ def _shifted(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def smallest_maximum(costs: Sequence[float], parts: int) -> list[int]:
-    """Bounds of parts, none empty, of which the dearest is as cheap as possible; needs an item per part."""
+    """Returns bounds of parts, none empty, that make the most expensive part as cheap as possible."""
     sums = [0.0, *accumulate(costs)]
     # worst[end]: of the parts so far over the items below end, the least that the dearest costs; and where it begins
     worst: list[float] = sums[1:]

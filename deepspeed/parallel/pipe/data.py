@@ -56,7 +56,7 @@ class DataFeed:
         self._pulled: deque[Any] = deque()
 
     def use(self, source: Iterable[Any] | None) -> None:
-        """Takes items from ``source`` from now on; those of another one that were not used yet are forgotten."""
+        """Takes items from ``source`` from now on; drops unused ones of another source."""
         iterator = None if source is None else iter(source)
         if iterator is not self.iterator:
             self._pulled.clear()

@@ -499,7 +499,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         raise ValueError(f"stage_owner({layer_idx}): the layers are 0 to {self._num_layers - 1}")
 
     def tied_layer_names(self) -> dict[int, str]:
-        """With what the names of each tied layer begin, by its number; those of layer i otherwise begin with i."""
+        """Prefixes of the names of tied layers, by layer number; the prefix of any other layer i is i."""
         places = tied_places(self._layer_specs)
         return {number: f"tied_modules.{key}." for key, numbers in places.items() for number in numbers}
 

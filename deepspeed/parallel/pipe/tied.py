@@ -104,5 +104,5 @@ def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.Mo
 
 
 def _cut_group(name: str) -> str:
-    """Returns the group of copies of which tensor ranks have parts, by that of whole ones."""
+    """Returns the group of copies that are sharded over tensor ranks, from the group of whole copies."""
     return f"{name}, cut"

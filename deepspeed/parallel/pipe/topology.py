@@ -85,7 +85,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """Size of an axis; 0 if there is none of that name."""
+        """Returns the size of an axis; 0 if there is none of that name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:

@@ -150,7 +150,7 @@ def whole_model_of(layers: list[Any]) -> Any:
 
 
 def usual_sample(model_or_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of one sequence, of which only the shapes count."""
+    """Returns inputs and labels of one sequence; only their shapes count."""
     longest = longest_sequence_of(getattr(model_or_config, "config", model_or_config))
     tokens = torch.zeros(1, min(longest or 512, 1024), dtype=torch.int64)
     return tokens, tokens

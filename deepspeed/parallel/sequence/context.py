@@ -170,7 +170,7 @@ class SequenceParallelContext:
     def _once(
         self, what: str, positions: torch.Tensor | None, visible: torch.Tensor | None, find: Callable[[], Any]
     ) -> Any:
-        """What ``find`` returns for these very tensors; the latest results are kept, for all layers of a pass."""
+        """Returns the result of ``find`` for these very tensors; caches the latest results for all layers of a pass."""
         for name, known, seen, found in self._found:
             if name == what and known is positions and seen is visible:
                 return found

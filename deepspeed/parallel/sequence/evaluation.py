@@ -66,7 +66,7 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
 
 
 def _asks_for_no_cache(given: dict[str, Any], model: Any) -> bool:
-    """What the ranks must agree on without asking: whether this pass is one of evaluation, and not of generation."""
+    """Returns whether this pass is an evaluation and no generation; equal on all ranks, without an exchange."""
     if given.get("past_key_values") is not None:
         return False
     uses = given.get("use_cache")

@@ -95,14 +95,14 @@ def attend_to_chunks(
     rule: MaskRule,
     copies: HostChunks,
 ) -> torch.Tensor:
-    """Returns what a chunk of queries gets from keys and values, of which there is a chunk at a time on the device.
+    """Returns the attention of a chunk of queries; keys and values are on the device one chunk at a time.
 
     Args:
         query: ``[batch, heads, tokens, width]``.
         start: Place of its first token in the sequence.
         chunks: ``(key, value)`` of the sequence from its beginning, each ``[batch, key heads, tokens, width]``, on any
             device.
-        rule: Who sees whom.
+        rule: Which queries see which keys.
         copies: What has put ``chunks`` on the host.
 
     Returns:

@@ -45,7 +45,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Who sees whom.
+    """Which queries see which keys.
 
     Attributes:
         is_causal: Tokens see none that come later.

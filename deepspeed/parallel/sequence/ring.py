@@ -37,7 +37,7 @@ def ring_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention over sequences of which each rank has consecutive tokens. Every rank of the group must call it.
+    """Computes attention over sequences that are divided over ranks by consecutive tokens. Every rank must call it.
 
     Exact: the softmax is put together from blocks in fp32. Per rank and direction it moves the keys and values of the
     other ranks, and, where causal, half of all tensors once for the zigzag order.
@@ -84,7 +84,7 @@ def tokens_of(rank: int, transport: Transport, tokens: int, in_zigzag: bool, doc
 
 
 def _chunk(number: int, tokens: int) -> tuple[int, int]:
-    """Where a chunk begins in the sequence, and how long it is; ``tokens`` are those of a rank, of two chunks."""
+    """Returns start and length of a chunk in the sequence; ``tokens`` is the number of a rank, two chunks."""
     first = -(-tokens // 2)
     return number // 2 * tokens + number % 2 * first, tokens - first if number % 2 else first
 

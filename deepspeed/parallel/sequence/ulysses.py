@@ -329,7 +329,7 @@ def with_all_data_ranks(config: Any, mpu: Any) -> Any:
 
 
 def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False) -> None:
-    """Makes a Transformers model attend to sequences of which each rank has a part, in place.
+    """Makes a Transformers model attend to sequences that are divided over ranks, in place.
 
     From then on its forward wants this rank's tokens of every input, with their ``position_ids``. A model with towers
     wants this rank's tokens too, and whole images; it numbers positions itself where ``position_ids`` are left out.
@@ -383,7 +383,7 @@ def _refuse_towers(model: Any, what: str) -> None:
 def share_layers(
     pipeline: nn.Module, whole: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False
 ) -> None:
-    """Makes a pipeline stage of a Transformers model attend to sequences of which each rank has a part, in place.
+    """Makes a pipeline stage of a Transformers model attend to sequences that are divided over ranks, in place.
 
     Args:
         pipeline: Has this stage's layers; the first stage also has what comes before them.
@@ -489,7 +489,7 @@ def core_of(config: Any, core: str | None, what: str) -> str:
 
 @uncompiled
 def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Without position ids a model counts from 0 on every rank; labels that it shifts itself end with each part."""
+    """Raises without position ids (every rank would count from 0) or with labels that the model would shift itself."""
     sharing = registered(model)
     if not sharing.is_on:
         return
@@ -576,7 +576,7 @@ def know_whole_sequences(model: nn.Module) -> None:
 
 
 class _RotaryOfWholeSequences(nn.Module):
-    """In front of the class of a rotary embedding: shows it the highest position of whole sequences, too."""
+    """Base class in front of a rotary embedding's own: shows it the highest position of whole sequences, too."""
 
     @uncompiled
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

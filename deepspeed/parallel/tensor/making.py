@@ -177,7 +177,7 @@ def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
 
 
 class _SumsOwnGradients(nn.Module):
-    """In front of a module's class: its forward sees its parameters through the entry of a tensor-parallel region."""
+    """Base class in front of a module's own: its forward sees its parameters through the entry of a region."""
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -200,7 +200,7 @@ def _region(row: str, columns: list[str], block: str) -> str:
 
 
 def _refuse_others(model: nn.Module, layout: Layout, plan: ScatterPlan, inside: tuple[str, ...]) -> None:
-    """What is whole inside a region would see the whole sequence on every rank, and count so often."""
+    """Raises for whole parameters inside a region: they would see the whole sequence on every rank."""
     known = set(layout.parameters) | {f"{row}.bias" for row in plan.rows}
     summed = tuple(f"{layer.name}." for layer in layout.layers if layer.way is CutStyle.SUMMED)
     for name, _ in model.named_parameters(remove_duplicate=False):

@@ -114,7 +114,7 @@ def summed_inside(
 
 
 def _is_outermost(name: str) -> bool:
-    """Not the linear layer inside an adapter, nor the adapter's own."""
+    """Returns whether a layer is not part of an adapter."""
     above, _, last = name.rpartition(".")
     if last == "base_layer":
         return False

@@ -155,7 +155,7 @@ def vocab_parallel_cross_entropy(
     vocabulary: int,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Cross-entropy of logits of which each rank has a part of the vocabulary. All of these ranks must call it.
+    """Computes the cross-entropy of logits that are divided over ranks by vocabulary. All of these ranks must call it.
 
     Args:
         logits: ``(..., vocabulary of this rank)``, floating.

@@ -141,7 +141,7 @@ class ParallelLayout:
 
     @property
     def stage_stride(self) -> int:
-        """From a rank to the one of the next stage."""
+        """Distance from a rank to the one of the next stage."""
         return self.tensor * self.context * self.data
 
     def describe(self) -> str:

@@ -81,7 +81,7 @@ class _TrainedParam:
 
     @property
     def loss_scale(self) -> float:
-        """What the gradient is multiplied by until the update."""
+        """Factor on the gradient until the update."""
         return 1.0 if self.runtime.optimizer is None else self.runtime.optimizer.loss_scale
 
     def run(self) -> MasterRun | None:

@@ -229,7 +229,7 @@ def bucket_of(tensor: torch.Tensor) -> Bucket | None:
 
 
 def handing_on() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """What hooks on saved tensors that are installed now must do with what is not theirs: pack and unpack it so.
+    """Returns the pack and unpack functions that hooks installed now must use for tensors that are not theirs.
 
     None: they must not be installed, as there are others, which are not of a sharded model, or a transform forbids it.
     """
@@ -242,7 +242,7 @@ def handing_on() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """What is kept of a tensor: with its graph, an operation that kept its own result would be kept by it, for ever."""
+    """Returns a tensor without its graph; with it, an operation that saves its own result would never be freed."""
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 

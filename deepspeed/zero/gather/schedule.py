@@ -173,7 +173,7 @@ class GatherSchedule:
         self._orders.clear()
 
     def skip(self, indices: frozenset[int]) -> None:
-        """From now on no forward uses these buckets, nor does its backward; equal on all ranks, between two forwards.
+        """Leaves these buckets out of forwards and backwards from now on; equal on all ranks, between two forwards.
 
         Args:
             indices: Numbers of buckets; none: every bucket may be used.
@@ -354,7 +354,7 @@ class GatherSchedule:
                 self._order, self._is_learned = None, False
 
     def _issue_rest(self) -> None:
-        """Takes part in what is left of the order; who has left it keeps of that no more than fits."""
+        """Issues the rest of the order; a rank that has left the order keeps no more of it than fits."""
         assert self._order is not None
         for index in self._order[len(self._issued) :]:
             self._issue_for_others(index)
@@ -472,7 +472,7 @@ class LearnedOrder:
 
 
 def _place(index: int, before: Sequence[int], known: Sequence[int], merged: Sequence[int], *, falls: bool) -> int:
-    """Where ``index`` comes: behind the last of those it followed, and behind new ones whose number comes first."""
+    """Returns the place of ``index``: after the last of those it followed, and after new ones with a lower number."""
     place = max((merged.index(other) + 1 for other in before if other in merged), default=0)
     while place < len(merged) and merged[place] not in known and (merged[place] > index) == falls:
         place += 1

@@ -189,7 +189,7 @@ def _gather(parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> 
 
 
 class ShardedData(torch.Tensor):
-    """What ``parameter.data`` is while the parameter is sharded: empty, and no more to be computed on."""
+    """The value of ``parameter.data`` while the parameter is sharded: empty, and not to be computed with."""
 
     @classmethod
     @partial(uncompiled, reason=NOT_IN_A_GRAPH)

@@ -476,7 +476,7 @@ class GradientBucket:
 
     @property
     def _number_among_copies(self) -> int:
-        """What the ranks with the same slices call the bucket; those with other parts of the model index otherwise."""
+        """Returns the bucket's number among ranks with the same slices; ranks with other parts number differently."""
         layout = self.bucket.layout
         return zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_parts else layout.index
 
@@ -493,7 +493,7 @@ class GradientBucket:
     # -- for updates that exchange something else than gradients -----------------------------------------------------
 
     def first_not_finite(self) -> int | None:
-        """Index of the first tile of which this rank's own sum is not finite, or None."""
+        """Returns the index of the first tile whose sum on this rank is not finite, or None."""
         if self.sum.local is not None:
             for index, (tile, start) in enumerate(
                 zip(self.bucket.layout.tiles, self.bucket.layout.starts, strict=True)
@@ -532,7 +532,7 @@ class GradientBucket:
 
     @property
     def result(self) -> torch.Tensor | None:
-        """What the update reads, or None: 1-D, aligned with the owner's slice or with the whole bucket."""
+        """The gradient that the update reads, or None: 1-D, aligned with the owner's slice or with the whole bucket."""
         return self.sum.read()
 
     @property

@@ -336,7 +336,7 @@ class GradientDestination:
 
     @property
     def incoming_tier(self) -> Tier:
-        """Where the reduction itself leaves its result."""
+        """The tier in which the reduction leaves its result."""
         return self.tier
 
     def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:

@@ -134,7 +134,7 @@ class BucketMomentum:
 
     @property
     def error_kind(self) -> str:
-        """What errors are of, for checkpoints: those in another unit are of no use."""
+        """The unit of the errors, for checkpoints: errors in another unit are not restored."""
         assert isinstance(self._optimizer, ExchangesMomentum)
         return "update" if self._optimizer.precondition else "momentum"
 

@@ -80,7 +80,7 @@ class MemoryFormula:
 
     @property
     def owners(self) -> str:
-        """What the number of elements is divided by where masters are sharded."""
+        """The number of ranks that share a master, as a divisor of elements."""
         return "S" if self.has_copies and not self.placement.spread_master else "N"
 
     @property

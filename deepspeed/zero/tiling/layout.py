@@ -226,7 +226,7 @@ class UnitTile:
 
     @property
     def kind(self) -> Kind:
-        """What the tiles of a bucket have in common."""
+        """Returns what the tiles of a bucket have in common."""
         return self.dtype, self.trainable, self.group
 
 

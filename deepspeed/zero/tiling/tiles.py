@@ -131,7 +131,7 @@ class Tile:
 
     @property
     def regions(self) -> tuple[TileRegion, ...]:
-        """What of the logical parameter lies here."""
+        """The regions of the logical parameter in this tile."""
         if self.part is not None:
             return self.part.regions
         nowhere = (0,) * len(self.shape)
@@ -233,7 +233,7 @@ class Span(NamedTuple):
 
 
 def spans(tile: Tile, start: int, stop: int, other: Tile) -> Iterator[Span]:
-    """Where what lies in elements ``[start, stop)`` of the flattened ``tile`` lies in the flattened ``other``.
+    """Yields where elements ``[start, stop)`` of the flattened ``tile`` lie in the flattened ``other``.
 
     Both are tiles of one logical parameter, cut in any way; what ``other`` does not have, and padding, is left out.
     The spans of two regions come in order.

@@ -87,7 +87,7 @@ class UpdateStrategy:
         return Operands(chunk.master.flat[part], grad[part], None, self._out(chunk))
 
     def _out(self, chunk: UpdateSlice) -> torch.Tensor | None:
-        """Where the kernel writes the compute parameters: in place if it can reach them, else a staging tensor."""
+        """Returns where the kernel writes compute parameters: in place if it can reach them, else a staging tensor."""
         master = chunk.master
         if master.out is None:
             return None

@@ -374,7 +374,7 @@ def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | Non
 
 
 def _segments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Segment]:
-    """What a run holds; ``first`` is the number of the bucket's first tensor."""
+    """Returns the segments of a run; ``first`` is the number of the bucket's first tensor."""
     for fragment in master.fragments:
         start = fragment.slice_start - run.span.start
         if 0 <= start < run.span.numel:

@@ -210,7 +210,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def mean_over(self) -> int:
-        """What the sum over ranks of a gradient that all data-parallel ranks share is divided by."""
+        """Divisor of the sum over ranks of a gradient that all data-parallel ranks share."""
         return self._groups.by_name[DATA].divisor if self._reducer.policy.is_mean else 1
 
     @property

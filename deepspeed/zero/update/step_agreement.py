@@ -81,7 +81,7 @@ class StepAgreement:
         return total, self._merge_flags(flag_rows), received
 
     def _digest_of_writes(self) -> float:
-        """Checksum of which gradients the program has set of parameters that all peers share; 0 for none."""
+        """Returns a checksum of the set gradients of parameters that all peers share; 0 if the program set none."""
         shared = self._groups.among_peers
         names = [
             gradients.bucket.layout.tiles[index].name
@@ -92,7 +92,7 @@ class StepAgreement:
         return float(zlib.crc32("\n".join(names).encode())) if names else 0.0
 
     def _own_squares(self) -> tuple[list[float], torch.Tensor | None]:
-        """This rank's parts of the sum of squares: what it counts, and what others count.
+        """Returns this rank's parts of the sum of squares: those that it counts, and those that others count.
 
         Returns:
             (The two sums, as far as the host knows them; what must be added to them, 1-D fp64 on the device that the

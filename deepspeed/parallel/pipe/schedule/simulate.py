@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the common start until the last stage is done."""
+        """Time from the common start until the last stage is done."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     def idle(self, stage: int) -> float:
@@ -194,7 +194,7 @@ class _Run:
         return self._taken[key][-1]
 
     def _buffer_free_from(self, stage: int, instruction: instructions.PipeInstruction) -> float | None:
-        """From when on a message can be sent; None: not before the receiver has gone on."""
+        """Returns when a message can be sent; None: not before the receiver has gone on."""
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
         # A stage hands its own chunks the tensors themselves.
         before = 0 if self._size is None or stage == instruction.peer else self._sent[key] - self._size + 1
