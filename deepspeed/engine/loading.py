@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.data_efficiency import DataSampling
 from deepspeed.config.sections.root import Root
-from deepspeed.data.curriculum.sampler import DeepSpeedDataSampler
-from deepspeed.data.loader import DeepSpeedDataLoader, is_iterable_style_dataset, is_map_style_dataset
 from deepspeed.engine.batches import Batches
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
 if TYPE_CHECKING:
+    from deepspeed.data.loader import DeepSpeedDataLoader
     from deepspeed.engine.parts import EngineParts
+
+# torch's loaders cost time that a program's own do not need, so deepspeed.data is imported where one is made.
 
 
 class EngineLoading:
@@ -124,6 +125,8 @@ def make_loader(
     Raises:
         DeepSpeedConfigError: The configured sampler needs numbered samples, or ``dataset`` is no data set.
     """
+    from deepspeed.data.loader import DeepSpeedDataLoader, is_iterable_style_dataset
+
     if not is_iterable_style_dataset(dataset) and not hasattr(dataset, "__getitem__"):
         raise DeepSpeedConfigError(
             "training_data (or deepspeed_io(dataset)): expected a data set with __getitem__ and __len__, or "
@@ -164,6 +167,9 @@ def _sampling_of(root: Root) -> DataSampling | None:
 
 
 def _configured_sampler(root: Root, ranks: RankCoordinates, dataset: Any, batch_size: int, steps: int) -> Any:
+    from deepspeed.data.curriculum.sampler import DeepSpeedDataSampler
+    from deepspeed.data.loader import is_map_style_dataset
+
     assert root.data_efficiency is not None
     if not is_map_style_dataset(dataset):
         raise DeepSpeedConfigError(
