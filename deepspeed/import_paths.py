@@ -248,12 +248,10 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.pipe.schedule": {
         "deepspeed.parallel.pipe.schedule.instructions": (
-            "BackwardPass BufferOpInstruction ForwardPass LoadMicroBatch OptimizerStep PipeInstruction "
+            "BackwardPass BufferOpInstruction ForwardPass LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule "
             "RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation SendGrad"
         ),
-        "deepspeed.parallel.pipe.schedule.published": (
-            "DataParallelSchedule InferenceSchedule PipeSchedule TrainSchedule"
-        ),
+        "deepspeed.parallel.pipe.schedule.published": "DataParallelSchedule InferenceSchedule TrainSchedule",
     },
     "runtime.pipe.topology": {
         "deepspeed.parallel.pipe.grid": "PipelineParallelGrid",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from deepspeed.parallel.pipe.schedule.instructions import (
@@ -11,6 +10,7 @@ from deepspeed.parallel.pipe.schedule.instructions import (
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -18,74 +18,6 @@ from deepspeed.parallel.pipe.schedule.instructions import (
     SendActivation,
     SendGrad,
 )
-
-
-class PipeSchedule(ABC):
-    """The instructions of one stage for one step; iterating gives them in lists, which are called steps.
-
-    Args:
-        micro_batches: Micro-batches of the step.
-        stages: Stages of the pipeline.
-        stage_id: The stage that runs the instructions, from 0.
-    """
-
-    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        if micro_batches < 1 or not 0 <= stage_id < stages:
-            raise ValueError(
-                f"{type(self).__name__}(micro_batches={micro_batches}, stages={stages}, stage_id={stage_id}): at least "
-                "one micro-batch is needed, and a stage_id from 0 to below stages"
-            )
-        self.micro_batches = micro_batches
-        self.stages = stages
-        self.stage_id = stage_id
-        self.prev_stage = stage_id - 1
-        self.next_stage = stage_id + 1
-
-    @abstractmethod
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Gives the instructions, in order."""
-
-    def num_pipe_buffers(self) -> int:
-        """Returns how many micro-batches the stage holds at once, at most."""
-        return self.micro_batches
-
-    def __iter__(self) -> Iterator[list[PipeInstruction]]:
-        return iter(self.steps())
-
-    @property
-    def stage(self) -> int:
-        """The stage that runs the instructions."""
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the pipeline."""
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of the step."""
-        return self.micro_batches
-
-    @property
-    def is_first_stage(self) -> bool:
-        """This stage holds the first layer."""
-        return self.stage_id == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """This stage computes the loss."""
-        return self.stage_id == self.stages - 1
-
-    # Programs that bring a schedule of their own call these three.
-    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
-        return 0 <= micro_batch_id < self.micro_batches
-
-    def _valid_stage(self, stage_id: int) -> bool:
-        return 0 <= stage_id < self.stages
-
-    def _buffer_idx(self, micro_batch_id: int) -> int:
-        return micro_batch_id % self.num_pipe_buffers()
 
 
 class TrainSchedule(PipeSchedule):

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from deepspeed.parallel.pipe.schedule import instructions
 from deepspeed.parallel.pipe.schedule.lists import Action, Kind, Schedule, held, make_inference, make_schedule
-from deepspeed.parallel.pipe.schedule.published import PipeSchedule
 
 PASSES: dict[Kind, type[instructions.BufferOpInstruction]] = {
     Kind.FORWARD: instructions.ForwardPass,
@@ -17,7 +16,7 @@ PASSES: dict[Kind, type[instructions.BufferOpInstruction]] = {
 }
 
 
-class StageSchedule(PipeSchedule):
+class StageSchedule(instructions.PipeSchedule):
     """A schedule as one stage sees it; each computation with its transfers is one step.
 
     What a computation needs is received right before it and what it gives is sent right after it: the code that runs
