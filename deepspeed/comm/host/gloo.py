@@ -18,7 +18,6 @@ from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
 from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.transports.start_p2p import start_p2p
 from deepspeed.comm.transports.transport import (
     CHUNK,
     OWNERS,
@@ -30,6 +29,7 @@ from deepspeed.comm.transports.transport import (
     Work,
     job_is_over,
     scaled_sum,
+    start_p2p,
 )
 
 _CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, see transfer_key

@@ -16,8 +16,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.connect import open_message_queue
-from deepspeed.comm.transports.start_p2p import start_p2p
-from deepspeed.comm.transports.transport import job_is_over
+from deepspeed.comm.transports.transport import job_is_over, start_p2p
 from deepspeed.comm.watch.watched_group import ShortMessages, WatchedGroup
 from deepspeed.parallel.pipe.channel import (
     ACTIVATIONS,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.transports.start_p2p import start_p2p
+from deepspeed.comm.transports.transport import start_p2p
 from deepspeed.comm.watch.watched_group import _abort
 from deepspeed.errors import CommunicationError
 from tests.harness import run_ranks
