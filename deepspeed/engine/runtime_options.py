@@ -14,7 +14,7 @@ from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.offload.tiers import OffloadTiers, placement_of
+from deepspeed.offload.tiers import OffloadTiers
 from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
@@ -47,7 +47,7 @@ def placement_for(setup: EngineSetup) -> Placement:
     """
     root = setup.root
     placement = replace(
-        placement_of(root.zero_optimization, setup.ranks.zero_size),
+        Placement.of_section(root.zero_optimization, setup.ranks.zero_size),
         narrow_masters=has_narrow_masters(root),
         narrow_states=has_narrow_masters(root) and root.bf16.enabled and root.bf16.bf16_optimizer_states,
     )

@@ -10,7 +10,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
 from deepspeed.config.sections.root import Root
-from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
 from deepspeed.offload.file_io import IoSettings
@@ -24,31 +23,8 @@ from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.update.loop import UpdateStrategy
 
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
 _CHUNK = 4096  # elements; chunks are multiples of it: whole pages in every dtype
 _FILE_CHUNK = 1 << 22  # most elements of a chunk that passes through staging buffers: 16 MiB of fp32
-
-
-def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
-    """Returns the placement that a configuration asks for.
-
-    Args:
-        zero: The section, without contradictions.
-        ranks: Data-parallel ranks; None: not known, so that what only matters between several groups is left out.
-    """
-    optimizer, param = zero.offload_optimizer, zero.offload_param
-    neighbours = zero.mics_shard_size if zero.mics_shard_size > 0 else zero.zero_hpz_partition_size
-    is_grid = ranks is not None and 1 < neighbours < ranks
-    return Placement.of_stage(
-        zero.stage,
-        param_tier=_TIERS[param.device] if param is not None else Tier.DEVICE,
-        master_tier=_TIERS[optimizer.device] if optimizer is not None else Tier.DEVICE,
-        offloaded_share=optimizer.ratio if optimizer is not None else 1.0,
-        max_host_params=param.max_in_cpu if param is not None else 0,
-        shard_ranks=neighbours if is_grid else None,
-        spread_master=is_grid and zero.mics_shard_size <= 0,
-        speculates=optimizer is not None and optimizer.super_offload,
-    )
 
 
 @dataclass

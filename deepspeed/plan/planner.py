@@ -22,7 +22,6 @@ from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import quiet
-from deepspeed.offload.tiers import placement_of
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.environment import SimulatedPart
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
@@ -32,6 +31,7 @@ from deepspeed.plan.pipeline import cut_of
 from deepspeed.plan.result import Plan, PlannedPart, Request
 from deepspeed.plan.simulated_stage import Stage
 from deepspeed.plan.simulation import heaviest_rank, simulate_step
+from deepspeed.zero.placement import Placement
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:
@@ -143,7 +143,7 @@ def _other_checkpointing(request: Request, workload: Workload | None) -> Callabl
 
 def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
     """The ranks of a job along the axes of its configuration that have more than one."""
-    placement = placement_of(root.zero_optimization, ranks)
+    placement = Placement.of_section(root.zero_optimization, ranks)
     if placement.shard_ranks not in (None, ranks):
         return grid_mesh(ranks, placement.shard_ranks)
     whole = mesh_of_config(root, ranks, stages=stages)

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.zero.tiling.describe import OFFLOADED, SHARED
 from deepspeed.zero.tiling.layout import ModelLayout
 
@@ -48,6 +49,10 @@ class Tier(Enum):
     FILE = "file"
 
     __hash__ = object.__hash__  # as of Kind
+
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
+"""By the name of a device in the configuration."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,28 @@ class Placement:
     base_tier: Tier = Tier.DEVICE
     narrow_masters: bool = False
     narrow_states: bool = False
+
+    @classmethod
+    def of_section(cls, zero: ZeroOptimization, ranks: int | None = None) -> Placement:
+        """Returns the placement that ``zero_optimization`` asks for.
+
+        Args:
+            zero: The section, without contradictions.
+            ranks: Data-parallel ranks; None: not known, so that what only matters between several groups is left out.
+        """
+        optimizer, param = zero.offload_optimizer, zero.offload_param
+        neighbours = zero.mics_shard_size if zero.mics_shard_size > 0 else zero.zero_hpz_partition_size
+        is_grid = ranks is not None and 1 < neighbours < ranks
+        return cls.of_stage(
+            zero.stage,
+            param_tier=_TIERS[param.device] if param is not None else Tier.DEVICE,
+            master_tier=_TIERS[optimizer.device] if optimizer is not None else Tier.DEVICE,
+            offloaded_share=optimizer.ratio if optimizer is not None else 1.0,
+            max_host_params=param.max_in_cpu if param is not None else 0,
+            shard_ranks=neighbours if is_grid else None,
+            spread_master=is_grid and zero.mics_shard_size <= 0,
+            speculates=optimizer is not None and optimizer.super_offload,
+        )
 
     @classmethod
     def of_stage(
