@@ -126,15 +126,15 @@ class PipelineEngine(EngineBase):
         assert isinstance(module, PipelineModule)
         return module
 
-    def start_interpreter(self, transports: StageTransports, stage_of: tuple[int, ...], device: torch.device) -> None:
+    def start_interpreter(self, wires: StageTransports, stage_of: tuple[int, ...], device: torch.device) -> None:
         """Makes what executes the instructions of this stage.
 
         Args:
-            transports: The channels to other stages.
+            wires: The channels to other stages.
             stage_of: The stage of each chunk of the model.
             device: Where the model computes.
         """
-        self._interpreter = Interpreter(transports, stage_of, device, self._compute)
+        self._interpreter = Interpreter(wires, stage_of, device, self._compute)
 
     def inspect(self) -> EngineInspection:
         """Returns the parts whose memory and traffic the planner counts."""

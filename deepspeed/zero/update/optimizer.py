@@ -61,7 +61,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         placement: The ZeRO row.
         groups: The ranks that share masters, and those that decide together.
         agreement: Source of the order's checksum, compared in every update.
-        memory_tracker: Memory tracker: counts the bytes that are allocated.
+        ledger: Memory tracker: counts the bytes that are allocated.
         loss_scaler: fp16 loss scaler, or None.
         clip_grad: Largest gradient norm, 0 for no clipping.
         max_skipped: Non-finite steps in a row before training stops; 0 = never.
@@ -82,7 +82,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         placement: Placement,
         groups: Groups,
         agreement: Agreement,
-        memory_tracker: MemoryTracker,
+        ledger: MemoryTracker,
         loss_scaler: Any,
         clip_grad: float,
         max_skipped: int,
@@ -104,7 +104,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._reducer = reducer
         self._groups = groups
         self._step_agreement = StepAgreement(masters, reducer, groups, agreement)
-        self._memory_tracker = memory_tracker
+        self._memory_tracker = ledger
         self._max_skipped = max_skipped
         self._skip_non_finite = skip_non_finite
         self._leave_backward = leave_backward
@@ -124,7 +124,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             else ChunkUpdater(self._flat, optimizer, strategies, rounds=placement.narrow_masters)
         )
         self.driver.open(
-            UpdateParts(masters, reducer, groups, memory_tracker, self.carry_user_writes, self.publish_masters),
+            UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),
         )
         self.driver.begin_update(self._steps)
         self.speculation: SpeculativeUpdater | None = None
@@ -136,7 +136,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 optimizer,
                 strategies=strategies,
                 factor=lambda: gradient_factor(0.0, scale=self.loss_scale, clip_grad=0.0),
-                memory_tracker=memory_tracker,
+                memory_tracker=ledger,
             )
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
