@@ -6,7 +6,8 @@ chose for them, and weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,24 @@ class ExpertParts:
     is_transposed: bool
     between: Callable[[torch.Tensor], torch.Tensor]
     after: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@contextmanager
+def experts_by_shapes(model: nn.Module) -> Iterator[None]:
+    """Inside, the experts of a Transformers model compute by products whose shapes do not depend on the routes.
+
+    The library's default, ``grouped_mm``, refuses tensors without values unless they are bf16.
+    """
+    get, set_to = (getattr(model, f"{verb}_experts_implementation", None) for verb in ("get", "set"))
+    if get is None or set_to is None or not any(stacked_weights(module) for module in model.modules()):
+        yield
+        return
+    before = get()
+    try:
+        set_to("batched_mm")
+        yield
+    finally:
+        set_to(before)
 
 
 def stacked_weights(module: nn.Module) -> list[nn.Parameter]:

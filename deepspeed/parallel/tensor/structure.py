@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from logging import WARNING
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import input_embedding, output_head
 from deepspeed.models.attention_modules import attention_of
+from deepspeed.models.stacked_experts import experts_by_shapes
 from deepspeed.parallel.tensor.layout import block_of
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle, is_linear
 from deepspeed.uncompiled import without_compiling
@@ -108,7 +111,14 @@ def summed_inside(
         return {}
     try:
         found = _Graph(model, linear, inputs, is_meta=True).inside(columns)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        log_dist(
+            f"tensor_parallel: whether {sorted(candidates)[0]!r} and {len(candidates) - 1} other modules beside cut "
+            f"layers get cut activations was not found, as {type(model).__name__} does not run without values "
+            f"({error}); their gradients are not summed over the tensor ranks. tensor_parallel.verify: true compares "
+            "the cut model with the whole one",
+            level=WARNING,
+        )
         return {}
     return {name: CutRule(CutStyle.SUMMED, _SOURCE) for name in found & candidates}
 
@@ -212,7 +222,7 @@ class _Graph:
         """Names of further modules with parameters that work on what column-parallel layers give."""
         ends = {node for name, node in self.outputs.items() if name not in columns}
         cut: set[Node] = set()
-        for name in columns:
+        for name in columns & self.outputs.keys():  # layers of towers do not run without images
             cut |= self._reached(self.outputs[name], ends) - ends
         return {name for name, node in self.others.items() if node in cut}
 
@@ -278,7 +288,7 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with without_compiling():
+        with without_compiling(), experts_by_shapes(model):
             try:
                 return _run(model, inputs, torch.device("meta"))
             except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values

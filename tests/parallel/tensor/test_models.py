@@ -55,7 +55,12 @@ BY_PLAN = {
     "gpt_neox": BERT,
     "qwen3_moe": {**LLAMA, "num_experts": 4, **EXPERTS},
     "deepseek_v3": LATENT,
-}
+    # its plan forgets the norms of queries and keys
+    "qwen3_vl_moe_text": {
+        **LLAMA, "num_experts": 4, **EXPERTS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]},
+    },
+}  # fmt: skip
 BY_STRUCTURE = {
     "gpt2": GPT2,
     "opt": {**BERT, "ffn_dim": 44, "word_embed_proj_dim": 32},
