@@ -45,7 +45,7 @@ class LossScaling:
 
     @property
     def factor(self) -> float:
-        """What losses are multiplied by now."""
+        """The present factor on losses."""
         return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:

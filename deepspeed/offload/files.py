@@ -43,7 +43,7 @@ BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """What decides about the page cache.
+    """Decides about the page cache.
 
     Attributes:
         asked: ``offload_param.page_cache``; None: what fits is cached.
