@@ -54,18 +54,58 @@ def is_here(address: str) -> bool:
     return True
 
 
+def addresses_of(name: str) -> list[str]:
+    """Returns the addresses that a host name means on this machine, each once.
+
+    Raises:
+        OSError: The name is not known.
+    """
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def first_address(name: str) -> str | None:
+    """Returns the first address that a host name means here, without its scope; None for an unknown name."""
+    try:
+        return addresses_of(name)[0].partition("%")[0]
+    except OSError:
+        return None
+
+
+def why_not_reached(name: str, error: OSError) -> str:
+    """Returns why a connection to ``name`` failed, and what this machine takes the name for, as a clause.
+
+    Args:
+        name: A host name or an address.
+        error: That of the attempt to connect.
+    """
+    here = socket.gethostname()
+    try:
+        addresses = addresses_of(name)
+    except OSError as unknown:
+        return f"host {here} does not know the name {name} ({unknown.strerror or unknown})"
+    meaning = "" if addresses == [name] else f", which is {' or '.join(addresses)} on host {here}"
+    return f"nobody listens at {name}{meaning} ({error.strerror or error})"
+
+
 def address_towards(host: str) -> str | None:
     """Returns the address of this machine that ``host`` (a name or an address) sees; None if there is no route.
 
-    Sends nothing: connecting a datagram socket only asks the kernel for the route.
+    Of a name with addresses of both families, IPv4 counts first. Sends nothing: connecting a datagram socket only asks
+    the kernel for the route.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
+    for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
 
 
 def describe_listener(port: int) -> str:

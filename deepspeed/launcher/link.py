@@ -30,6 +30,7 @@ from deepspeed.launcher.failures import Failure
 from deepspeed.launcher.handshake import HandshakeMessage, LauncherInfo, challenge, new_nonce, nonce_of
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.logging import printable
+from deepspeed.ports import why_not_reached
 
 LONGEST_MESSAGE = 1 << 16
 # The longest wait for a message, and for free space in the socket when sending.
@@ -224,6 +225,7 @@ class LauncherLink:
         self._gone: set[int] = set()  # those that left with a message
         self._unnamed: dict[JsonConnection, float] = {}  # who has not answered the challenge, until when it may
         self._has_warned = False
+        self._last_error: OSError | None = None  # of a connection to the hub
         self._thread: threading.Thread | None = None
 
     @property
@@ -494,17 +496,23 @@ class LauncherLink:
                 self._post(
                     event="notice",
                     text=f"still no launcher of node 0 at {self._address}, ports {ports}: has it been started, and "
-                    "does a firewall let these through? (DS_LINK_PORT chooses one)",
+                    f"does a firewall let these through? (DS_LINK_PORT chooses one){self._why_unreached()}",
                 )
                 impatient_at += _IMPATIENT_SECONDS
             self._is_closing.wait(_RETRY_SECONDS)
         return None
 
+    def _why_unreached(self) -> str:
+        if self._last_error is None:
+            return ""
+        return f" The last attempt failed: {why_not_reached(self._address, self._last_error)}"
+
     def _try(self, port: int) -> tuple[JsonConnection | None, dict[str, Any] | None]:
         """Connects to ``port``: (the connection or None, its answer or None)."""
         try:
             peer = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
-        except OSError:  # not there yet
+        except OSError as error:  # not there yet
+            self._last_error = error
             return None, None
         if peer.getsockname() == peer.getpeername():  # both ends at once: TCP allows it on one machine
             peer.close()

@@ -74,6 +74,11 @@ class Machine:
         """Runs a program on the machine to its end: (exit code, stdout, stderr)."""
         return finish(self.start(words, folder, **more), timeout)
 
+    def name_hosts(self, names: Sequence[tuple[str, str]]) -> None:
+        """Changes which names the machine knows: pairs of address and name, in the order in which they count."""
+        lines = [("127.0.0.1", "localhost"), *names]
+        self.path("/tmp/hosts").write_text("".join(f"{address} {name}\n" for address, name in lines))
+
     def lose(self) -> None:
         """Ends all processes of the machine; cut its link before, or the others see their connections closed."""
         psutil.Process(self.process).kill()
@@ -192,11 +197,10 @@ class Machines:
 
     def _connect(self, number: int, one: Machine) -> None:
         device = f"wire{number}"
-        names = [("127.0.0.1", "localhost")]
         others = [] if number in self._unnamed else [other for other in self.all if other is not one]
-        names += [(other.address, other.name) for other in others]
+        names = [(other.address, other.name) for other in others]
         names.append(("127.0.1.1" if number in self._loopback else one.address, one.name))
-        one.path("/tmp/hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
+        one.name_hosts(names)
         script = f"""set -e
             ip addr add {one.address}/24 dev {device}
             ip -6 addr add {one.address6}/64 dev {device} nodad

@@ -223,3 +223,20 @@ def test_the_hub_listens_where_the_others_reach_it(monkeypatch):
         (listener,) = listen([free_port()], address)
         assert listener.getsockname()[0] in expected
         listener.close()
+
+
+def test_a_launcher_that_does_not_know_the_first_machine_says_so_and_goes_on(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(link, "_IMPATIENT_SECONDS", 0.0)
+    other = LauncherLink(replace(ME, index=1, host="other"), "machine0")
+    other.start()
+    try:
+        while not (events := other.events()):
+            time.sleep(0.005)
+        assert events[0]["event"] == "notice"
+        assert f"host {socket.gethostname()} does not know the name machine0" in events[0]["text"]
+    finally:
+        other.close(0)

@@ -227,6 +227,72 @@ def test_a_machine_that_is_lost_ends_the_run_and_one_machine_goes_on(form, tmp_p
             assert one["losses"] == pytest.approx(expected(8)[5:], rel=1e-5)
 
 
+RANK = """
+import os
+from datetime import timedelta
+import torch
+import deepspeed
+deepspeed.init_distributed(timeout=timedelta(seconds=float(os.environ["LIMIT"])))
+ranks = torch.ones(1) * (1 + torch.distributed.get_rank())
+torch.distributed.all_reduce(ranks)
+print("sum", ranks.item())
+"""
+FIRST, SECOND = "10.77.0.1", "10.77.0.2"
+OWN = [(FIRST, "node0"), (SECOND, "node1")]
+
+
+def start_ranks(machines, limit):
+    """A rank per machine, told by hand to meet at the name ``master``."""
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "master", "MASTER_PORT": "29511"}
+    return [
+        machine.start([sys.executable, "-c", RANK], machines.folder, {**variables, "RANK": str(rank), "LIMIT": limit})
+        for rank, machine in enumerate(machines.all)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("on_first", "on_second"),
+    [
+        pytest.param([("127.0.1.1", "node0"), ("127.0.1.1", "master")], [(FIRST, "master"), *OWN], id="loopback"),
+        pytest.param(
+            [(FIRST, "master"), *OWN], [("fd77::99", "master"), (FIRST, "master"), *OWN], id="dead IPv6 first"
+        ),
+        pytest.param([("fd77::1", "master"), *OWN], [("fd77::1", "master"), *OWN], id="IPv6 only"),
+        pytest.param([("10.77.0.77", "master"), *OWN], [(FIRST, "master"), *OWN], id="another machine for rank 0"),
+        pytest.param(OWN, [(FIRST, "master"), *OWN], id="unknown to rank 0"),
+        pytest.param(
+            [(FIRST, "master"), *OWN], [(FIRST, "master"), (FIRST, "node0"), ("fd77::2", "node1")], id="two families"
+        ),
+    ],
+)
+def test_a_name_that_machines_resolve_differently_leads_to_a_start(on_first, on_second, tmp_path):
+    with Machines(tmp_path, 2) as machines:
+        machines[0].name_hosts(on_first)
+        machines[1].name_hosts(on_second)
+        for _, out, _ in succeed(start_ranks(machines, limit="120")):
+            assert out.split() == ["sum", "3.0"]
+
+
+def test_a_name_that_comes_late_is_waited_for_and_one_that_never_comes_is_named(tmp_path):
+    with Machines(tmp_path, 2) as machines:
+        machines[0].name_hosts([(FIRST, "master"), *OWN])
+        machines[1].name_hosts(OWN)
+        late = start_ranks(machines, limit="200")
+        err = ""
+        for line in late[1].stderr:  # up to the line that it waits
+            err += line
+            if "still waiting for rank 0" in line:
+                break
+        assert "host node1 does not know the name master" in err
+        machines[1].name_hosts([(FIRST, "master"), *OWN])
+        for _, out, _ in succeed(late):
+            assert out.split() == ["sum", "3.0"]
+        machines[1].name_hosts(OWN)
+        (_, _, first), (code, _, second) = [finish(each, 150) for each in start_ranks(machines, limit="5")]
+        assert code != 0 and "rank 0 was not reached within 0:00:05: host node1 does not know the name master" in second
+        assert "rank 1 of 2 did not come to master:29511" in first
+
+
 @needs_slurm
 def test_slurm_places_ranks_on_nodes_that_differ(tmp_path):
     losses = expected(4)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -428,7 +429,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
                 ):
                     raise CommunicationError(reason)
             if now > impatient_at and (rendezvous is None or is_over):
-                impatient_at = deadline
+                impatient_at = math.inf  # said once
                 logger.warning(
                     f"{joining.name}: rank 0 has not answered at {where} yet; the store there may belong to another run"
                 )

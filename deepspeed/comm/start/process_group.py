@@ -11,6 +11,7 @@ use the interface of the route to another machine of the run.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
 import time
@@ -37,7 +38,7 @@ from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_mod
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist, logger
-from deepspeed.ports import DEFAULT_PORT, address_towards
+from deepspeed.ports import DEFAULT_PORT, address_towards, first_address
 
 NCCL_BACKEND = "nccl"
 GLOO_BACKEND = "gloo"
@@ -171,11 +172,13 @@ def _start(
             arguments["store"] = torch_dist.HashStore()
         else:
             store, prefix = None, "default_pg"
-            process = JoiningProcess.here(place, own_facts(place.local_rank, backend, place.address))
             while store is None:
                 store = open_store(url, place, timeout)
                 try:
                     if place.world_size > 1:
+                        # The address that was reached: the name may mean several, and was perhaps unknown before.
+                        reached = getattr(store, "host", None) or place.address
+                        process = JoiningProcess.here(place, own_facts(place.local_rank, backend, reached))
                         prefix, facts = receive_ranks(store, process, where, timeout)
                 except StoreLostError:
                     if time.monotonic() - started > timeout.total_seconds():
@@ -380,7 +383,9 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place, facts: Sequence[RankInfo]) -> None:
     """Sets ``GLOO_SOCKET_IFNAME`` where gloo would listen where no other machine reaches it. Every rank must call it.
 
-    Nothing is set on one machine, where the name means an address of the network, or where the variable is set.
+    Gloo does not connect IPv4 with IPv6: where the names of the machines mean addresses of both, all of them take the
+    interface. Nothing is set on one machine, where the name means an address of the network of the same family as
+    elsewhere, or where the variable is set.
 
     Args:
         environ: The environment, for the variable.
@@ -390,17 +395,18 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
     """
     if place.rank == 0:
         here = facts[0].host
-        store.set(_OTHER_HOST_KEY, next((fact.address for fact in facts if fact.host != here and fact.address), ""))
-    other = store.get(_OTHER_HOST_KEY).decode()
-    if not other or environ.get(_INTERFACE_VARIABLE) or not means_loopback(socket.gethostname()):
+        other = next((fact.address for fact in facts if fact.host != here and fact.address), "")
+        store.set(_OTHER_HOST_KEY, json.dumps([other, _are_mixed([fact.named_address for fact in facts])]))
+    other, are_mixed = json.loads(store.get(_OTHER_HOST_KEY))
+    if not other or environ.get(_INTERFACE_VARIABLE) or not (are_mixed or means_loopback(socket.gethostname())):
         return
     mine = address_towards(other)  # where other is an address of this machine: that one
     name = interface_of(mine) if mine is not None else None
     if name is None:
         logger.warning(
-            f"the host name {socket.gethostname()} resolves to the loopback interface here, and no route to the other "
-            f"machines names another interface, so they may not reach gloo. Set {_INTERFACE_VARIABLE} to the network's "
-            "interface"
+            f"gloo cannot listen at the address of the host name {socket.gethostname()}: it is that of the loopback "
+            "interface, or of another family than on other machines. No route to these names another interface. Set "
+            f"{_INTERFACE_VARIABLE} to the network's interface"
         )
         return
     environ[_INTERFACE_VARIABLE] = name
@@ -408,11 +414,13 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
 
 def means_loopback(name: str) -> bool:
     """Returns whether a host name is unknown here, or means a loopback address first: gloo takes the first."""
-    try:
-        first = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return True
-    return ipaddress.ip_address(first.partition("%")[0]).is_loopback
+    first = first_address(name)
+    return first is None or ipaddress.ip_address(first).is_loopback
+
+
+def _are_mixed(addresses: Sequence[str]) -> bool:
+    """Returns whether some are IPv4 and some IPv6 addresses; empty ones do not count."""
+    return len({ipaddress.ip_address(address).version for address in addresses if address}) > 1
 
 
 def interface_of(address: str) -> str | None:

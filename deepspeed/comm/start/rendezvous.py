@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import socket
 import threading
@@ -14,7 +16,8 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.start.environment import Place
 from deepspeed.errors import CommunicationError
-from deepspeed.ports import describe_listener, free_port, is_here
+from deepspeed.logging import logger
+from deepspeed.ports import addresses_of, describe_listener, free_port, is_here, why_not_reached
 
 # Rank 0 of this machine that has opened the port answers in no time; who is silent for so long is another program.
 _ANSWER_SECONDS = 30.0
@@ -24,6 +27,8 @@ _RETRY_SECONDS = 0.1
 _RELEASE_SECONDS = 2.0
 # The others look for the reason of a failure at least so often.
 _LAST_WORDS_SECONDS = 1.0
+_IMPATIENT_SECONDS = 30.0
+_OWN_ADDRESS = "127.0.0.1"
 _served: list[torch_dist.TCPStore] = []  # the store, on rank 0
 
 
@@ -60,10 +65,18 @@ def _opened(url: str | None, place: Place, timeout: timedelta) -> Any:
         return store
     if place.rank != 0:
         return _reach(place, timeout)
+    assert place.address is not None
     _served.clear()
-    _served.append(_tcp_store(place, True, timeout))
+    # Rank 0 listens at all addresses of its machine. It needs no name to reach itself: its own may come late, or mean
+    # another machine that passes connections on.
+    _served.append(_tcp_store(place, _OWN_ADDRESS, True, timeout))
+    if (doubt := _not_here(place.address)) is not None:
+        logger.warning(
+            f"rank 0 waits for the others at {place.address}:{place.port}, but {doubt}. They reach rank 0 only if that "
+            "name leads to this machine for them; otherwise correct MASTER_ADDR"
+        )
     # Whatever still holds the process group, such as the traceback of an error, holds a connection, not the port.
-    return _tcp_store(place, False, timeout)
+    return _tcp_store(place, _OWN_ADDRESS, False, timeout)
 
 
 def release_store() -> None:
@@ -73,11 +86,11 @@ def release_store() -> None:
         _served.clear()
 
 
-def _tcp_store(place: Place, is_master: bool, timeout: timedelta) -> torch_dist.TCPStore:
+def _tcp_store(place: Place, address: str, is_master: bool, timeout: timedelta) -> torch_dist.TCPStore:
     """Returns a ``TCPStore`` that does not wait for ``world_size`` clients: processes of other runs would count."""
-    assert place.address is not None and place.port is not None
+    assert place.port is not None
     return torch_dist.TCPStore(
-        place.address,
+        address,
         place.port,
         place.world_size,
         is_master=is_master,
@@ -89,24 +102,48 @@ def _tcp_store(place: Place, is_master: bool, timeout: timedelta) -> torch_dist.
 
 
 def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
-    """The store that rank 0 holds. A program that takes the connection and says nothing would keep torch for ever."""
+    """Returns the store that rank 0 holds.
+
+    Torch would resolve the name again, and stay with an address of it that answers nobody. So it gets the address at
+    which the port is open. A program that takes the connection and says nothing would keep torch for ever.
+    """
     assert place.address is not None and place.port is not None
     deadline = time.monotonic() + timeout.total_seconds()
-    while not is_listening(place.address, place.port):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"nothing listens there after {timeout}: rank 0 has not started")
-        time.sleep(_RETRY_SECONDS)
+    address = _wait_for_listener(place.address, place.port, timeout)
     left = max(deadline - time.monotonic(), 1.0)
-    limit = min(left, _ANSWER_SECONDS) if is_here(place.address) else left
-    store = _within(limit, lambda: _tcp_store(place, False, timedelta(seconds=limit)))
+    limit = min(left, _ANSWER_SECONDS) if is_here(address) else left
+    store = _within(limit, lambda: _tcp_store(place, address, False, timedelta(seconds=limit)))
     if store is None:
-        who = describe_listener(place.port) if is_here(place.address) else "another program"
+        who = describe_listener(place.port) if is_here(address) else "another program"
         raise CommunicationError(
             f"rank {place.rank} of {place.world_size} (from {place.way}): {who} listens at "
             f"{place.address}:{place.port}, the rendezvous of the ranks, and does not answer as rank 0 would. "
             f"{_remedy(place)}"
         )
     return store
+
+
+def _wait_for_listener(name: str, port: int, timeout: timedelta) -> str:
+    """Waits until a program listens at ``port``; returns its numeric address.
+
+    The name is resolved anew each time: a cluster's name server may learn it after the ranks have started.
+
+    Raises:
+        RuntimeError: Nobody listens there within ``timeout``; says what the name means on this machine.
+    """
+    started = time.monotonic()
+    impatient_at = started + _IMPATIENT_SECONDS
+    while True:
+        try:
+            return find_listener(name, port)
+        except OSError as error:
+            now = time.monotonic()
+            if now - started > timeout.total_seconds():
+                raise RuntimeError(f"rank 0 was not reached within {timeout}: {why_not_reached(name, error)}") from None
+            if now > impatient_at:
+                impatient_at = math.inf  # said once
+                logger.warning(f"still waiting for rank 0 at {name}:{port}: {why_not_reached(name, error)}")
+        time.sleep(_RETRY_SECONDS)
 
 
 def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_dist.TCPStore | None:
@@ -125,14 +162,39 @@ def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_di
     return made[0] if made else None
 
 
-def is_listening(address: str, port: int) -> bool:
-    """Returns whether a program accepts connections at ``address`` and ``port``."""
+def find_listener(name: str, port: int) -> str:
+    """Returns the numeric address at which a program accepts connections, of all those that ``name`` means.
+
+    Raises:
+        OSError: There is none. :class:`socket.gaierror`: the name is not known.
+    """
+    with socket.create_connection((name, port), timeout=_CONNECT_SECONDS) as probe:
+        peer = probe.getpeername()
+        if probe.getsockname() == peer:  # both ends at once: TCP allows it on one machine
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return str(peer[0])
+
+
+def is_listening(name: str, port: int) -> bool:
+    """Returns whether a program accepts connections at ``name`` and ``port``."""
     try:
-        with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as probe:
-            # Both ends at once: TCP allows it on one machine.
-            return bool(probe.getsockname() != probe.getpeername())
+        find_listener(name, port)
     except OSError:  # not there yet
         return False
+    return True
+
+
+def _not_here(name: str) -> str | None:
+    """Returns what this machine takes ``name`` for, as a clause; None if it is one of its own addresses."""
+    if is_here(name):
+        return None
+    try:
+        addresses = addresses_of(name)
+    except OSError as unknown:
+        return f"host {socket.gethostname()} does not know that name ({unknown.strerror or unknown})"
+    if any(is_here(address) for address in addresses):
+        return None
+    return f"host {socket.gethostname()} takes that name for {' or '.join(addresses)}, which it is not"
 
 
 def _taken(place: Place, url: str | None) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed.comm.start.batched_store import read_many
 from deepspeed.comm.start.environment import run_of_adopted
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
-from deepspeed.ports import address_towards
+from deepspeed.ports import address_towards, first_address
 from deepspeed.release import VERSION
 
 _SCOPE = "deepspeed/start"
@@ -44,6 +44,7 @@ class RankInfo:
         version: Of this package.
         backend: What the group will talk over.
         address: Address of its machine that rank 0's machine sees; empty where there is no route.
+        named_address: The first address that its host name means, at which gloo listens; empty for an unknown name.
     """
 
     host: str
@@ -54,6 +55,7 @@ class RankInfo:
     version: str
     backend: str
     address: str = ""
+    named_address: str = ""
 
 
 def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None) -> RankInfo:
@@ -76,6 +78,7 @@ def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None)
         version=VERSION,
         backend=backend,
         address=(address_towards(rendezvous_host) if rendezvous_host else None) or "",
+        named_address=first_address(socket.gethostname()) or "",
     )
 
 

@@ -289,7 +289,7 @@ ELSEWHERE = "192.0.2.7"
 
 
 def facts(*hosts):
-    return [RankInfo(host, 100 + rank, 0, "cpu", 0, "1", "gloo", address) for rank, (host, address) in enumerate(hosts)]
+    return [RankInfo(host, 100 + rank, 0, "cpu", 0, "1", "gloo", *more) for rank, (host, *more) in enumerate(hosts)]
 
 
 def place(rank):
@@ -329,6 +329,18 @@ def test_nothing_is_set_where_the_name_means_an_address_of_the_network(two_inter
     environ = {}
     choose_interface(environ, torch_dist.HashStore(), place(0), facts(("a", "10.1.1.1"), ("b", ELSEWHERE)))
     assert environ == {}
+
+
+@pytest.mark.parametrize(("named", "chosen"), [(("10.1.1.1", "fd77::2"), "eth7"), (("10.1.1.1", ""), None)])
+def test_names_of_two_families_are_left_for_the_interface_on_all_machines(two_interfaces, monkeypatch, named, chosen):
+    """Gloo refuses to connect an IPv4 address with an IPv6 address."""
+    monkeypatch.setattr(process_group, "means_loopback", lambda name: False)
+    store = torch_dist.HashStore()
+    known = facts(("a", "10.1.1.1", named[0]), ("b", ELSEWHERE, named[1]))
+    for rank in (0, 1):
+        environ = {}
+        choose_interface(environ, store, place(rank), known if rank == 0 else [])
+        assert environ.get("GLOO_SOCKET_IFNAME") == chosen
 
 
 def test_a_machine_without_a_route_is_told_what_to_set(two_interfaces, monkeypatch):

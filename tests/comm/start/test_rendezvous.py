@@ -1,0 +1,137 @@
+"""Where the ranks meet, by names that come late, mean several addresses or are unknown."""
+
+from __future__ import annotations
+
+import re
+import socket
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+
+from deepspeed import ports
+from deepspeed.comm.start import rendezvous
+from deepspeed.comm.start.environment import Place
+from deepspeed.comm.start.rendezvous import find_listener, open_store
+
+NOBODY = "255.255.255.255"  # TCP refuses it at once
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
+
+
+class Resolver:
+    """Stands for the name server: what it knows, and how many questions it answers by "unknown" before."""
+
+    def __init__(self, known, unknown_for=0):
+        self.known, self.unknown_for, self.asked = known, unknown_for, 0
+        self._resolve = socket.getaddrinfo
+
+    def __call__(self, name, *arguments, **options):
+        if name not in self.known:
+            return self._resolve(name, *arguments, **options)
+        self.asked += 1
+        if self.asked <= self.unknown_for:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [entry for address in self.known[name] for entry in self._resolve(address, *arguments, **options)]
+
+
+@pytest.fixture
+def names(monkeypatch):
+    def use(unknown_for=0, **known):
+        resolver = Resolver({name.replace("_", "-"): addresses for name, addresses in known.items()}, unknown_for)
+        monkeypatch.setattr(socket, "getaddrinfo", resolver)
+        return resolver
+
+    monkeypatch.setattr(rendezvous, "_RETRY_SECONDS", 0.001)
+    return use
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    texts = []
+    monkeypatch.setattr(rendezvous.logger, "warning", texts.append)
+    return texts
+
+
+def place(rank, name, port):
+    return Place(rank, 2, 0, name, port, "test")
+
+
+def listen(address):
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    listener.listen()
+    return listener
+
+
+def has_ipv6():
+    try:
+        listen("::1").close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+
+
+def test_a_name_that_becomes_known_later_is_waited_for(names, warnings, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_IMPATIENT_SECONDS", 0.0)
+    resolver = names(unknown_for=7, late_name=["127.0.0.1"])
+    with closing(listen("127.0.0.1")) as listener:
+        port = listener.getsockname()[1]
+        assert rendezvous._wait_for_listener("late-name", port, LONG) == "127.0.0.1"
+    assert resolver.asked == 8
+    (text,) = warnings  # once, however long it takes
+    assert f"still waiting for rank 0 at late-name:{port}: host {socket.gethostname()} does not know the name" in text
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("listening", "order"), [("127.0.0.1", ["::1", "127.0.0.1"]), ("::1", ["127.0.0.1", "::1"])])
+def test_a_name_of_both_families_leads_to_the_address_that_listens(names, listening, order):
+    names(both=order)
+    with closing(listen(listening)) as listener:
+        assert find_listener("both", listener.getsockname()[1]) == listening
+
+
+def test_rank_0_needs_no_name_and_the_others_reach_it_by_the_address_that_answers(names, warnings):
+    """Torch alone would connect by the name: rank 0 as well, and to the first address only."""
+    names(unknown_for=10**9, own_name=["127.0.0.1"])
+    port = ports.free_port()
+    store = open_store(None, place(0, "own-name", port), LONG)
+    assert re.search(
+        f"rank 0 waits .* at own-name:{port}, but host .* does not know that name .* MASTER_ADDR", warnings[0]
+    )
+    names(own_name=[NOBODY, "127.0.0.1"])
+    other = open_store(None, place(1, "own-name", port), LONG)
+    other.set("key", "value")
+    assert store.get("key") == b"value" and other.host == "127.0.0.1"
+    rendezvous._served.clear()
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ([], "host {host} does not know the name master"),
+        (["127.0.0.1"], "nobody listens at master, which is 127.0.0.1 on host {host} (Connection refused)"),
+    ],
+)
+def test_what_is_never_reached_is_said_with_what_the_name_means_here(names, known, words):
+    names(unknown_for=0 if known else 10**9, master=known)
+    with pytest.raises(RuntimeError) as error:
+        open_store(None, place(1, "master", ports.free_port()), SHORT)
+    assert f"rank 0 was not reached within {SHORT}: {words.format(host=socket.gethostname())}" in str(error.value)
+
+
+def test_a_name_that_means_another_machine_is_doubted_on_rank_0_only_there(names):
+    names(elsewhere=["192.0.2.1"], here=["192.0.2.1", "127.0.0.1"])
+    assert rendezvous._not_here("here") is None and rendezvous._not_here(socket.gethostname()) is None
+    doubt = rendezvous._not_here("elsewhere")
+    assert doubt == f"host {socket.gethostname()} takes that name for 192.0.2.1, which it is not"
+
+
+def test_the_route_to_a_name_is_found_in_both_families(names):
+    names(old=["::1", "127.0.0.1"], new=["::1"], unknown=[])
+    assert ports.address_towards("old") == "127.0.0.1"
+    assert ports.address_towards("no-such-host.invalid") is None
+    if has_ipv6():
+        assert ports.address_towards("new") == "::1"
