@@ -173,7 +173,7 @@ class LocalRun:
             self._channel.close()
             for end in (end for pair in read_ends for end in pair):
                 os.close(end)
-            _become_supervisor(Supervisor(self._workers, write_ends, theirs, self._grace))
+            _become_supervisor(Supervisor(self._workers, write_ends, theirs, self._grace, self._handed_on()))
         theirs.close()
         for end in (end for pair in write_ends for end in pair):
             os.close(end)
@@ -190,11 +190,14 @@ class LocalRun:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started by nohup: outliving the terminal is what the user wants
             previous[number] = signal.signal(number, self._on_signal)
-        handed_on = {*_HANDED_ON} if self._stop_signal is None else {*_HANDED_ON, self._stop_signal}
-        for each in handed_on - {signal.SIGTERM, signal.SIGINT}:  # these two end the run
+        for each in self._handed_on():
             handler = signal.signal(each, lambda number, _frame: self._command(number, None))
             previous.setdefault(each, handler)
         return previous
+
+    def _handed_on(self) -> set[int]:
+        handed_on = {*_HANDED_ON} if self._stop_signal is None else {*_HANDED_ON, self._stop_signal}
+        return handed_on - {signal.SIGTERM, signal.SIGINT}  # these two end the run
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Tells the supervisor at once, even while the loop is blocked on the screen; the loop only listens."""

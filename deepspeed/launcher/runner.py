@@ -28,7 +28,7 @@ from deepspeed.launcher.resources import (
     parse_inclusion_exclusion,
     parse_resource_filter,
 )
-from deepspeed.launcher.selection import RankSelection, select_slots
+from deepspeed.launcher.selection import RankSelection, processor_options, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
 
@@ -310,6 +310,9 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
         if args.launcher in ("pdsh", "ssh") and not args.no_ssh_check:
             front.check_reachable(list(hosts), _ssh_options(args))
     address = args.master_addr or _find_address(args, list(hosts))
+    launcher_args = tuple(shlex.split(args.launcher_args))
+    if args.launcher == "slurm":
+        launcher_args = (*processor_options(os.environ, len(next(iter(hosts.values())))), *launcher_args)
     with claim_port(address, RequestedPort.of(args.master_port), is_shared=len(hosts) > 1) as claim:
         run = RemoteRun(
             hosts=hosts,
@@ -321,7 +324,7 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
             script=(args.user_script, *args.user_args),
             run_id=new_run_id(),
             secret=new_secret(),
-            launcher_args=tuple(shlex.split(args.launcher_args)),
+            launcher_args=launcher_args,
             ssh_port=args.ssh_port,
             venv_script=args.venv_script,
         )

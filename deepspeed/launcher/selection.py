@@ -248,3 +248,27 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
             "--gpus-per-node or --ntasks-per-node, or give --num_gpus N"
         )
     return dict.fromkeys(hosts, count)
+
+
+def processor_options(environment: Mapping[str, str], per_node: int) -> tuple[str, ...]:
+    """Returns the option of srun by which the ranks get the processors of the allocation.
+
+    Since Slurm 22.05 srun no longer takes the processors per task that sbatch was asked for. It refuses more tasks than
+    the allocation has processors on a machine, unless it is told to let them share.
+
+    Args:
+        environment: Slurm's variables.
+        per_node: Tasks per machine.
+    """
+    # "8(x2),4": 8 processors on each of two machines, 4 on the third.
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    processors = min(map(int, counts), default=per_node)
+    if processors >= per_node:
+        per_task = environment.get("SLURM_CPUS_PER_TASK", "")
+        fits = per_task.isdecimal() and int(per_task) * per_node <= processors
+        return (f"--cpus-per-task={per_task}",) if fits else ()
+    logger.warning(
+        f"--launcher slurm: a machine of the allocation has {processors} processor(s), which {per_node} ranks share; "
+        f"ask Slurm for more, such as --cpus-per-task with --ntasks-per-node={per_node}"
+    )
+    return ("--overcommit",)

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -65,6 +65,8 @@ class Supervisor:
         channel: The socket to the front.
         grace: Seconds that ranks get to save after a signal to stop; None: as long as usual. With it the signal goes to
             the ranks alone, whose children, such as loaders of data, are needed until the step is over.
+        handed_on: Signals that stop nothing by themselves. The launcher hands them on, but a scheduler such as Slurm
+            sends them to every process.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class Supervisor:
         pipes: Sequence[tuple[int, int]],
         channel: socket.socket,
         grace: float | None = None,
+        handed_on: Collection[int] = (),
     ) -> None:
         self._grace = grace
+        self._handed_on = handed_on
         self._workers = workers
         self._pipes = pipes
         self._channel = channel
@@ -94,6 +98,8 @@ class Supervisor:
         received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda number, _frame: received.append(number))
+        for each in self._handed_on:
+            signal.signal(each, _ignore)  # by a function, which the ranks do not inherit
         self._start_all()
         stop: tuple[int, float] | None = None
         with selectors.DefaultSelector() as selector:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -21,9 +22,15 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.runtime import ZeroRuntime
 
+# Longer than a launcher on a busy machine needs to hand a signal on.
+_ONE_SIGNAL_SECONDS = 5.0
+
 
 class StopRequest:
-    """Remembers the first of some signals until the step is over. A second one does what it did before.
+    """Remembers the first of some signals until the step is over. One that comes again does what it did before.
+
+    Slurm sends a signal to all processes of a step, and a launcher among them hands it on: within a few seconds both
+    count as one.
 
     Args:
         names: Signals, such as ``SIGTERM``.
@@ -43,14 +50,19 @@ class StopRequest:
             )
         self.reason: str | None = None
         self._before: dict[int, Any] = {}
+        self._first_at: dict[int, float] = {}  # seconds on the monotonic clock
         for name in names:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._remember)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
+        self.reason = self.reason or signal.Signals(number).name
+        now = monotonic()
+        if now - self._first_at.setdefault(number, now) < _ONE_SIGNAL_SECONDS:
+            return
         # A second signal ends the process without waiting for the end of the step.
         signal.signal(number, self._before.pop(number))
+        signal.raise_signal(number)
 
     def release(self) -> None:
         """Gives signals that have not come back to who handled them before."""

@@ -45,6 +45,7 @@ def main():
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
     engine, _, loader, _ = deepspeed.initialize(model=model, training_data=Pairs(), config=settings(args.save_dir))
     batches = iter(RepeatingLoader(loader))
+    loss = None  # stays so in a run that was at its end already
     while engine.global_steps < args.steps:
         x, y = (part.to(engine.device) for part in next(batches))
         loss = (engine(x) - y).pow(2).mean()
@@ -53,7 +54,7 @@ def main():
         if engine.was_step_applied() and engine.global_steps % args.save_every == 0:
             engine.save_checkpoint(args.save_dir)
     if engine.global_rank == 0:
-        print(f"done after step {engine.global_steps}, loss {loss.item():.4f}")
+        print(f"done after step {engine.global_steps}" + (f", loss {loss.item():.4f}" if loss is not None else ""))
     engine.destroy()
     deepspeed.comm.destroy_process_group()
 

@@ -26,6 +26,7 @@ SlurmctldHost=node0
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=5
 StateSaveLocation=/run/slurm/state
 SlurmdSpoolDir=/run/slurm/spool
 SlurmctldPidFile=/run/slurmctld.pid
@@ -41,13 +42,13 @@ JobRequeue=1
 GresTypes=gpu
 SlurmdTimeout=30
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
-NodeName=node[0-{last}] CPUs=4 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
+NodeName=node[0-{last}] CPUs=4 RealMemory=1000 Gres=gpu:4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
 """
 
 
 class SlurmCluster:
-    """A cluster whose nodes have four processors and two devices each, which are plain files.
+    """A cluster whose nodes have four processors and four devices each, which are plain files.
 
     Args:
         machines: Its machines; it ends with them.
@@ -59,13 +60,13 @@ class SlurmCluster:
         self._folder.mkdir()
         configuration = self._folder / "slurm.conf"
         configuration.write_text(_CONFIGURATION.format(last=len(machines.all) - 1))
-        (self._folder / "gres.conf").write_text("Name=gpu File=/tmp/gpu[0-1]\n")
+        (self._folder / "gres.conf").write_text("Name=gpu File=/tmp/gpu[0-3]\n")
         self.variables = {"SLURM_CONF": str(configuration)}
         key = self._folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         for machine in machines.all:
-            script = "touch /tmp/gpu0 /tmp/gpu1; mkdir -p -m 755 /run/munge /run/slurm/state /run/slurm/spool"
+            script = "cd /tmp; touch gpu0 gpu1 gpu2 gpu3; mkdir -p -m 755 /run/munge /run/slurm/state /run/slurm/spool"
             assert machine.run(["sh", "-c", script], self._folder)[0] == 0
             self._serve(
                 machine.name, ["munged", "--foreground", "--force", f"--key-file={key}", "--pid-file=/run/munge/pid",

@@ -123,6 +123,37 @@ def test_slurm(capsys, monkeypatch):
     assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=gpu08,gpu09 " in line
 
 
+@pytest.mark.parametrize(("processors", "given"), [("1(x2)", True), ("8,1", True), ("2(x2)", False), ("", False)])
+def test_slurm_starts_more_ranks_than_processors(capsys, monkeypatch, processors, given):
+    """Else srun says "More processors requested than permitted" in an allocation by devices alone."""
+    for name, value in {
+        "JOB_ID": "7",
+        "JOB_NODELIST": "a,b",
+        "GPUS_ON_NODE": "2",
+        "JOB_CPUS_PER_NODE": processors,
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    runner.main(["-H", "None", "--launcher=slurm", "--dry_run", *SCRIPT])
+    assert ("--distribution=block --overcommit " in capsys.readouterr().out) == given
+
+
+def test_slurm_hands_on_the_processors_per_task(capsys, monkeypatch):
+    """Srun of 22.05 and newer does not take them from the allocation."""
+    known = {
+        "JOB_ID": "7",
+        "JOB_NODELIST": "a,b",
+        "GPUS_ON_NODE": "2",
+        "JOB_CPUS_PER_NODE": "16(x2)",
+        "CPUS_PER_TASK": "8",
+    }
+    for name, value in known.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    runner.main(["-H", "None", "--launcher=slurm", "--dry_run", *SCRIPT])
+    assert "--distribution=block --cpus-per-task=8 " in capsys.readouterr().out
+    runner.main(["-H", "None", "--launcher=slurm", "--num_gpus=4", "--dry_run", *SCRIPT])  # more ranks than tasks
+    assert "--cpus-per-task" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("launcher", ["impi", "slurm"])
 def test_uneven_machines_are_refused_where_the_program_cannot(launcher):
     with pytest.raises(ValueError, match=rf"--launcher {launcher}: .* \{{'worker-1': 4, 'worker-2': 1\}}"):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 
+import psutil
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher.launch import stop_signal
 from deepspeed.ports import free_port
+from deepspeed.preemption import feature
 from deepspeed.preemption.feature import StopRequest, signals_of
 from tests.harness.pool import run_ranks
 from tests.launcher.processes import Launcher
@@ -89,13 +91,18 @@ def test_without_resume_and_with_another_code(tmp_path):
         assert (code, steps) == (99, 1)
 
 
-def test_the_second_signal_does_what_it_did_before():
+def test_the_second_signal_does_what_it_did_before(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(feature, "monotonic", lambda: clock[0])
     seen = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
     try:
         request = StopRequest(["SIGUSR2"])
         os.kill(os.getpid(), signal.SIGUSR2)
+        # Slurm sends one to the launcher and to the rank, and the launcher hands it on.
+        os.kill(os.getpid(), signal.SIGUSR2)
         assert (request.reason, seen) == ("SIGUSR2", [])
+        clock[0] += 6
         os.kill(os.getpid(), signal.SIGUSR2)
         assert seen == [signal.SIGUSR2]
         request.release()
@@ -166,6 +173,9 @@ def test_the_launcher_hands_the_signal_on_and_leaves_with_the_code_of_the_ranks(
     launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={free_port()}", *options)
     launcher.wait_for_files("up0", "up1")
     launcher.process.send_signal(number)
+    if number != signal.SIGTERM:  # a scheduler may send it to all processes; the supervisor of the ranks is one
+        for child in psutil.Process(launcher.process.pid).children():
+            child.send_signal(number)
     code, _, err = launcher.finish()
     assert code == 75, err
     assert "have saved and exited; start the same command again to resume" in err

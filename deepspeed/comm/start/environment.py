@@ -4,7 +4,7 @@ Every way of starting a distributed job leaves its own variables. :func:`find_pl
 which it believed:
 
 1. ``RANK`` and ``WORLD_SIZE`` (the ``deepspeed`` command, torchrun, Accelerate, Lightning),
-2. Open MPI's ``OMPI_COMM_WORLD_*``,
+2. Open MPI's ``OMPI_COMM_WORLD_*``, MVAPICH's ``MV2_COMM_WORLD_*``,
 3. Slurm's ``SLURM_PROCID`` and ``SLURM_NTASKS`` (a task started by ``srun``),
 4. ``PMI_RANK`` and ``PMI_SIZE`` (MPICH, Intel MPI, MVAPICH),
 5. one process on each of several machines (:mod:`deepspeed.cluster`): ``PET_*``, SkyPilot, SageMaker,
@@ -196,6 +196,9 @@ def _scheduler_identity(environ: Mapping[str, str]) -> _FoundRank | None:
     if environ.get("OMPI_COMM_WORLD_RANK") and environ.get("OMPI_COMM_WORLD_SIZE"):
         rank, size = _integer(environ, "OMPI_COMM_WORLD_RANK"), _integer(environ, "OMPI_COMM_WORLD_SIZE")
         return _FoundRank(rank, size, "Open MPI variables")
+    if environ.get("MV2_COMM_WORLD_RANK") and environ.get("MV2_COMM_WORLD_SIZE"):
+        rank, size = _integer(environ, "MV2_COMM_WORLD_RANK"), _integer(environ, "MV2_COMM_WORLD_SIZE")
+        return _FoundRank(rank, size, "MVAPICH's MPI variables")
     slurm = is_slurm_task(environ)
     # mpiexec inside a Slurm allocation hands on the Slurm variables of the one task that started it: PMI_* are right.
     if environ.get("PMI_RANK") and environ.get("PMI_SIZE"):

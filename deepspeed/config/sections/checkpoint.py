@@ -121,8 +121,8 @@ class Preemption(Section):
     )
     signals: TextList = key(
         None,
-        "Signals with which the scheduler announces the end of the process; deepspeed --signal adds one. A second "
-        "signal of the same kind ends the process at once.",
+        "Signals with which the scheduler announces the end of the process; deepspeed --signal adds one. A signal of "
+        "the same kind that comes five seconds later or more ends the process at once.",
         factory=lambda: ["SIGTERM", "SIGUSR1"],
     )
     exit_code: Int = key(

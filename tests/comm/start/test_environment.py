@@ -125,6 +125,12 @@ def test_pmi():
     assert (place.rank, place.world_size, place.local_rank, place.address) == (1, 2, 1, "127.0.0.1")
 
 
+def test_mvapich():
+    environ = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1"}
+    place = find_place({**environ, "MV2_COMM_WORLD_LOCAL_SIZE": "2"}, mpi_address=lambda: "node0")
+    assert (place.rank, place.world_size, place.local_rank, place.address) == (3, 4, 1, "node0")
+
+
 def test_pmi_under_slurm():
     # srun with PMI: both say the same, Slurm knows more. mpiexec in an allocation: only PMI knows this process.
     assert find_place({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}).way == "Slurm variables"

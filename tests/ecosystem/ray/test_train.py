@@ -23,7 +23,7 @@ ray_train = pytest.importorskip("ray.train")
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = str(Path(__file__).parents[3])
 
 
@@ -96,6 +96,8 @@ def train(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
+    # Ray gives its workers the least priority, with which they may get nothing for minutes beside other programs.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     variables = {"PYTHONPATH": ROOT, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables}, log_to_driver=False)
     yield
