@@ -196,7 +196,7 @@ class LocalRun:
         return previous
 
     def _handed_on(self) -> set[int]:
-        handed_on = {*_HANDED_ON} if self._stop_signal is None else {*_HANDED_ON, self._stop_signal}
+        handed_on: set[int] = {*_HANDED_ON} if self._stop_signal is None else {*_HANDED_ON, self._stop_signal}
         return handed_on - {signal.SIGTERM, signal.SIGINT}  # these two end the run
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
