@@ -173,7 +173,7 @@ def test_a_program_that_takes_the_connection_and_says_nothing_is_named():
         job = start(code, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         _, err = job.communicate(timeout=120)
     assert job.returncode == 1
-    assert "which does not answer as rank 0 would. Set MASTER_PORT to a free port" in err.splitlines()[-1]
+    assert "and does not answer as rank 0 would. Set MASTER_PORT to a free port" in err.splitlines()[-1]
 
 
 def test_two_runs_at_one_port_do_not_mix():
