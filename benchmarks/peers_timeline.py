@@ -2,8 +2,7 @@
 
 The code of FSDP2 and DDP runs unchanged on tensors without values, as a rank of torch's fake process group. A mode of
 torch sees their operations and collectives, a device module sees their streams and events. The same replay gives both
-sides their times, so that they differ only in what each issues, on which stream, and what it waits for. Kernels on side
-streams (copies into gathers, casts after reductions) cost the peers nothing.
+sides their times, so that they differ only in what each issues, on which stream, and what it waits for.
 
 Run: ``python -m benchmarks.peers_timeline [--out FILE]``.
 """

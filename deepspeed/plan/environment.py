@@ -9,9 +9,10 @@ large transfers leave their buffers alone.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,14 @@ from deepspeed.plan.autocasting import asked_for_meta
 from deepspeed.plan.memory import META
 from deepspeed.plan.simulated_hardware import SimulatedDevice, SimulatedDisk, SimulatedHostMemory
 from deepspeed.plan.simulated_stage import Stage, simulated_transports
-from deepspeed.plan.timeline.step_trace import HostWaitEvent, StepRecording, TracedTransport
+from deepspeed.plan.timeline.step_trace import (
+    FINISHING_STREAM,
+    HostWaitEvent,
+    StepRecording,
+    StreamWaitEvent,
+    TracedTransport,
+    WaitEvent,
+)
 from deepspeed.plan.values import OperationCount
 from deepspeed.zero.update.speculation import IdleWorker, workers_from
 
@@ -118,7 +126,36 @@ class _SimulatedGlooTransport(TracedTransport, HostTransport):
         """Leaves the tensors as they are."""
 
 
+class _SimulatedStream:
+    """The stream to which the simulated step issues operations."""
+
+    def __init__(self, trace: StepRecording) -> None:
+        self._trace = trace
+
+    def wait_event(self, record: int) -> None:
+        """Records that the stream waits for an event of another one."""
+        self._trace.add(StreamWaitEvent(record, self._trace.stream))
+
+
 class _SimulatedNativeTransport(TracedTransport, NativeTransport):
+    @property
+    @override
+    def stream(self) -> _SimulatedStream:
+        return _SimulatedStream(self.trace)
+
+    @functools.cached_property
+    @override
+    def finishing_stream(self) -> int:
+        return FINISHING_STREAM
+
+    @override
+    def queue_after(self, work: Any, finish: Callable[[], None]) -> int:
+        with self.trace.on_stream(self.finishing_stream):
+            self.trace.add(WaitEvent(self._number, self.trace.stream))
+            work.wait()
+            finish()
+            return self.trace.record_event()
+
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """Returns the rows of all ranks as if each had sent this rank's values."""
         self.trace.add(HostWaitEvent())

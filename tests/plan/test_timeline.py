@@ -20,6 +20,8 @@ from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
 from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, segments
 from deepspeed.plan.timeline.step_trace import (
+    COMPUTE_STREAM,
+    FINISHING_STREAM,
     CollectiveEvent,
     CopyEvent,
     HostWaitEvent,
@@ -134,6 +136,13 @@ def test_operations_of_another_stream_are_waited_for_where_the_program_waits():
     assert replayed(*copies, moves(2)).seconds == pytest.approx(5)
 
 
+def test_an_operation_of_another_stream_slows_the_computation_beside_it():
+    beside = [moves(4, stream=1), StreamRecordEvent(1, 1), moves(20), StreamWaitEvent(1, 0)]
+    assert replayed(*beside, contention=0.5).seconds == pytest.approx(22)
+    alone = [moves(4, stream=1), StreamRecordEvent(1, 1), StreamWaitEvent(1, 0), moves(20)]
+    assert replayed(*alone, contention=0.5).seconds == pytest.approx(24)
+
+
 def test_an_event_of_an_earlier_step_is_over():
     assert replayed(StreamWaitEvent(7, 0), StreamWaitEvent(7, 1), moves(1)).seconds == pytest.approx(1)
 
@@ -172,6 +181,19 @@ def test_every_exchange_of_the_flow_is_recorded_and_waited_for(stage):
     assert Counter(event.name for event in starts) == asked
     assert {event.number for event in starts} <= set(waits)
     assert {event.ranks for event in starts} == {tuple(range(8))}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_follows_a_reduction_is_on_a_stream_of_its_own(stage):
+    """As the transport does it on a device: it waits there, scales there, and computation waits for the event."""
+    trace = planned(stage).simulated.trace
+    reductions = {event.number for event in trace if isinstance(event, CollectiveEvent) and event.name != "all_gather"}
+    finishing = {event.number for event in trace if isinstance(event, WaitEvent) and event.stream == FINISHING_STREAM}
+    assert reductions and finishing == reductions
+    assert any(event.stream == FINISHING_STREAM for event in trace if isinstance(event, OperationEvent))
+    events = {event.record for event in trace if isinstance(event, StreamRecordEvent)}
+    waited = {event.record for event in trace if isinstance(event, StreamWaitEvent) and event.stream == COMPUTE_STREAM}
+    assert len(events) == len(reductions) and events == waited
 
 
 def test_stage_3_gathers_a_layer_ahead():
@@ -255,7 +277,7 @@ def test_pictures(tmp_path):
     assert picture.startswith("<svg") and "a &lt;title&gt;" in picture and "#c8553d" in picture
     read = json.loads(step_trace_json(step))["traceEvents"]
     names = {event["args"]["name"] for event in read if event["ph"] == "M"}
-    assert names == {"compute", "data"}
+    assert names == {"compute", "data", "stream 1"}
     assert all(event["dur"] >= 0 for event in read if event["ph"] == "X")
 
 

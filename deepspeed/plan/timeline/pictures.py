@@ -78,6 +78,8 @@ def _streams(spans: Sequence[StreamSpan]) -> list[str]:
 
 
 def _kind(span: StreamSpan) -> str:
+    if span.stream.startswith("stream "):
+        return "other"
     if span.stream != COMPUTE:
         return "exchange"
     if span.name.startswith("waits"):

@@ -5,7 +5,7 @@ free; an exchange when it is issued, what its stream was given before is done, a
 several nodes the network, are free. A wait holds its stream up until the exchange or the event is over. Nothing else
 orders anything, so what overlaps is what the program lets overlap.
 
-Operations on other streams than that of computation take nothing from it.
+What runs on other streams beside computation slows it, operations as much as exchanges.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StreamSpan(NamedTuple):
 
 
 class _ReplayedTransfer(NamedTuple):
-    """An exchange with its times."""
+    """An exchange, or an operation on a stream beside that of computation (its axis is empty), with its times."""
 
     axis: str
     begin: float
@@ -58,7 +58,7 @@ class _SideStream:
 
     Attributes:
         free: When all that it was given is done.
-        transfers: By number, the exchanges that it waited for.
+        transfers: By number, the exchanges that it waited for, and by numbers below 0 its operations.
     """
 
     free: float = 0.0
@@ -123,7 +123,8 @@ class ReplayRunner:
         self._works: dict[int, _ReplayedTransfer] = {}  # those that were not waited for
         self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
         self._records: dict[int, _SideStream] = {}  # as the stream was at the event
-        self._charged: set[int] = set()  # exchanges whose cost computation has paid
+        self._charged: set[int] = set()  # transfers whose cost computation has paid
+        self._operations = 0  # on other streams
         self._phase, self._updated = "", 0.0  # seconds of updates on the host since the device computed
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
@@ -151,6 +152,9 @@ class ReplayRunner:
             stream = self._beside[event.stream]
             begin = max(stream.free, self._host)
             stream.free = begin + seconds
+            if seconds > 0:
+                self._operations += 1
+                stream.transfers[-self._operations] = _ReplayedTransfer("", begin, stream.free)
             self._found.spans.append(StreamSpan(f"stream {event.stream}", cost.name, begin, stream.free))
             return
         begin = max(self._compute, self._host)
@@ -225,17 +229,21 @@ class ReplayRunner:
             waits = max(0.0, min(end, until) - max(start, begin))
             unexplained -= waits
             slowed = self._network.slowdown(end - begin, waits)
-            self._found.exposed[axis] += waits + slowed
+            self._add_wait(axis, waits + slowed)
             taken += slowed
-        if unexplained > 0:  # the exchange had not begun, or operations of the other stream
-            if new:
-                self._found.exposed[new[-1].axis] += unexplained
-            else:
-                self._found.work[OperationKind.TRAFFIC] += unexplained
+        last = next((work.axis for work in reversed(new) if work.axis), "")
+        if unexplained > 0:  # it had not begun when the wait did
+            self._add_wait(last, unexplained)
         if until > start:
-            name = new[-1].axis if new else "another stream"
+            name = last or "another stream"
             self._found.spans.append(StreamSpan(COMPUTE, f"waits: {name}", self._compute, until))
         self._compute = max(self._compute, until) + taken
+
+    def _add_wait(self, axis: str, seconds: float) -> None:
+        if axis:
+            self._found.exposed[axis] += seconds
+        else:
+            self._found.work[OperationKind.TRAFFIC] += seconds
 
     def _copy(self, event: CopyEvent) -> None:
         rate = self._device.device.host_link

@@ -12,6 +12,8 @@ from deepspeed.plan.timeline.operation_cost import OperationCost
 
 COMPUTE_STREAM = 0
 """Number of the stream on which the model computes; other streams have other numbers."""
+FINISHING_STREAM = 1
+"""Number of the stream on which a transport scales and adds what a reduction has brought."""
 
 
 class OperationEvent(NamedTuple):
@@ -121,6 +123,21 @@ class StepRecording:
         if self.is_on:
             self.events.append(event)
 
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Operations and exchanges are issued to ``stream`` while the context is open."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def record_event(self) -> int:
+        """Records an event of the stream to which operations are issued, and returns its number."""
+        self._count += 1
+        self.add(StreamRecordEvent(self._count, self.stream))
+        return self._count
+
     def start(self, name: str, axis: str, nbytes: int, ranks: tuple[int, ...]) -> int:
         """Records the start of an exchange and returns its number."""
         self._count += 1
@@ -161,6 +178,7 @@ class TracedTransport:
     axis: str
     ranks: tuple[int, ...]
     _is_inside = False
+    _number = -1  # of the exchange that is being started
 
     def all_gather(self, flat: Any, **options: Any) -> Any:
         """Records and starts an all-gather."""
@@ -197,7 +215,7 @@ class TracedTransport:
             return call()
         self._is_inside = True
         try:
-            number = self.trace.start(name, self.axis, flat.numel() * flat.element_size(), self.ranks)
-            return TracedWork(call(), lambda: self.trace.add(WaitEvent(number)))
+            number = self._number = self.trace.start(name, self.axis, flat.numel() * flat.element_size(), self.ranks)
+            return TracedWork(call(), lambda: self.trace.add(WaitEvent(number, self.trace.stream)))
         finally:
             self._is_inside = False
