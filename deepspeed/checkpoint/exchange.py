@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.objects import gather_objects
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")
@@ -28,9 +29,19 @@ class Exchange:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._transport = Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints")
-        self.rank = self._transport.rank
-        self.size = self._transport.size
+        self._use(Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints"))
+
+    @classmethod
+    def over(cls, transport: Transport) -> Exchange:
+        """Returns one that shares a transport of objects."""
+        made = cls.__new__(cls)
+        made._use(transport)
+        return made
+
+    def _use(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """Gathers ``value`` of all ranks, by rank; ``doing`` names the operation in timeout messages."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import SEQUENCE, TENSOR
 from deepspeed.comm.members.form import JobManager, waits_give_up
 from deepspeed.comm.members.join import JOIN, RunMembership, new_token
 from deepspeed.comm.members.links import MemberLinks
 from deepspeed.comm.members.member import JobPlan, RunMember
-from deepspeed.comm.members.regroup import Regroup
+from deepspeed.comm.members.regroup import MemberSelection, ReadyMember, Regroup
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.elasticity.copies import (
@@ -26,9 +28,11 @@ from deepspeed.elasticity.copies import (
     CopyStore,
     ForwardStates,
     copy_states,
+    layout_of_parts,
     newest_whole,
 )
 from deepspeed.elasticity.restore import build_again, restore, take_apart
+from deepspeed.elasticity.selection import RunShape
 from deepspeed.engine.base import EngineBase
 from deepspeed.engine.resuming import run_state_of
 from deepspeed.engine_feature import UnevenBatch
@@ -166,7 +170,13 @@ class Continuation:
         self._is_valid = False  # the engine's states are those of a whole number of updates
         self._buddy = BuddyLink(transport, run.held)
         plan = run.members.plan
-        self._layout = CopyLayout.of(run_state_of(engine), plan.epoch, [member.number for member in plan.members])
+        owners, run_state = [member.number for member in plan.members], run_state_of(engine)
+        self._shape = shape_of(engine)
+        self._numbers: dict[int, int] | None = None  # of this rank's buckets in the layout; None: those they have
+        if self._shape.parts == 1:
+            self._layout = CopyLayout.of(run_state, plan.epoch, owners)
+        else:
+            self._layout, self._numbers = layout_of_parts(run_state, plan.epoch, owners, self._shape.parts, transport)
 
     @classmethod
     def open(cls, engine: EngineBase) -> Continuation:
@@ -178,7 +188,7 @@ class Continuation:
             job.members = None
         run = ElasticRun.present()
         if run is None:
-            members = job.members if job.members is not None else _first_members(transport)
+            members = job.members if job.members is not None else _first_members(transport, shape_of(engine).parts)
             run = ElasticRun(members, CopyStore(members.links.number))
             members.elastic = run
             job.members = members
@@ -196,14 +206,14 @@ class Continuation:
         return made
 
     @property
-    def rank(self) -> int:
-        """This rank in the present job."""
-        return self._transport.rank
+    def data_rank(self) -> int:
+        """This rank's place among those that see other samples."""
+        return self._engine._parts.coordinates.data_rank
 
     @property
-    def size(self) -> int:
-        """Ranks of the present job."""
-        return self._transport.size
+    def data_size(self) -> int:
+        """Ranks that see other samples."""
+        return self._engine._parts.coordinates.data_size
 
     # -- while training ------------------------------------------------------------------------------------------------
 
@@ -221,9 +231,15 @@ class Continuation:
             )
 
     @property
-    def has_knocks(self) -> bool:
-        """Whether a process asks this one to let it join."""
-        return bool(self.run.members.links.join_requests)
+    def joining(self) -> int:
+        """How many processes ask this one, or spares that have told this one, to let them join."""
+        return self.run.members.links.joining
+
+    def can_grow(self, joining: int) -> bool:
+        """Whether so many processes that ask to join make a larger job, together with spares."""
+        plan, shape = self.run.members.plan, self._shape
+        spares = [sum(member.part == part for member in plan.spares) for part in range(shape.parts)]
+        return sum(max(shape.multiple - count, 0) for count in spares) <= joining
 
     def begin_step(self, step: UnevenBatch) -> None:
         """Opens a step. Where no copies are made ahead, it notes what the forwards of the step will change."""
@@ -263,7 +279,8 @@ class Continuation:
         started, busy = time.monotonic(), time.process_time()
         run = self.run
         run_state_of(self._engine).settle()
-        own = copy_states(run_state_of(self._engine), self._layout, run.members.links.number, run.held)
+        number = run.members.links.number
+        own = copy_states(run_state_of(self._engine), self._layout, number, run.held, numbers=self._numbers)
         sent = self._buddy.sent
         theirs = None if self._layout.has_replicas else self._buddy.exchange(own)
         for copy in (own, theirs):
@@ -310,7 +327,7 @@ class Continuation:
             DeepSpeedError: The run cannot go on.
         """
         links = self.run.members.links
-        recovery = Recovery(step, (self.size, 0))
+        recovery = Recovery(step, (self._transport.size, 0))
         lost = list(links.lost.values())
         if lost:
             recovery.detected = time.monotonic() - min(each.seen for each in lost)
@@ -342,18 +359,10 @@ class Continuation:
         members, started = self.run.members, time.monotonic()
         members.starter.end_job()
         causes = {number: lost.cause for number, lost in members.links.lost.items()}
-        plan = Regroup(
-            members.links,
-            members.plan.epoch,
-            self.run.held.listed(),
-            newest_whole,
-            members.starter.open_store,
-            self._patience,
-        ).run()
-        members.plan = plan
+        plan, waited = self._agree()
         members.starter.start_job(plan)
         Job.current().members = members
-        recovery.regrouped += time.monotonic() - started
+        recovery.regrouped += time.monotonic() - started - waited
         names = [_obituary(each, recovery.step, causes.get(each.number, "")) for each in plan.lost]
         recovery.lost = (*recovery.lost, *names)
         recovery.joined += len(plan.newcomers)
@@ -369,6 +378,46 @@ class Continuation:
         made._log_recovery(recovery)
         return made
 
+    def _agree(self) -> tuple[JobPlan, float]:
+        """Returns the next plan in which this process has a rank, and the seconds for which it was a spare before.
+
+        Raises:
+            SystemExit: With status 0, on a spare, when the others have come to the end of the run.
+        """
+        members, served = self.run.members, frozenset[int]()
+        waited, since = 0.0, time.monotonic()
+        while True:
+            agreed = Regroup(
+                members.links,
+                members.plan.epoch,
+                self.run.held.listed(),
+                self._choose,
+                members.starter.open_store,
+                self._patience,
+                served,
+            ).run()
+            if agreed is None:
+                log_dist("elastic: the run has come to its end; this spare process ends too", ranks=[-1])
+                self.leave()
+                raise SystemExit(0)
+            waited, since = waited + (time.monotonic() - since if served else 0.0), time.monotonic()
+            members.plan = agreed
+            served = frozenset(member.number for member in agreed.members)
+            if members.links.number in served:
+                return agreed, waited
+            members.starter.stand_by()
+            log_dist(
+                f"elastic: this process is a spare: the ranks that are left make a job of {len(served)}, and it waits "
+                "until ranks are lost or join",
+                ranks=[-1],
+                level=logging.WARNING,
+            )
+
+    def _choose(
+        self, living: Sequence[RunMember], ready: Mapping[int, ReadyMember], joining: Sequence[RunMember]
+    ) -> MemberSelection:
+        return self._shape.choose(living, ready, joining, newest_whole)
+
     def _fill(self) -> None:
         """Fills the engine from the copies of the plan, and makes copies of this job. Every rank must call it."""
         started = time.monotonic()
@@ -378,7 +427,10 @@ class Continuation:
         elif plan.source is not None:
             number = self.run.members.links.number
             run_state = run_state_of(self._engine)
-            self.came = restore(self._engine, run_state, held, plan.source, number, self._transport)
+            # Ranks that share layers draw the same numbers.
+            first = self._transport.rank // self._shape.sharing * self._shape.sharing
+            alike = [member.number for member in plan.members[first : first + self._shape.sharing]]
+            self.came = restore(self._engine, run_state, held, plan.source, number, self._transport, alike)
         else:
             self._load_checkpoint()
         self._is_valid = True
@@ -439,6 +491,13 @@ class Continuation:
         ExitNotes.here().recovered([member.pid for member in self.run.members.plan.lost])
 
 
+def shape_of(engine: EngineBase) -> RunShape:
+    """Returns what jobs of an engine's run look like."""
+    mesh = engine._parts.coordinates.mesh
+    tensor, experts = mesh.size(TENSOR), math.lcm(*Job.current().experts.sizes())
+    return RunShape(parts=experts * tensor, multiple=mesh.size(SEQUENCE), sharing=tensor)
+
+
 def hooks_of(engine: EngineBase) -> Any:
     """Returns the ``ElasticHooks`` of an engine; None where its configuration has no ``elasticity.continue``."""
     return engine._hooks.get("deepspeed.elasticity.feature")
@@ -467,8 +526,8 @@ def _obituary(member: RunMember, step: int, cause: str) -> str:
     return f"{member.name} was lost in step {step}{f': {cause}' if cause else ''}"
 
 
-def _first_members(transport: Transport) -> RunMembership:
-    """Links the ranks of a run that begins. Every rank must call it."""
+def _first_members(transport: Transport, parts: int) -> RunMembership:
+    """Links the ranks of a run that begins, whose model has so many parts. Every rank must call it."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     own = address_towards(address)
     if own is None:
@@ -479,7 +538,7 @@ def _first_members(transport: Transport) -> RunMembership:
     links = MemberLinks(own, token)
     here = RunMember(
         transport.rank, transport.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")),
-        links.address,
+        links.address, transport.rank % parts,
     )  # fmt: skip
     members = tuple(gather_objects(transport, here, label="linking the ranks"))
     links.settle(members, transport.rank)

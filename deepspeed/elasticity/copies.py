@@ -1,10 +1,10 @@
 """Copies of model states in host memory: of this rank's own slices, and of those of its neighbour.
 
-After a step every rank copies its masters, optimizer states and small states, and sends the copy to the next rank, its
-*buddy*. The two newest generations are kept, so that a death while copies travel leaves the one before whole. Where
-other ranks have the same slices (MiCS) nothing is sent: their own copies serve. A buddy on the same host opens the
-memory itself, so that a copy is made once and not sent. Where every rank has everything (stage 0) nothing is copied
-ahead: the states of any rank that is left will do.
+After a step every rank copies its masters, optimizer states and small states, and sends the copy to another rank, its
+*buddy* (``CopyLayout.ring``). The two newest generations are kept, so that a death while copies travel leaves the one
+before whole. Where other ranks have the same slices (MiCS) nothing is sent: their own copies serve. A buddy on the same
+host opens the memory itself, so that a copy is made once and not sent. Where every rank has everything (stage 0 of a
+model of one part) nothing is copied ahead: the states of any rank that is left will do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,15 @@ from typing_extensions import override
 
 from deepspeed.checkpoint.collect import is_per_element
 from deepspeed.checkpoint.disk import bytes_of
+from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import COMPUTE, MASTER, SavedRun, optimizer_kind
 from deepspeed.checkpoint.param_groups import RankGroups
+from deepspeed.checkpoint.roster import roster
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.states import random_state
 from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copy_memory import CopyMemory, open_memory
 from deepspeed.zero.tiling.layout import BucketLayout
@@ -48,6 +51,7 @@ class CopyLayout:
         aliases: Further names of tied parameters.
         is_whole: Each copy has everything, so that one of them is enough.
         parts: Which part of the model states each rank has; ranks with the same number hold the same slices.
+        model_parts: Parts of the model, which neighbouring ranks hold; small states belong to one of them.
     """
 
     epoch: int
@@ -58,15 +62,29 @@ class CopyLayout:
     aliases: dict[str, str]
     is_whole: bool
     parts: tuple[int, ...]
+    model_parts: int = 1
 
     @property
     def has_replicas(self) -> bool:
         """Whether every part is on several ranks."""
         return all(self.parts.count(part) > 1 for part in self.parts)
 
+    @property
+    def ring(self) -> list[int]:
+        """The ranks in an order in which each one's buddy is the next.
+
+        That is one with the same part of the model for other samples, so that the ranks of one copy of the model,
+        perhaps those of a host, may be lost at once.
+        """
+        return sorted(range(len(self.owners)), key=lambda rank: (rank % self.model_parts, rank))
+
+    def is_alike(self, owner: int, rank: int) -> bool:
+        """Whether the small states of ``owner`` are those of a rank, up to what belongs to one process."""
+        return self.owners.index(owner) % self.model_parts == rank % self.model_parts
+
     @classmethod
     def of(cls, run_state: RunState, epoch: int, owners: Sequence[int]) -> CopyLayout:
-        """Returns that of a model."""
+        """Returns that of a model of one part. Nothing is communicated."""
         left_out, frozen = set(), set()
         is_whole, sharing = True, len(owners)
         for bucket in run_state.runtime.buckets:
@@ -88,6 +106,44 @@ class CopyLayout:
             is_whole,
             tuple(0 if is_whole else rank % sharing for rank in range(len(owners))),
         )
+
+
+def layout_of_parts(
+    run_state: RunState, epoch: int, owners: Sequence[int], model_parts: int, transport: Transport
+) -> tuple[CopyLayout, dict[int, int]]:
+    """Returns the layout of a model of which ranks have different parts, and the numbers of this rank's buckets there.
+
+    Parameters that several parts have alike are copied by one of them. Every rank of the job must call it.
+
+    Args:
+        run_state: The training run.
+        epoch: Of the job.
+        owners: Numbers of its members, by rank.
+        model_parts: See :class:`CopyLayout`.
+        transport: Between the ranks, over host memory.
+    """
+    mine = CopyLayout.of(run_state, epoch, owners)
+    if run_state.stage == 3:  # where one copy of the model is left, nothing is sharded, and a spare has nothing of it
+        mine = replace(mine, left_out=frozenset())
+    listed = roster(run_state, Exchange.over(transport))
+    numbers = dict(listed.numbers)
+    slices = tuple(
+        (numbers[index], start) for _, index, start, _ in _own_ranges(run_state, mine.left_out) if index in numbers
+    )
+    gathered = gather_objects(transport, (mine.left_out, mine.frozen, slices), label="listing the model for copies")
+    known = list(dict.fromkeys(found for _, _, found in gathered))
+    layout = CopyLayout(
+        epoch,
+        tuple(owners),
+        listed.buckets,
+        frozenset().union(*(left_out for left_out, _, _ in gathered)),
+        frozenset().union(*(frozen for _, frozen, _ in gathered)),
+        listed.aliases,
+        is_whole=False,  # a rank that has made an update may find others that have not, and lacks what these hold
+        parts=tuple(known.index(found) for _, _, found in gathered),
+        model_parts=model_parts,
+    )
+    return layout, numbers
 
 
 @dataclass(frozen=True)
@@ -308,15 +364,16 @@ def _scalars(run_state: RunState) -> Iterator[tuple[tuple[str, ...], dict[str, A
                 )
 
 
-def _own_ranges(run_state: RunState) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """Yields kind, bucket, first element and values (1-D views) of all that this rank has and others may lack."""
+def _own_ranges(run_state: RunState, left_out: frozenset[str]) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    """Yields kind, bucket, first element and values (1-D views) of this rank's part of all that is not left out."""
     for bucket in run_state.runtime.buckets:
         master = run_state.runtime.master_of(bucket)
         if master is not None:
             yield from _of_master(run_state, bucket.index, master)
-        elif bucket.is_sharded:
-            lower, _ = bucket.layout.slice_bounds(bucket.transport.rank)
-            yield COMPUTE, bucket.index, lower, bucket.shard
+        elif bucket.is_sharded or not left_out.issuperset(tile.logical for tile in bucket.layout.tiles):
+            lower, upper = bucket.layout.slice_bounds(bucket.transport.rank)
+            values = bucket.shard if bucket.is_sharded else bucket.full.tensor[lower:upper]
+            yield COMPUTE, bucket.index, lower, values
 
 
 def _of_master(run_state: RunState, bucket: int, master: MasterBucket) -> Iterator[tuple[str, int, int, torch.Tensor]]:
@@ -331,7 +388,12 @@ def _of_master(run_state: RunState, bucket: int, master: MasterBucket) -> Iterat
 
 @torch.no_grad()
 def copy_states(
-    run_state: RunState, layout: CopyLayout, owner: int, held: CopyStore, forward: ForwardStates | None = None
+    run_state: RunState,
+    layout: CopyLayout,
+    owner: int,
+    held: CopyStore,
+    forward: ForwardStates | None = None,
+    numbers: Mapping[int, int] | None = None,
 ) -> StateCopy:
     """Copies this rank's states to host memory.
 
@@ -341,12 +403,14 @@ def copy_states(
         owner: Number of this process.
         held: Has memory to spare.
         forward: See :func:`small_states`.
+        numbers: Index of each bucket that is copied to its number in ``layout``; None: all are, and have the same.
     """
     runs: dict[str, list[SavedRun]] = {}
     found: list[tuple[SavedRun, torch.Tensor]] = []
     size = 0
-    for kind, bucket, start, values in _own_ranges(run_state):
-        if values.numel():
+    for kind, index, start, values in _own_ranges(run_state, layout.left_out):
+        bucket = index if numbers is None else numbers.get(index, -1)
+        if values.numel() and bucket >= 0:
             run = SavedRun(bucket, start, start + values.numel(), values.dtype, size)
             runs.setdefault(kind, []).append(run)
             found.append((run, values))
@@ -360,7 +424,7 @@ def copy_states(
 
 
 class BuddyLink:
-    """Brings the copies of one job to the next rank, and those of the rank before here.
+    """Brings the copies of one job to the next rank of its ring, and those of the rank before here.
 
     A copy is sent the first time that its memory is used. If the buddy finds the same in the memory itself, it keeps
     that open, and later copies there are not sent: only what they are of. A rank makes its copy over the one before the
@@ -389,7 +453,9 @@ class BuddyLink:
         rank, size = transport.rank, transport.size
         if size == 1:
             return None
-        following, before = (rank + 1) % size, (rank - 1) % size
+        ring = copy.layout.ring
+        place = ring.index(rank)
+        following, before = ring[(place + 1) % size], ring[place - 1]
         address = copy.memory.address if copy.memory is not None else None
         words = pickle.dumps((copy.generation, copy.runs, copy.small, address))
         header = torch.frombuffer(bytearray(words), dtype=torch.uint8)
@@ -408,8 +474,8 @@ class BuddyLink:
         )
         received = torch.empty(int(theirs[0]), dtype=torch.uint8)
         transport.move([TensorTransfer(rank, following, header), TensorTransfer(before, rank, received)], label=doing)
-        generation, runs, small, place = pickle.loads(received.numpy().tobytes())
-        data = self._opened.get(place.serial) if place is not None else None
+        generation, runs, small, source = pickle.loads(received.numpy().tobytes())
+        data = self._opened.get(source.serial) if source is not None else None
         memory, moved = None, []
         if data is None:
             memory = self._held.spare(owners[before], int(theirs[1]), copy.layout.epoch)
@@ -421,7 +487,7 @@ class BuddyLink:
             moved.append(TensorTransfer(rank, following, copy.data))
             self.sent += copy.data.numel()
         transport.move(moved, label=doing)
-        if memory is not None and place is not None and (found := open_memory(place, data)) is not None:
-            self._opened = dict([*self._opened.items(), (place.serial, found)][-_KEPT:])
+        if memory is not None and source is not None and (found := open_memory(source, data)) is not None:
+            self._opened = dict([*self._opened.items(), (source.serial, found)][-_KEPT:])
             data, memory = found, None
         return StateCopy(generation, owners[before], copy.layout, runs, small, data, memory)

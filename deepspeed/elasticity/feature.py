@@ -7,16 +7,20 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from deepspeed.comm.job.mesh import DATA, EXPERT, TENSOR
 from deepspeed.config.section import features_of
 from deepspeed.elasticity.continuation import Continuation, ElasticRun
 from deepspeed.engine.features import feature_of
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, UnevenBatch, marks_of
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.tensor.request import group_was_given
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
 
 _SETTING = "elasticity.continue"
 _OWN = "deepspeed.elasticity.feature"
+_GOES_WITH = (_OWN, "deepspeed.parallel.tensor.feature", "deepspeed.parallel.expert.feature")
+_AXES = (DATA, EXPERT, TENSOR)
 
 
 class ElasticHooks(EngineHooks):
@@ -63,7 +67,14 @@ class ElasticRanks(EngineFeature):
 
     @override
     def finish(self, engine: Any, training_data: Any) -> None:
-        schedule = engine._parts.client.lr_scheduler
+        client = engine._parts.client
+        if client.mesh_param is not None or group_was_given(client.model):
+            what = "initialize(mesh_param=...)" if client.mesh_param is not None else "tp_model_init(tp_group=...)"
+            raise DeepSpeedConfigError(
+                f"{_SETTING}: {what} was given process groups or ranks of this job, which a lost rank ends; set the "
+                "sizes of the axes in the configuration (tensor_parallel.autotp_size)"
+            )
+        schedule = client.lr_scheduler
         if hasattr(schedule, "step") and not isinstance(schedule, type):
             raise DeepSpeedConfigError(
                 f"{_SETTING}: initialize(lr_scheduler=...) was given a schedule object, which belongs to one "
@@ -82,13 +93,9 @@ def _problem(setup: EngineSetup) -> str | None:
             "Leave elasticity.continue out of one of them, or call engine.destroy() on the first"
         )
     zero = setup.root.zero_optimization
-    other_axes = [f"{axis} ({size} ranks)" for axis, size in setup.ranks.mesh.axes if size > 1 and axis != "data"]
-    if other_axes or setup.ranks.model_size > 1 or setup.ranks.zero_group is not None:
-        axes = ", ".join(other_axes) or "an mpu with groups of its own"
-        return (
-            f"expected data parallelism alone, found {axes}. What a lost rank held of other axes has no copy; train "
-            "with data-parallel ranks only, or leave elasticity.continue out and restart from checkpoints"
-        )
+    problem = _problem_of_axes(setup)
+    if problem is not None:
+        return problem
     if setup.has_stages:
         return (
             "a PipelineModule is not supported: what a stage held has no copy on other ranks. Leave "
@@ -102,10 +109,49 @@ def _problem(setup: EngineSetup) -> str | None:
     problem = _problem_of_objects(setup)
     if problem is not None:
         return problem
-    asked_for = [feature_of(name) for name in _asked_for(setup) if name != _OWN]
+    asked_for = [feature_of(name) for name in _asked_for(setup) if name not in _GOES_WITH]
     others = [feature.title for feature in asked_for if not feature.only_watches]
     if others:
         return f"is not supported together with {', '.join(others)}; leave one of the two out"
+    return None
+
+
+def _problem_of_axes(setup: EngineSetup) -> str | None:
+    """What axes of the job a run cannot go on with; None: nothing."""
+    mesh, zero = setup.ranks.mesh, setup.root.zero_optimization
+    if not setup.mesh_is_ours:
+        return (
+            "an mpu knows groups of its own, which a lost rank ends; set the sizes of the axes in the configuration "
+            "(tensor_parallel.autotp_size), and leave initialize(mpu=...) out"
+        )
+    others = [f"{axis} ({size} ranks)" for axis, size in mesh.axes if size > 1 and axis not in _AXES]
+    if others:
+        return (
+            f"expected ranks along {', '.join(_AXES)}, found {', '.join(others)}. What a lost rank held of other "
+            "axes has no copy; leave them out, or leave elasticity.continue out and restart from checkpoints"
+        )
+    size = mesh.size(TENSOR)
+    if size > 1 and setup.root.tensor_parallel.autotp_size != size:
+        return (
+            f"expected layers that initialize cuts (tensor_parallel.autotp_size {size}), found a model that the "
+            "program has cut, which cannot be connected with other ranks; set tensor_parallel.autotp_size, and give "
+            "initialize the whole model"
+        )
+    if setup.root.use_data_before_expert_parallelism:
+        return (
+            "use_data_before_expert_parallelism lets experts lie on other ranks where there are fewer of them; leave "
+            "it out, so that neighbouring ranks share the experts of a layer"
+        )
+    if any(getattr(module, "ep_group", None) is not None for module in setup.model.modules()):
+        return (
+            "an expert layer was given a process group of the program's own, which a lost rank ends; leave it out, and "
+            "let initialize make the groups"
+        )
+    if size > 1 and zero.mics_shard_size > 1:
+        return (
+            f"zero_optimization.mics_shard_size {zero.mics_shard_size} is not supported beside tensor-parallel ranks; "
+            "leave it out"
+        )
     return None
 
 

@@ -196,7 +196,13 @@ class _CopyTable:
 
 
 def restore(
-    engine: Any, run_state: RunState, held: CopyStore, key: tuple[int, int], number: int, transport: Transport
+    engine: Any,
+    run_state: RunState,
+    held: CopyStore,
+    key: tuple[int, int],
+    number: int,
+    transport: Transport,
+    draws_alike: Sequence[int],
 ) -> int:
     """Fills an engine from copies. Every rank of the job must call it.
 
@@ -207,6 +213,8 @@ def restore(
         key: Generation and epoch of those to take.
         number: Of this process among the members.
         transport: Between the ranks, over host memory.
+        draws_alike: Numbers of the members that must draw the same random numbers, this process among them: ranks that
+            share layers. They go on with the random states of the first of them that had any.
 
     Returns:
         Bytes that came from other ranks.
@@ -228,7 +236,8 @@ def restore(
     listed = [copy for each in tables for copy in each.copies]
     source = MemorySource(layout, listed, mine, transport.rank)
     smalls = {copy.owner: copy.small for copy in sorted(listed, key=lambda each: not each.is_own)}
-    own = pickle.loads(smalls[number] if number in smalls else listed[0].small)
+    alike = next(owner for owner in smalls if layout.is_alike(owner, transport.rank))
+    own = pickle.loads(smalls.get(number, smalls[alike]))
     state = _training_state(own, listed, layout)
     shapes = {name: shape for name, shape in run_state.shapes().items() if name not in layout.left_out}
     matches, _, difference = match(source, shapes, run_state.aliases(), {})
@@ -251,8 +260,9 @@ def restore(
     if run_state.runtime.reducer is not None:
         run_state.runtime.reducer.clear()
     resume_from(engine, LoadResult(_WHERE, {}, dict(state.counters), len(layout.owners), 1))
-    if number in smalls:
-        restore_random_state(own.forward.random)
+    drawn = next((pickle.loads(smalls[owner]) for owner in draws_alike if owner in smalls), None)
+    if drawn is not None:
+        restore_random_state(drawn.forward.random)
     return came
 
 

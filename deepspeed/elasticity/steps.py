@@ -101,13 +101,14 @@ class ElasticStep:
         return weighed
 
     def numbers(self) -> Sequence[float]:
-        """Returns this rank's part of the mean loss, and whether a process asks it to let it join."""
-        return (0.0 if self._sum is None else float(self._sum), float(self._steps.has_knocks))
+        """Returns this rank's part of the mean loss, and how many processes ask it to let them join."""
+        return (0.0 if self._sum is None else float(self._sum), float(self._steps._continuation.joining))
 
     def take(self, rows: torch.Tensor) -> None:
         """Receives what :meth:`numbers` returned on every rank: fp64 ``[ranks, numbers]``."""
         self.loss = float(rows[:, 0].mean())
-        self.must_regroup = bool(rows[:, 1].any())
+        joining = int(rows[:, 1].sum())
+        self.must_regroup = joining > 0 and self._steps._continuation.can_grow(joining)
 
 
 class ElasticSteps:
@@ -169,12 +170,12 @@ class ElasticSteps:
     @property
     def has_knocks(self) -> bool:
         """Whether a process asks this one to let it join."""
-        return self._continuation.has_knocks
+        return self._continuation.joining > 0
 
     @property
     def loss_factor(self) -> float:
         """Factor on a loss: the number of ranks (by which the mean divides) over all micro-batches."""
-        return self._continuation.size / self._micro_batches
+        return self._continuation.data_size / self._micro_batches
 
     @property
     def _micro_batches(self) -> int:
@@ -186,11 +187,8 @@ class ElasticSteps:
                 if self._continuation.is_replaced and not self._go_on_if_lost(self._continuation.replace_copies):
                     continue
                 number = self._engine.global_steps
-                step = ElasticStep(
-                    self,
-                    number,
-                    assign_micro_batches(self._micro_batches, self._continuation.size, self._continuation.rank),
-                )
+                ranks, rank = self._continuation.data_size, self._continuation.data_rank
+                step = ElasticStep(self, number, assign_micro_batches(self._micro_batches, ranks, rank))
                 yield step
                 if not step.was_entered:
                     raise CallOrderError(

@@ -24,7 +24,7 @@ class JobResult:
 
     Attributes:
         losses: By step, of any process.
-        lines: All lines of each process that came to the end, by name.
+        lines: All lines of each process that came to the end of its program, by name.
         codes: Exit status of each process, by name; minus the signal's number.
         errors: What each process wrote to its stderr.
     """
@@ -62,9 +62,9 @@ def run_job(folder: Path, ranks: int, arguments: dict[str, Any], timeout: float 
         text = path.read_text() if path.exists() else ""
         found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         for line in found:
-            if line.get("done"):
+            if line.get("done") and line["loss"] is not None:  # a spare process has not seen that of its last step
                 losses[line["step"]] = line["loss"]
-        if code == 0:
+        if code == 0 and found and found[-1].get("end"):
             lines[name] = found
     errors = {name: (folder / f"{name}.err").read_text() for name in codes}
     return JobResult(losses, lines, codes, errors)
@@ -83,6 +83,8 @@ def _start(name: str, folder: Path, arguments: dict[str, Any], environment: dict
 
         run(arguments, name, folder)
         code = 0
+    except SystemExit as end:  # a spare process that was not needed
+        code = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -23,6 +23,18 @@ BATCH, MICRO = 24, 2
 RATE, DECAY, CLIP = 1e-2, 0.01, 1.0
 
 
+CUT = {
+    "autotp_size": 2,
+    "partition_config": {
+        "layer_specs": [
+            {"patterns": ["frozen.weight"]},
+            {"patterns": ["last.weight"], "partition_type": "row"},
+        ]
+    },
+}
+"""The section tensor_parallel for the awkward model: of 33 features the ranks have 17 and 16."""
+
+
 class AwkwardModel(torch.nn.Module):
     """Tied weights, a frozen layer, an unused parameter, and a buffer that counts forwards."""
 
@@ -43,9 +55,33 @@ class AwkwardModel(torch.nn.Module):
         return self.last(self.frozen(self.again(self.first(x).tanh()).tanh()).tanh())
 
 
-def make_model(kind: str = "plain") -> torch.nn.Module:
-    """A model of odd sizes, equal on all ranks; ``kind``: ``"plain"`` or ``"awkward"``."""
+class ExpertModel(torch.nn.Module):
+    """Four experts, which begin with different values, on two ranks each half of them, or all on one."""
+
+    def __init__(self, ranks: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        nn = torch.nn
+        self.first, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, OUTPUTS)
+        expert = nn.Linear(FEATURES, FEATURES)
+        self.experts = MoE(FEATURES, expert, num_experts=4, ep_size=ranks, k=1, drop_tokens=False, use_rts=False)
+        count = 4 // ranks
+        first = int(os.environ.get("RANK", "0")) % ranks * count  # a process that joins gets others' values later
+        with torch.no_grad():
+            for number, own in enumerate(self.experts.deepspeed_moe.experts.deepspeed_experts):
+                own.weight.add_(0.1 * (first + number))  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns outputs, [N, OUTPUTS], of inputs, [N, FEATURES]."""
+        return self.last(self.experts(self.first(x).tanh())[0].tanh())
+
+
+def make_model(kind: str = "plain", expert_ranks: int = 2) -> torch.nn.Module:
+    """A model, equal on all ranks; ``kind``: ``"plain"``, ``"awkward"`` or ``"experts"``, spread over so many ranks."""
     torch.manual_seed(0)
+    if kind == "experts":
+        return ExpertModel(expert_ranks)
     if kind == "awkward":
         return AwkwardModel()
     nn = torch.nn
@@ -91,7 +127,7 @@ def order(position: int, seed: int = 0) -> int:
 
 def plain_losses(steps: int, kind: str = "plain") -> list[float]:
     """The losses of plain torch on whole batches."""
-    model, data = make_model(kind), make_data()
+    model, data = make_model(kind, expert_ranks=1), make_data()
     optimizer = torch.optim.AdamW(make_groups(model) if kind == "awkward" else model.parameters(), RATE)
     for group in optimizer.param_groups:
         group["weight_decay"] = DECAY if group["lr"] == RATE else 0.0

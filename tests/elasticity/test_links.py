@@ -16,8 +16,9 @@ import pytest
 
 from deepspeed.comm.members.links import LostMember, MemberLinks, is_stopped
 from deepspeed.comm.members.member import JobPlan, RunMember
-from deepspeed.comm.members.regroup import Regroup
+from deepspeed.comm.members.regroup import MemberSelection, Regroup
 from deepspeed.elasticity.copies import newest_whole
+from deepspeed.elasticity.selection import RunShape
 from deepspeed.errors import CommunicationError
 
 TOKEN = "secret"
@@ -62,8 +63,18 @@ def kill(links: MemberLinks) -> None:
         link.peer.shutdown(socket.SHUT_RDWR)
 
 
-def regroup(links: MemberLinks, held: list[Any], patience: float = 60.0) -> JobPlan:
-    return Regroup(links, 0, held, newest_whole, lambda host: 7, patience).run()
+def regroup(
+    links: MemberLinks,
+    held: list[Any],
+    patience: float = 60.0,
+    shape: RunShape | None = None,
+    epoch: int = 0,
+    served: frozenset[int] = frozenset(),
+) -> JobPlan | None:
+    def choose(*given: Any) -> MemberSelection:
+        return (shape or RunShape()).choose(*given, newest_whole)
+
+    return Regroup(links, epoch, held, choose, lambda host: 7, patience, served).run()
 
 
 def held(owner: int, *generations: int, owners: tuple[int, ...] = (0, 1, 2), is_whole: bool = False) -> list[Any]:
@@ -218,14 +229,71 @@ def test_a_machine_that_is_silent_needs_a_majority(linked):
 
 
 def test_a_process_that_knocks_is_in_the_plan(linked):
-    with socket.create_connection(linked[1].address, timeout=60) as door:
-        new = RunMember(-1, -1, "there", 7, 0, ("127.0.0.1", 1))
-        door.sendall(json.dumps({"kind": "join_request", "token": TOKEN, "member": new.to_json()}).encode() + b"\n")
-        deadline = time.monotonic() + 60
-        while not linked[1].join_requests and time.monotonic() < deadline:
-            time.sleep(0.01)
+    with ask_to_join(linked[1]) as door:
+        wait_until(lambda: linked[1].joining == 1)
         plans = at_once(*[lambda n=n: regroup(linked[n], held(n, 3)) for n in range(3)])
         answer = json.loads(door.makefile().readline())
     assert plans[0] == plans[1] == plans[2] == JobPlan.from_json(answer["plan"])
     assert [member.pid for member in plans[0].members] == [100, 101, 102, 7]
     assert plans[0].newcomers == (answer["number"],)
+
+
+def ask_to_join(links: MemberLinks, port: int = 1) -> socket.socket:
+    """Asks a member to let a process in, and returns the connection once the member knows."""
+    door = socket.create_connection(links.address, timeout=60)
+    new = RunMember(-1, -1, "there", 7, 0, ("127.0.0.1", port))
+    door.sendall(json.dumps({"kind": "join_request", "token": TOKEN, "member": new.to_json()}).encode() + b"\n")
+    return door
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holds()
+
+
+def test_a_spare_waits_until_it_is_needed(linked):
+    """Of two parts of the model, part 0 is held by members 0 and 2, part 1 by member 1: one of the former is a spare.
+
+    A process that asks the spare makes a job of four with it; then those with ranks come to their end.
+    """
+    members = [
+        RunMember(number, number, "here", 100 + number, number, each.address, part=number % 2)
+        for number, each in enumerate(linked)
+    ]
+    for number, each in enumerate(linked):
+        each.settle(members, number)
+    shape = RunShape(parts=2)
+    copies = {0: held(0, 3), 1: held(1, 3) + held(2, 3), 2: held(2, 3) + held(0, 3)}
+    plans = at_once(*[lambda n=n: regroup(linked[n], copies[n], shape=shape) for n in range(3)])
+    assert plans[0] == plans[1] == plans[2]
+    plan = plans[0]
+    assert [(member.number, member.rank, member.part) for member in plan.members] == [(0, 0, 0), (1, 1, 1)]
+    assert [(member.number, member.rank, member.part) for member in plan.spares] == [(2, -1, 0)]
+    assert plan.source == (3, 0)
+
+    def stand_by(epoch: int) -> JobPlan | None:
+        return regroup(linked[2], copies[2], shape=shape, epoch=epoch, served=frozenset({0, 1}))
+
+    def grow(number: int) -> JobPlan | None:
+        if number == 0:
+            door = ask_to_join(linked[2])
+            wait_until(lambda: linked[0].joining == 1)
+            answer.append(door)
+        return regroup(linked[number], copies[number], shape=shape, epoch=1)
+
+    answer: list[socket.socket] = []
+    grown = at_once(lambda: grow(0), lambda: grow(1), lambda: stand_by(1))
+    assert grown[0] == grown[1] == grown[2]
+    assert [(member.number, member.part) for member in grown[0].members][:3] == [(0, 0), (1, 1), (2, 0)]
+    assert grown[0].members[3].part == 1 and not grown[0].spares
+    assert json.loads(answer[0].makefile().readline())["plan"] == grown[0].to_json()
+    answer[0].close()
+
+    def leave() -> None:
+        for number in (0, 1):
+            linked[number].close()
+
+    ended = at_once(lambda: stand_by(3), leave)
+    assert ended[0] is None

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.run_report.page import all_events
 from deepspeed.run_report.run_data import read_run
 from tests.elasticity.jobs import JobResult, run_job
-from tests.elasticity.program import make_config, plain_losses
+from tests.elasticity.program import CUT, make_config, plain_losses
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -213,3 +213,116 @@ def test_kills_at_random_moments(tmp_path, stage, kills, seed):
     assert len(list(tmp_path.glob("kill-*"))) == kills
     assert sum(code == 0 for code in result.codes.values()) >= 1, result.errors
     check(result, 5 * kills, 2e-5)
+
+
+# -- ranks that share layers -------------------------------------------------------------------------------------------
+
+
+def cut_job(folder, ranks, stage, die, total=TOTAL, more=None, **options) -> JobResult:
+    """Two ranks share the layers of each copy of the awkward model."""
+    config = make_config(stage, tensor_parallel=CUT, **(more or {}))
+    return run_job(folder, ranks, {"config": config, "total": total, "die": die, "model": "awkward"}, **options)
+
+
+@pytest.mark.parametrize("stage", [3, slow(0), slow(1), slow(2)])
+def test_a_rank_that_shares_layers_is_killed_and_a_spare_takes_the_next_ones_place(tmp_path, stage):
+    """Two copies of the model become one and a spare process, which goes on where a rank of that one is killed."""
+    result = cut_job(tmp_path, 4, stage, {"r0": [(2, "backward")], "r3": [(5, "forward")]})
+    assert result.codes == {"r0": -9, "r1": 0, "r2": 0, "r3": -9}, result.errors
+    check(result, kind="awkward")
+    assert sorted(result.lines) == ["r1", "r2"]
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(4, 2), (2, 2)]
+    assert all(r["repeated"] <= 1 for r in result.recoveries)
+    assert "this process is a spare: the ranks that are left make a job of 2" in result.errors["r1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_spare_that_is_not_needed_ends_with_the_others(tmp_path, stage):
+    """A whole copy of the model, then a rank of another one. Nothing of the buffers is counted twice."""
+    die = {"r2": [(2, "start")], "r3": [(2, "start")], "r4": [(4, "update")]}
+    result = cut_job(tmp_path, 6, stage, die)
+    assert result.codes == {"r0": 0, "r1": 0, "r2": -9, "r3": -9, "r4": -9, "r5": 0}, result.errors
+    check(result, kind="awkward")
+    assert result.recoveries[-1]["ranks"][1] == 2
+    assert len(result.lines) == 2
+    for lines in result.lines.values():
+        ranks = {line["step"]: line["ranks"] for line in lines if line.get("done")}
+        assert lines[-1]["buffers"] == {"forwards": sum(-(-12 // (count // 2)) for count in ranks.values())}
+
+
+@pytest.mark.slow
+def test_what_is_left_of_two_copies_makes_one(tmp_path):
+    result = cut_job(tmp_path, 6, 2, {"r0": [(2, "start")], "r3": [(2, "start")]})
+    assert result.codes == {"r0": -9, "r1": 0, "r2": 0, "r3": -9, "r4": 0, "r5": 0}, result.errors
+    check(result, kind="awkward")
+    assert result.recoveries[-1]["ranks"][1] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "more", "tolerance"),
+    [
+        (3, {"bf16": {"enabled": True}}, 2e-2),
+        (1, {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}, 5e-2),
+        (2, {"zero": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
+    ],
+)
+def test_precisions_and_offload_of_cut_layers(tmp_path, stage, more, tolerance):
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+    calm = cut_job(tmp_path / "a", 4, stage, {}, more=more)
+    broken = cut_job(tmp_path / "b", 4, stage, {"r1": [(2, "backward")]}, more=more)
+    assert broken.codes == {"r0": 0, "r1": -9, "r2": 0, "r3": 0}, broken.errors
+    for step in range(TOTAL):
+        assert broken.losses[step] == pytest.approx(calm.losses[step], rel=tolerance)
+    scales = [{line["step"]: line["scale"] for line in lines if "scale" in line} for lines in broken.lines.values()]
+    assert all(scale == scales[0] for scale in scales)
+
+
+@pytest.mark.slow
+def test_all_that_hold_a_part_of_the_layers_are_killed(tmp_path):
+    result = cut_job(tmp_path, 4, 1, {"r0": [(2, "start")], "r2": [(2, "start")]})
+    assert [result.codes[name] for name in ("r1", "r3")] == [1, 1]
+    assert "parallel ranks hold, found 0 of part 0" in result.errors["r1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "seed"), [(0, 1), (1, 2), (2, 3), (3, 4)])
+def test_kills_at_random_moments_of_ranks_that_share_layers(tmp_path, stage, seed):
+    """A process joins for each one that is killed, at a rank or at a spare, and spares take ranks again."""
+    kills = 12
+    arguments = {
+        "config": make_config(stage, tensor_parallel=CUT), "total": 5 * kills, "checkpoints": str(tmp_path / "saved"),
+        "save": 10, "kills": kills, "seed": seed, "model": "awkward",
+    }  # fmt: skip
+    result = run_job(tmp_path, 6, arguments, replaces=True, timeout=280)
+    assert len(list(tmp_path.glob("kill-*"))) == kills
+    check(result, 5 * kills, 2e-5, kind="awkward")
+
+
+# -- ranks that share experts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_that_holds_experts_is_killed(tmp_path, stage):
+    """Two ranks share the experts; the rest of the model is sharded over all four, then over two."""
+    die = {"r0": [(2, "backward")], "r3": [(5, "forward")]}
+    result = run_job(tmp_path, 4, {"config": make_config(stage), "total": TOTAL, "die": die, "model": "experts"})
+    assert result.codes == {"r0": -9, "r1": 0, "r2": 0, "r3": -9}, result.errors
+    check(result, kind="experts")
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(4, 2), (2, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_kills_at_random_moments_of_ranks_that_hold_experts(tmp_path, stage):
+    kills = 12
+    arguments = {
+        "config": make_config(stage), "total": 5 * kills, "checkpoints": str(tmp_path / "saved"), "save": 10,
+        "kills": kills, "seed": stage, "model": "experts",
+    }  # fmt: skip
+    result = run_job(tmp_path, 6, arguments, replaces=True, timeout=280)
+    assert len(list(tmp_path.glob("kill-*"))) == kills
+    check(result, 5 * kills, 2e-5, kind="experts")

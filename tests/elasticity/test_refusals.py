@@ -68,6 +68,20 @@ def refuse_features() -> None:
             start(make_config(3 if "zero" in change else 0, **change))
 
 
+def refuse_axes() -> None:
+    """Ranks along axes that a run cannot go on with, and groups that the program has made."""
+    with pytest.raises(DeepSpeedConfigError, match=r"found sequence \(2 ranks\). What a lost rank held"):
+        start(make_config(1, sequence_parallel_size=2))
+    with pytest.raises(DeepSpeedConfigError, match=r"initialize\(mesh_param=...\) was given process groups or ranks"):
+        start(make_config(1), mesh_param=(2, 1))
+    cut = {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["0.weight"]}]}}
+    model = deepspeed.tp_model_init(make_model(), 2, config=cut, tp_group=torch.distributed.group.WORLD)
+    with pytest.raises(DeepSpeedConfigError, match=r"tp_model_init\(tp_group=...\) was given"):
+        start(make_config(1), model=model)
+    with pytest.raises(DeepSpeedConfigError, match="use_data_before_expert_parallelism lets experts lie on other"):
+        start(make_config(1, use_data_before_expert_parallelism=True))
+
+
 def refuse_updates_outside_of_steps() -> None:
     engine = start(make_config(1))
     (x, y), *_ = make_data()
@@ -134,6 +148,7 @@ def train(engine: Any, total: int) -> None:
     [
         refuse_objects,
         refuse_a_second_engine,
+        refuse_axes,
         refuse_features,
         refuse_updates_outside_of_steps,
         refuse_steps_of_another_engine,
@@ -141,4 +156,4 @@ def train(engine: Any, total: int) -> None:
     ],
 )
 def test_refusals(refuse):
-    run_ranks(refuse, 2 if refuse is refuse_a_second_engine else 1)
+    run_ranks(refuse, 2 if refuse in (refuse_a_second_engine, refuse_axes) else 1)

@@ -46,7 +46,7 @@ class Job:
         mpu: The program's model-parallel unit; None: there is none.
         mesh: The mesh that is registered; None: all ranks are data-parallel.
         purpose: What the program does, in words, if it was set; for messages of waits in vain.
-        members: What outlives the job, where ranks may come and go (``comm.members.run_members``); else None.
+        members: What outlives the job, where ranks may come and go (``comm.members.join``); else None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -106,6 +106,11 @@ class Job:
         self.mpu = self.mesh = None
         if _current is self:
             _replace(Job())
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether an engine that is made now is filled from copies of an earlier job of the same run."""
+        return self.members is not None and bool(self.members.awaits_copies)
 
     def is_over(self) -> bool:
         """Returns whether the process group of this job is there no more, or another one is."""

@@ -51,11 +51,11 @@ class JobManager:
 
     def __init__(self, links: MemberLinks) -> None:
         self._links = links
-        self._served: Any = None  # the store of the present job, on its rank 0
+        self._served: Any = None  # the store of the present job, if this process has planned that
         self._next: Any = None  # that of the job to come
 
     def open_store(self, host: str) -> int:
-        """Opens a store for the next job, on its rank 0; returns the port."""
+        """Opens a store for the next job, which this process has planned; returns the port."""
         self._next = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_FORM_SECONDS)
         )
@@ -96,6 +96,12 @@ class JobManager:
         if self._links.lost:  # before any member has been notified
             raise CommunicationError("a member was lost while the process group was started")
 
+    def stand_by(self) -> None:
+        """Takes no part in the job that was planned, but holds its store if this process has opened it."""
+        self._links.on_loss = self._break_off
+        if self._links.lost:
+            self._next = None
+
     def _break_off(self, _lost: LostMember) -> None:
         """A member was lost while the group is started: without the store, no rank waits for it any longer."""
         self._next = None
@@ -112,9 +118,9 @@ class JobManager:
         )
 
     def _reach(self, plan: JobPlan) -> Any:
-        """Returns the store that rank 0 of ``plan`` holds.
+        """Returns the store of ``plan``.
 
-        Rank 0 drops the store when a member is lost, perhaps between the look and the connection, for which torch would
+        Who holds it drops it when a member is lost, perhaps between the look and the connection, for which torch would
         try again until its time limit; so that limit is short.
         """
         host, port = plan.address
@@ -131,7 +137,7 @@ class JobManager:
                 continue
             store.set_timeout(timedelta(seconds=_FORM_SECONDS))
             return store
-        raise CommunicationError(f"rank 0 does not answer at {host}:{port}")
+        raise CommunicationError(f"the store of the process group does not answer at {host}:{port}")
 
     @staticmethod
     def _start(plan: JobPlan, rank: int, store: Any) -> None:

@@ -44,6 +44,11 @@ class RunMembership:
         """Whether an engine of this process goes on when the ranks change."""
         return self.elastic is not None and bool(self.elastic.is_taken)
 
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether the ranks have changed, and the engine has not been filled from copies since."""
+        return self.plan.epoch > 0 and (self.elastic is None or self.elastic.filled != self.plan.epoch)
+
 
 def join_run(where: str) -> None:
     """Asks the member at ``where`` to let this process in, waits for the next step boundary, and starts the job there.
@@ -62,7 +67,7 @@ def join_run(where: str) -> None:
     me = RunMember(-1, -1, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")), links.address)
     peer, answer, rest = _request_join((host, int(port)), token, me, where)
     plan = JobPlan.from_json(answer["plan"])
-    links.settle(plan.members, int(answer["number"]))
+    links.settle(plan.everybody, int(answer["number"]), plan.epoch)
     links.adopt(peer, int(answer["sender"]), rest)
     starter = JobManager(links)
     starter.start_job(plan)

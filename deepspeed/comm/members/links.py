@@ -64,6 +64,7 @@ class _Link:
     """One connected socket; ``number`` is that of the member at the other end, None until it has identified itself.
 
     ``heard`` is when the last sign of life came, None before the first: who has not begun cannot have stopped.
+    ``joining`` is how many processes want to join through that member, where it is a spare, and since which job.
     """
 
     peer: socket.socket
@@ -72,6 +73,7 @@ class _Link:
     join_request: dict[str, Any] | None = None
     heard: float | None = None
     cause: str = ""
+    joining: tuple[int, int] = (0, 0)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -97,6 +99,7 @@ class MemberLinks:
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._members: dict[int, RunMember] = {}
+        self._epoch = 0
         self._links: dict[int, _Link] = {}
         self._joining: list[_Link] = []
         self._lost: dict[int, LostMember] = {}
@@ -150,6 +153,13 @@ class MemberLinks:
             return [link.join_request for link in self._joining if link.join_request is not None]
 
     @property
+    def joining(self) -> int:
+        """How many processes want to join, through this one or through spares that have told this one."""
+        with self._changed:
+            elsewhere = (link.joining for link in self._links.values())
+            return len(self._joining) + sum(count for epoch, count in elsewhere if epoch == self._epoch)
+
+    @property
     def living(self) -> list[RunMember]:
         """Members that this process is linked with, and itself, in the order of their numbers."""
         with self._changed:
@@ -185,15 +195,17 @@ class MemberLinks:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._lost), seconds)
 
-    def settle(self, members: Sequence[RunMember], me: int) -> None:
+    def settle(self, members: Sequence[RunMember], me: int, epoch: int = 0) -> None:
         """Takes ``members`` for those of the run from now on; what was lost before is forgotten.
 
         Args:
             members: All, this process included.
             me: Number of this process.
+            epoch: Of their job.
         """
         kept = {member.number for member in members}
         with self._changed:
+            self._epoch = epoch
             self.number = me
             self._gone |= {number for number in self._lost if number not in kept}
             self._lost = {number: lost for number, lost in self._lost.items() if number in kept}
@@ -432,6 +444,8 @@ class MemberLinks:
                 self._gone.add(link.number)
             elif kind == "dropped":
                 self._is_dropped = True
+            elif kind == "joining":
+                link.joining = int(message["epoch"]), int(message["count"])
             else:
                 self._received.append((link.number, message))
             self._changed.notify_all()

@@ -13,11 +13,12 @@ class RunMember:
 
     Attributes:
         number: Unique in the run; it stays with the process when ranks are numbered anew.
-        rank: Its rank in the present job; -1: it has none yet.
+        rank: Its rank in the present job; -1: it has none, or none yet.
         host: Its machine.
         pid: Its process.
         local_rank: Its rank on the machine, which decides about the device.
         address: Where it listens for links: host and port.
+        part: Which part of the model it holds: it stays with the process.
     """
 
     number: int
@@ -26,11 +27,17 @@ class RunMember:
     pid: int
     local_rank: int
     address: tuple[str, int]
+    part: int = 0
 
     @property
     def name(self) -> str:
         """Rank, host and process in words."""
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        rank = f"rank {self.rank}" if self.rank >= 0 else "a spare process"
+        return f"{rank} (host {self.host}, pid {self.pid})"
+
+    def without_rank(self) -> RunMember:
+        """Returns the same process as a spare."""
+        return replace(self, rank=-1)
 
     def to_json(self) -> dict[str, Any]:
         """For messages."""
@@ -50,11 +57,12 @@ class JobPlan:
     Attributes:
         epoch: Counts the jobs of the run from 0.
         members: By rank.
-        address: Where rank 0 opens the store: host and port.
+        address: Where the member that made the plan holds the store: host and port.
         source: Generation and epoch of the copies that training goes on from; None: each rank has its state, or the
             last checkpoint is loaded.
         lost: Members of the job before that are gone.
         newcomers: Numbers of members that have no state.
+        spares: Members of the run that have no rank in this job, and wait for another one.
     """
 
     epoch: int
@@ -63,6 +71,12 @@ class JobPlan:
     source: tuple[int, int] | None = None
     lost: tuple[RunMember, ...] = ()
     newcomers: tuple[int, ...] = ()
+    spares: tuple[RunMember, ...] = ()
+
+    @property
+    def everybody(self) -> tuple[RunMember, ...]:
+        """Members with a rank, and spares."""
+        return (*self.members, *self.spares)
 
     def to_json(self) -> dict[str, Any]:
         """For messages."""
@@ -73,6 +87,7 @@ class JobPlan:
             "source": None if self.source is None else list(self.source),
             "lost": [member.to_json() for member in self.lost],
             "newcomers": list(self.newcomers),
+            "spares": [member.to_json() for member in self.spares],
         }
 
     @classmethod
@@ -87,9 +102,15 @@ class JobPlan:
             None if source is None else (int(source[0]), int(source[1])),
             tuple(RunMember.from_json(each) for each in values["lost"]),
             tuple(int(number) for number in values["newcomers"]),
+            tuple(RunMember.from_json(each) for each in values["spares"]),
         )
 
 
-def numbered(members: Sequence[RunMember]) -> tuple[RunMember, ...]:
-    """Returns the members with the ranks 0, 1, 2, ... in their order."""
-    return tuple(replace(member, rank=rank) for rank, member in enumerate(members))
+def numbered(members: Sequence[RunMember], parts: int = 1) -> tuple[RunMember, ...]:
+    """Returns the members with the ranks 0, 1, 2, ... in their order.
+
+    Args:
+        members: In the order of their ranks.
+        parts: Parts of the model, which neighbouring ranks hold.
+    """
+    return tuple(replace(member, rank=rank, part=rank % parts) for rank, member in enumerate(members))

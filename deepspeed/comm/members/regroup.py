@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.comm.members.links import MemberLinks, join_key
-from deepspeed.comm.members.member import JobPlan, RunMember, numbered
+from deepspeed.comm.members.member import JobPlan, RunMember
 from deepspeed.errors import CommunicationError
 
 _NUMBERS_PER_EPOCH = 1 << 20  # a number is never used again, whatever has become of an earlier plan
@@ -36,8 +36,23 @@ class ReadyMember:
     join_requests: list[dict[str, Any]]
 
 
-ChooseSource = Callable[[Sequence[RunMember], Mapping[int, ReadyMember]], tuple[int, int] | None]
-"""Returns generation and epoch of the copies to go on from, of members and what they hold; None: the last checkpoint.
+@dataclass(frozen=True)
+class MemberSelection:
+    """Who takes part in the next job.
+
+    Attributes:
+        members: By rank, processes that join included.
+        spares: Living members that get no rank.
+        source: Generation and epoch of the copies to go on from; None: the last checkpoint.
+    """
+
+    members: tuple[RunMember, ...]
+    spares: tuple[RunMember, ...]
+    source: tuple[int, int] | None
+
+
+ChooseMembers = Callable[[Sequence[RunMember], Mapping[int, ReadyMember], Sequence[RunMember]], MemberSelection]
+"""Chooses of living members, which it is told with what they hold, and of processes that want to join.
 
 Raises an error that ends the run where nothing is left to go on from.
 """
@@ -51,6 +66,7 @@ class Regroup:
         epoch: Of the last plan that this process has taken.
         held: Copies that this process holds.
         choose: Called on the leader.
+        served: Numbers of the members that have ranks while this process is a spare; empty: it has one.
         open_store: Opens the store of the next job at an address of the leader, and returns the port.
         patience: The longest wait for the other members, in seconds.
     """
@@ -60,48 +76,59 @@ class Regroup:
         links: MemberLinks,
         epoch: int,
         held: list[Any],
-        choose: ChooseSource,
+        choose: ChooseMembers,
         open_store: Callable[[str], int],
         patience: float,
+        served: frozenset[int] = frozenset(),
     ) -> None:
         self._links = links
         self._mine = ReadyMember(epoch, held, links.join_requests)
         self._choose = choose
         self._open_store = open_store
-        self._patience = patience
+        self._patience = patience if not served else float("inf")  # a spare is ready before anybody needs it
+        self._served = served
         self._ready: dict[int, ReadyMember] = {}
         self._epochs = epoch
 
-    def run(self) -> JobPlan:
+    def run(self) -> JobPlan | None:
         """Returns the plan that all members that are left have agreed on. All of them must call it.
+
+        Returns:
+            None on a spare, when those with ranks have come to the end of the run.
 
         Raises:
             CommunicationError: They did not all come in time, or too few are left to be sure that no others go on too.
         """
         deadline = time.monotonic() + self._patience
         announced: tuple[int, ...] = ()
+        asked = len(self._mine.join_requests)
         while time.monotonic() < deadline:
             if self._links.is_dropped:
                 raise CommunicationError(
                     "elasticity.continue: another rank could not reach this process, so the run goes on without it. "
                     "Check the network between the hosts, and start a process anew to join"
                 )
+            if self._served and self._served <= self._links.departed:
+                return None
             living = self._links.living
             numbers = tuple(member.number for member in living)
             leader = numbers[0]
-            if numbers != announced:
+            if numbers != announced or (self._served and asked != len(self._links.join_requests)):
                 announced = numbers
+                self._mine = replace(self._mine, join_requests=self._links.join_requests)
+                asked = len(self._mine.join_requests)
                 self._refuse_split(living)
                 self._ready[self._links.number] = self._mine
                 if leader != self._links.number:
                     self._links.send(leader, self._ready_message())
-            if leader == self._links.number and set(numbers) <= self._ready.keys():
-                plan = self._lead(living)
-                if plan is not None:
-                    return plan
-                continue
-            found = self._links.receive(_LOOK_SECONDS)
-            if found is not None and (plan := self._take(*found)) is not None:
+                self._tell_of_join_requests(numbers)
+            leads = leader == self._links.number and set(numbers) <= self._ready.keys()
+            found = self._links.receive(0.0 if leads else _LOOK_SECONDS)  # who leads knows all that was said before
+            if found is not None:
+                plan = self._take(*found)
+            else:
+                plan = self._lead(living) if leads else None
+            if plan is not None:
                 return plan
         missing = [member.name for member in self._links.living if member.number not in self._ready]
         raise CommunicationError(
@@ -109,6 +136,16 @@ class Regroup:
             f"{self._patience:.0f} s; still missing: {', '.join(missing) or 'the plan of the leader'}. Start "
             "the run again from its last checkpoint"
         )
+
+    def _tell_of_join_requests(self, living: Sequence[int]) -> None:
+        """On a spare, tells a member with a rank how many processes ask it to let them join: that one starts a plan.
+
+        The leader must know them by then.
+        """
+        ranked = next((number for number in living if number in self._served), None)
+        if ranked is not None:
+            count = len(self._mine.join_requests)
+            self._links.send(ranked, {"kind": "joining", "epoch": self._mine.epoch, "count": count})
 
     def _ready_message(self) -> dict[str, Any]:
         lost = sorted(self._links.lost)
@@ -140,7 +177,7 @@ class Regroup:
                 self._links.drop(number)
         elif kind == "plan":
             plan = JobPlan.from_json(message["plan"])
-            if plan.epoch > self._mine.epoch and not {m.number for m in plan.members} & self._links.lost.keys():
+            if plan.epoch > self._mine.epoch and not {m.number for m in plan.everybody} & self._links.lost.keys():
                 self._accept(plan)
                 return plan
         elif kind == "failure":
@@ -150,33 +187,35 @@ class Regroup:
     def _accept(self, plan: JobPlan) -> None:
         mine = {join_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}
         self._links.answer_join_requests({"kind": "plan", "plan": plan.to_json()}, mine)
-        self._links.settle(plan.members, self._links.number)
+        self._links.settle(plan.everybody, self._links.number, plan.epoch)
 
     def _lead(self, living: Sequence[RunMember]) -> JobPlan | None:
         """Sends the plan to everybody; None if a member was lost meanwhile."""
         everybody = {member.number: self._ready[member.number] for member in living}
+        first = (self._epochs + 1) * _NUMBERS_PER_EPOCH
+        join_requests = {join_key(one): one for ready in everybody.values() for one in ready.join_requests}
+        joining = [
+            RunMember.from_json({**join_request, "number": first + place, "rank": -1})
+            for place, join_request in enumerate(join_requests.values())
+        ]
         try:
-            source = self._choose(living, everybody)
+            chosen = self._choose(living, everybody, joining)
         except Exception as error:
             for member in living[1:]:
                 self._links.send(member.number, {"kind": "failure", "text": str(error)})
             raise
         if {member.number for member in living} & self._links.lost.keys():
             return None
-        first = (self._epochs + 1) * _NUMBERS_PER_EPOCH
-        join_requests = {join_key(one): one for ready in everybody.values() for one in ready.join_requests}
-        newcomers = [
-            RunMember.from_json({**join_request, "number": first + place, "rank": -1})
-            for place, join_request in enumerate(join_requests.values() if source is not None else ())
-        ]
+        newcomers = {member.number for member in joining}
         host = living[0].address[0]
         plan = JobPlan(
             epoch=self._epochs + 1,
-            members=numbered([*living, *newcomers]),
+            members=chosen.members,
             address=(host, self._open_store(host)),
-            source=source,
+            source=chosen.source,
             lost=tuple(lost.member for lost in self._links.lost.values()),
-            newcomers=tuple(member.number for member in newcomers),
+            newcomers=tuple(member.number for member in chosen.members if member.number in newcomers),
+            spares=chosen.spares,
         )
         for member in living[1:]:
             self._links.send(member.number, {"kind": "plan", "plan": plan.to_json()})

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.comm.transports.transport import Reduction, TensorTransfer, Transport, transfer_key
+from deepspeed.errors import DeepSpeedConfigError
 
 _SUM = 1  # kind of transfer, see transfer_key
 _GATHER = 0
@@ -82,6 +83,22 @@ class Channel:
     def transport(self) -> Transport:
         """For small exchanges and first values."""
         return self._transport
+
+    def reconnect(self, made: Channel) -> None:
+        """Goes on as ``made``, a channel of another job: whoever holds this one, such as a layer, notices nothing.
+
+        Args:
+            made: Over as many ranks, among which this one has the same place. It must not be used any more.
+
+        Raises:
+            DeepSpeedConfigError: There are other ranks, or this one has another place.
+        """
+        if (made.rank, made.size) != (self.rank, self.size):
+            raise DeepSpeedConfigError(
+                f"the model was cut as part {self.rank} of {self.size}, but this rank is number {made.rank} of the "
+                f"{made.size} ranks that share its layers now; build the model anew"
+            )
+        self._transport, self._sums, self._count = made._transport, made._sums, 0
 
     def place(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Memory to compute a summand in, which need not be copied then.

@@ -239,7 +239,8 @@ class _ExpertAssignment:
     def out(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
         kept = weight[self.mine(len(weight))].clone()
-        if self._peers.size == 1:
+        # Who joins a run comes among ranks whose experts are spread already, and takes its values from copies.
+        if self._peers.size == 1 or Job.current().awaits_copies:
             return kept
         me, everyone = rank_in(), self._peers.ranks
         arrived = torch.empty_like(kept, device=self._device)

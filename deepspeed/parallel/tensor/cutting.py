@@ -9,9 +9,10 @@ outputs and the gradients of the parameters that stay whole are compared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_los
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.address import full_numel, full_shape
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
+from deepspeed.zero.tiling.parts import mark_owners, part_owners_of
 
 CUT = "ds_autotp_parsed"  # the name that programs ask for
 
@@ -62,11 +64,58 @@ class CutModel:
         channel: The ranks that share its layers.
         layout: The cuts.
         counts: By name of the bucket groups of parameters that several tensor ranks have: whether this rank counts.
+        connection: With the other ranks of the job.
     """
 
     channel: Channel
     layout: Layout
     counts: dict[str, bool] = field(default_factory=dict)
+    connection: LayerConnection | None = None
+
+
+@dataclass
+class LayerConnection:
+    """Between which ranks the layers of a cut model exchange, in one job.
+
+    Attributes:
+        job: The job.
+        channel: The ranks that share its layers.
+        replicas: The ranks that have the same key/value heads as this one; None: no others.
+        data: The ranks that have the same parts for other samples.
+    """
+
+    job: Callable[[], Job | None]
+    channel: Channel
+    replicas: Channel | None
+    data: Transport
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> LayerConnection:
+        """Connects the ranks. Every rank of the job must call it, in the same order."""
+        job = Job.current()
+        channel = connect(mesh, device, comm.default_timeout())
+        replicas = _replicas(model, layout, mesh, device)
+        axis = job.axis_of(group_along(*SAME_PART))
+        data = axis.transport("outside engines", device=device, timeout=comm.default_timeout())
+        return cls(weakref.ref(job), channel, replicas, data)
+
+    def __deepcopy__(self, memo: Any) -> LayerConnection:
+        return replace(self)  # a copied model talks to the same ranks
+
+    @property
+    def is_over(self) -> bool:
+        """Whether their job has come to its end."""
+        return self.job() is not Job.current()
+
+    def go_on_as(self, made: LayerConnection, model: nn.Module) -> None:
+        """Goes on as ``made``, of another job."""
+        self.channel.reconnect(made.channel)
+        if self.replicas is not None and made.replicas is not None:
+            self.replicas.reconnect(made.replicas)
+        for parameter in model.parameters():
+            if (owners := part_owners_of(parameter)) is not None:
+                mark_owners(parameter, replace(owners, transport=self.channel.transport))
+        self.job, self.data = made.job, made.data
 
 
 def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: torch.device) -> CutModel | None:
@@ -79,7 +128,8 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         device: Where the model will compute.
 
     Returns:
-        What was done; the same again for a model that was cut before; None where there is nothing to cut.
+        What was done; the same again for a model that was cut before, connected with the ranks of this job; None where
+        there is nothing to cut.
 
     Raises:
         DeepSpeedConfigError: The model cannot be cut so, or computes something else afterwards. In the first case
@@ -88,6 +138,9 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     size = mesh.size(TENSOR)
     known = getattr(model, CUT, None)
     if isinstance(known, CutModel):
+        if known.connection is not None and known.connection.is_over:
+            known.connection.go_on_as(LayerConnection.of(model, known.layout, mesh, device), model)
+            same_random_states(known.channel)
         return known
     if size == 1 or section.autotp_size <= 1:
         return None
@@ -95,21 +148,20 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     rules = _rules_by_stages(model, section, device)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
     sequences = _sequences_by_stages(model, layout, device) if section.sequence_parallel_norms else None
-    comm.check_same_model(_lines(model), group_along(TENSOR))
-    channel = connect(mesh, device, comm.default_timeout())
-    replicas = _replicas(model, layout, mesh, device)
+    # Who joins a run comes among ranks whose models are cut already: it compares nothing, and takes its values later.
+    joins = Job.current().awaits_copies
+    if not joins:
+        comm.check_same_model(_lines(model), group_along(TENSOR))
+    connection = LayerConnection.of(model, layout, mesh, device)
+    channel = connection.channel
+    if not joins:
+        with torch.no_grad():
+            _spread(model, channel, device)
+    check = None if joins else ConsistencyCheck.before(model, layout, section, device)
+    made = CutModel(channel, layout, connection=connection)
     with torch.no_grad():
-        _spread(model, channel, device)
-    data = (
-        Job.current()
-        .axis_of(group_along(*SAME_PART))
-        .transport("outside engines", device=device, timeout=comm.default_timeout())
-    )
-    check = ConsistencyCheck.before(model, layout, section, device)
-    made = CutModel(channel, layout)
-    with torch.no_grad():
-        _cut_parameters(model, layout, made, data)
-    maker = Maker(model, channel, replicas)
+        _cut_parameters(model, layout, made, connection.data)
+    maker = Maker(model, channel, connection.replicas)
     for layer in layout.layers:
         maker.make(layer)
     for name, (attention, heads) in layout.heads.items():

@@ -106,6 +106,12 @@ def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
     return root.model_copy(update={"tensor_parallel": section.model_copy(update=update)})
 
 
+def group_was_given(model: nn.Module) -> bool:
+    """Returns whether :func:`tp_model_init` was told the ranks that share the layers of a model."""
+    request: TensorParallelRequest | None = model.__dict__.get(_REQUEST)
+    return request is not None and request.ranks is not None
+
+
 def check_group(model: nn.Module, ranks: list[int]) -> None:
     """Compares the group that a program gave with the one of the mesh.
 

@@ -1,0 +1,121 @@
+"""Which processes of a run get ranks, where they hold different parts of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, product
+
+from deepspeed.comm.members.member import RunMember, numbered
+from deepspeed.comm.members.regroup import MemberSelection, ReadyMember
+from deepspeed.errors import CommunicationError
+
+_MOST_CHOICES = 512  # of who gets a rank, that are tried
+_MOST_OF_A_PART = 32
+
+FindSource = Callable[[Sequence[RunMember], Mapping[int, ReadyMember]], tuple[int, int] | None]
+"""Returns generation and epoch of the newest copies that members hold whole, see ``copies.newest_whole``."""
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """How many ranks a job of the run may have.
+
+    Attributes:
+        parts: Parts of the model, held by neighbouring ranks. A process keeps its part.
+        multiple: The number of ranks that hold one part is a multiple of this (ranks that share a sequence).
+        sharing: Neighbouring ranks that share layers, and draw the same random numbers.
+    """
+
+    parts: int = 1
+    multiple: int = 1
+    sharing: int = 1
+
+    def holders(self, counts: Sequence[int]) -> int:
+        """Returns how many ranks hold each part in the largest job of so many processes of each part."""
+        return min(counts) // self.multiple * self.multiple
+
+    def choose(
+        self,
+        living: Sequence[RunMember],
+        ready: Mapping[int, ReadyMember],
+        joining: Sequence[RunMember],
+        find_source: FindSource,
+    ) -> MemberSelection:
+        """Chooses who gets a rank: as many as can, and of those the ones whose copies are the newest.
+
+        Args:
+            living: Members of the run.
+            ready: What they hold, by number.
+            joining: Processes that ask to join; as many are let in as make a larger job.
+            find_source: Tells what a choice could go on from.
+
+        Raises:
+            CommunicationError: A part of the model has no living holder, or too few.
+        """
+        by_part = [[member for member in living if member.part == part] for part in range(self.parts)]
+        counts = list(map(len, by_part))
+        present = self.holders(counts)
+        if present == 0:
+            raise CommunicationError(self._words_for_none(counts))
+        holders = present
+        while sum(max(holders + self.multiple - count, 0) for count in counts) <= len(joining):
+            holders += self.multiple
+        newest = find_source(living, ready)
+        chosen, source = self._best(by_part, holders, ready, find_source, newest)
+        if source is None and holders > present:  # who joins can be given copies only
+            chosen, source = self._best(by_part, present, ready, find_source, newest)
+            holders = present
+        rest = iter(joining)
+        filled = [[*members, *islice(rest, holders - len(members))] for members in chosen]
+        members = numbered([filled[part][place] for place in range(holders) for part in range(self.parts)], self.parts)
+        ranked = {member.number for member in members}
+        return MemberSelection(members, spares_of(living, ranked), source)
+
+    def _best(
+        self,
+        by_part: Sequence[Sequence[RunMember]],
+        holders: int,
+        ready: Mapping[int, ReadyMember],
+        find_source: FindSource,
+        newest: tuple[int, int] | None,
+    ) -> tuple[list[list[RunMember]], tuple[int, int] | None]:
+        """Returns the first choice that has the newest copies whole, or else the best one; and its copies."""
+        best: list[list[RunMember]] = []
+        source: tuple[int, int] | None = None
+        for choice in islice(self._choices(by_part, holders), _MOST_CHOICES):
+            found = find_source([member for members in choice for member in members], ready)
+            if not best or (found or (-1, -1)) > (source or (-1, -1)):
+                best, source = choice, found
+            if source == newest:
+                break
+        return best, source
+
+    def _choices(self, by_part: Sequence[Sequence[RunMember]], holders: int) -> Iterator[list[list[RunMember]]]:
+        """Yields lists of members by part, first those of copies of the model of which no rank was lost."""
+        here = {member.rank for members in by_part for member in members if member.rank >= 0}
+
+        def key(member: RunMember) -> tuple[bool, bool, int]:
+            neighbours = range(member.rank // self.parts * self.parts, (member.rank // self.parts + 1) * self.parts)
+            return member.rank < 0, not here.issuperset(neighbours), member.rank
+
+        ordered = [sorted(members, key=key) for members in by_part]
+        sizes = [min(holders, len(members)) for members in ordered]
+        lists = [
+            islice(combinations(members, size), _MOST_OF_A_PART) for members, size in zip(ordered, sizes, strict=True)
+        ]
+        for picked in product(*lists):
+            yield [sorted(members, key=lambda member: (member.rank < 0, member.rank)) for members in picked]
+
+    def _words_for_none(self, counts: Sequence[int]) -> str:
+        few = [f"{count} of part {part}" for part, count in enumerate(counts) if count < self.multiple]
+        return (
+            f"elasticity.continue: expected at least {self.multiple} living process(es) for each of the {self.parts} "
+            f"part(s) of the model, which tensor- or expert-parallel ranks hold, found {', '.join(few)}. The others "
+            "hold other parts and cannot take the place of the lost ones. Start the run again from its last checkpoint"
+        )
+
+
+def spares_of(living: Sequence[RunMember], ranked: set[int]) -> tuple[RunMember, ...]:
+    """Returns the members that are not among ``ranked``, without a rank."""
+    return tuple(member.without_rank() for member in living if member.number not in ranked)
