@@ -1,0 +1,169 @@
+"""A load matches by name, leaves alone what it cannot fill, and goes on bit for bit where parameters were unfrozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.checkpoint import load
+from deepspeed.engine import DeepSpeedEngine
+from tests.checkpoint.training import Net, config, fragments, groups, joined
+from tests.checkpoint.training import engine as saved_engine
+from tests.checkpoint.training import train as train_steps
+from tests.engine.support import SHARDED, engine_of, inputs
+from tests.harness import assert_states_equal, run_ranks
+from tests.harness.toy_models import tower
+
+
+def make(stage: int, device: str) -> DeepSpeedEngine:
+    model = tower()
+    model.first.requires_grad_(False)
+    zero = {**SHARDED, "offload_optimizer": {"device": device}} if stage == 3 else {}
+    return engine_of(model, stage, zero=zero, bf16={"enabled": True})
+
+
+def train(engine: DeepSpeedEngine, *steps: int) -> list[torch.Tensor]:
+    for step in steps:
+        engine.backward(engine(inputs(step, dist.get_rank())))
+        engine.step()
+    return [master.flat.clone() for master in engine._runtime.masters]
+
+
+def resumed(folder: Path) -> None:
+    for stage, device in ((0, "none"), (3, "none"), (3, "cpu")):
+        engine = make(stage, device)
+        train(engine, 0)
+        engine.module.first.requires_grad_(True)
+        train(engine, 1, 2)
+        engine.save_checkpoint(folder, tag=f"{stage}{device}")
+        expected = train(engine, 3)
+        engine.destroy()
+        engine = make(stage, device)
+        engine.module.first.requires_grad_(True)
+        engine.load_checkpoint(folder, tag=f"{stage}{device}")  # before any backward
+        assert_states_equal(train(engine, 3), expected)
+        engine.destroy()
+        engine = make(stage, device)
+        with mock.patch.object(load, "log_dist") as logged:
+            engine.load_checkpoint(folder, tag=f"{stage}{device}")
+        assert "2 parameters have saved masters" in logged.call_args.args[0]
+        engine.destroy()
+
+
+def test_parameters_unfrozen_before_a_load(tmp_path: Path) -> None:
+    run_ranks(resumed, 2, tmp_path)
+
+
+def frozen_group(folder: Path) -> None:
+    """Loads into a model in which a whole param group is frozen; its learning rate is the saved one."""
+    rates = {}
+    for is_frozen in (False, True):
+        model = tower()
+        model.first.requires_grad_(not is_frozen)
+        groups = [{"params": list(model.layers.parameters()), "lr": 0.1}, {"params": list(model.first.parameters())}]
+        optimizer = torch.optim.SGD(groups, lr=0.2)
+        engine = engine_of(model, 1, optimizer=lambda _, made=optimizer: made)
+        if is_frozen:
+            engine.load_checkpoint(folder)
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] /= 4
+            train(engine, 0)
+            engine.save_checkpoint(folder)
+        rates[is_frozen] = [group["lr"] for group in engine.optimizer.param_groups]
+        engine.destroy()
+    assert rates[True] == rates[False] == [0.025, 0.05]
+
+
+def test_a_param_group_that_is_frozen_at_a_load_keeps_its_learning_rate(tmp_path: Path) -> None:
+    run_ranks(frozen_group, 2, tmp_path)
+
+
+class Reordered(Net):
+    """The same names in another order, and one frozen parameter more in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        modules = dict(reversed(list(self._modules.items())))
+        parameters = dict(reversed(list(self._parameters.items())))
+        self._modules.clear()
+        self._parameters.clear()
+        self._parameters["adapter"] = nn.Parameter(torch.full((6, 5), 7.0), requires_grad=False)
+        self._parameters.update(parameters)
+        self._modules.update(modules)
+
+
+def save_and_load_reordered(folder: str, stage: int):
+    first = saved_engine(stage)
+    train_steps(first, range(3))
+    first.save_checkpoint(folder)
+    torch.manual_seed(8)
+    model = Reordered()
+    parameters = list(reversed(groups(model)))  # the groups change places too
+    again = deepspeed.initialize(model=model, config=config(stage), model_parameters=parameters)[0]
+    with pytest.raises(deepspeed.errors.CheckpointError, match="missing +adapter"):
+        again.load_checkpoint(folder)
+    again.load_checkpoint(folder, load_module_strict=False)
+    rates = [(group["weight_decay"], group["lr"]) for group in again.basic_optimizer.param_groups]
+    expected = [(group["weight_decay"], group["lr"]) for group in reversed(first.basic_optimizer.param_groups)]
+    assert rates == expected
+    return fragments(first), fragments(again)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_matching_is_by_name(stage, tmp_path):
+    results = run_ranks(save_and_load_reordered, 2, str(tmp_path), stage)
+    expected, held = joined([rank[0] for rank in results]), joined([rank[1] for rank in results])
+    assert held.pop("compute/adapter").tolist() == [7.0] * 30
+    # The tied matrix is now first met as the head.
+    for kind in ("compute", "master", "state.exp_avg", "state.exp_avg_sq", "state.step"):
+        held[f"{kind}/embed.weight"] = held.pop(f"{kind}/head.weight")
+    assert_states_equal(held, expected)
+
+
+class Different(Net):
+    """One parameter less, one more, and one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.unused
+        self.extra = nn.Linear(2, 3, bias=False)
+        self.blocks[1].fall = nn.Linear(24, 9)
+
+
+def load_what_does_not_fit(folder: str):
+    first = saved_engine(3)
+    train_steps(first, range(2))
+    first.save_checkpoint(folder)
+    model = Different()
+    again = deepspeed.initialize(model=model, config=config(3), model_parameters=groups(model))[0]
+    before, messages = fragments(again), []
+    for strict in (True, False):
+        with pytest.raises(deepspeed.errors.CheckpointError) as raised:
+            again.load_checkpoint(folder, load_module_strict=strict)
+        messages.append(str(raised.value))
+    assert_states_equal(joined([fragments(again)]), joined([before]))
+    assert again.global_steps == 0
+    return messages
+
+
+def test_a_mismatch_is_one_table_and_nothing_is_loaded(tmp_path):
+    first, second = run_ranks(load_what_does_not_fit, 2, str(tmp_path))
+    assert first == second
+    for message in first:
+        assert "nothing was loaded" in message
+        for kind, name in (
+            ("missing", "extra.weight"),
+            ("unexpected", "unused.weight"),
+            ("unexpected", "unused.bias"),
+            ("shape", "blocks.1.fall.weight"),
+        ):
+            assert any(line.split()[:2] == [kind, name] for line in message.splitlines()), (kind, name, message)
+        (shapes,) = (line for line in message.splitlines() if "blocks.1.fall.weight" in line)
+        assert "(9, 24)" in shapes and "(9, 23)" in shapes
