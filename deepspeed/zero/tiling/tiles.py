@@ -171,34 +171,34 @@ def _check(name: str, shape: tuple[int, ...], part: TilePart) -> None:
             raise ValueError(f"tile {name!r}: {part.regions[pair[0]]} and {part.regions[pair[1]]} overlap in {what}")
 
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and extent in every dimension."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and extent in every dimension of one tensor; a :class:`TileRegion` is a box in two of them."""
 
 
-def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Numbers of two regions of one tensor that have elements in common, or None.
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Numbers of two boxes of one tensor that have elements in common, or None.
 
     Goes along the dimension in which they begin at most different places, so that cuts of one dimension cost no pairs.
     """
-    if len(regions) < 2:
+    if len(boxes) < 2:
         return None
-    dims = range(len(regions[0][0]))
-    axis = max(dims, key=lambda dim: len({first[dim] for first, _ in regions}), default=None)
+    dims = range(len(boxes[0][0]))
+    axis = max(dims, key=lambda dim: len({first[dim] for first, _ in boxes}), default=None)
     if axis is None:
         return 0, 1  # scalars
     open_: list[int] = []
-    for number in sorted(range(len(regions)), key=lambda index: regions[index][0][axis]):
-        first, _ = regions[number]
-        open_ = [other for other in open_ if regions[other][0][axis] + regions[other][1][axis] > first[axis]]
+    for number in sorted(range(len(boxes)), key=lambda index: boxes[index][0][axis]):
+        first, _ = boxes[number]
+        open_ = [other for other in open_ if boxes[other][0][axis] + boxes[other][1][axis] > first[axis]]
         for other in open_:
-            if _common(regions[other], regions[number]) is not None:
+            if _common(boxes[other], boxes[number]) is not None:
                 return other, number
         open_.append(number)
     return None
 
 
-def _common(one: Region, other: Region) -> Region | None:
-    """Returns the region that lies in both."""
+def _common(one: Box, other: Box) -> Box | None:
+    """Returns the box that lies in both."""
     first = tuple(map(max, one[0], other[0]))
     shape = tuple(
         min(a + m, b + n) - low for a, m, b, n, low in zip(one[0], one[1], other[0], other[1], first, strict=True)
