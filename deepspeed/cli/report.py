@@ -11,6 +11,7 @@ import platform
 import shutil
 import socket
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,8 +163,10 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _nccl_version() -> str | None:
-    if not hasattr(torch._C, "_nccl_version"):  # a build for the CPU, or for a system without NCCL
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a build for the CPU, or for a system without NCCL
+        if not torch.cuda.nccl.is_available([]):
+            return None
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 

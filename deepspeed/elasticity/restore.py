@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch import DisableTorchFunctionSubclass
 
 from deepspeed.checkpoint.disk import bytes_of
 from deepspeed.checkpoint.fill import WeightFiller

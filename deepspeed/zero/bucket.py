@@ -266,7 +266,7 @@ class Bucket(BucketBase):
         self._placeholders = self._shapes if shown else self._empties
         if self.state is State.FULL:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for parameter, placeholder in self._without_loans(zip(self.params, self._placeholders, strict=True)):
                 parameter.data = placeholder
 

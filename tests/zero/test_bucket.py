@@ -166,7 +166,7 @@ def test_shapes_are_shown_inside_a_pass_only() -> None:
     def body(transport: LoopbackTransport) -> None:
         bucket = bucket_of(transport, params())
         bucket.show_shapes(True)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             assert [tuple(parameter.shape) for parameter in bucket.params] == SHAPES
             assert all(bool(parameter.isnan().all()) for parameter in bucket.params)
         gathered(bucket)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch import DisableTorchFunctionSubclass
 
 from deepspeed.errors import ShardedAccessError
 from deepspeed.logging import warn_once
