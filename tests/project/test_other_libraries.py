@@ -204,10 +204,7 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
     ),
     "Transformers does not look for the wrapper of constructors": (
         ("torch", "torch.Tensor"),
-        lambda: (
-            "zero_wrapper_for_fp_tensor_constructor" not in _text_of("transformers", "integrations/deepspeed.py")
-            and "deepspeed" not in _text_of("transformers", "modeling_utils.py")
-        ),
+        lambda: "zero_wrapper_for_fp_tensor_constructor" not in _text_of("transformers", "integrations/deepspeed.py"),
     ),
     "torch lists its constructors": (
         ("torch.utils._device._device_constructors",),
