@@ -103,3 +103,8 @@ def test_command_lines(module, folder):
     )
     assert done.returncode == 0, done.stderr
     assert "ZeRO stage 3" in done.stdout and done.stderr == ""
+
+
+def test_sizes_are_in_the_largest_unit_that_leaves_a_whole() -> None:
+    sizes = [0, 999, 1000, 123_456, 999_000_000, 1_500_000_000_000]
+    assert [inspect._bytes(size) for size in sizes] == ["0 B", "999 B", "1.0 KB", "123.5 KB", "999.0 MB", "1.50 TB"]

@@ -36,6 +36,16 @@ def test_marks_are_those_of_the_rows() -> None:
     assert mask is not None and mask[0].tolist() == [True] * 5 + [False] * 5
 
 
+def test_elements_of_rows_that_are_not_zeros() -> None:
+    rows = ZeroRows([0, 5, 7, 10, 16], 20, 2, torch.device("cpu"))
+    flat = torch.zeros(20)
+    flat[[6, 11, 17]] = 1.0
+    numbers = rows.numbers(flat)
+    assert numbers.tolist() == [1, 3, 4]
+    assert rows.elements(numbers).tolist() == [5, 6, *range(10, 20)]
+    assert rows.per_slice(numbers) == [(1, 2), (2, 10)]
+
+
 def exchange() -> None:
     plain = Job.current().axis_of().transport()
     width, count = 12, 8 * plain.size  # rows, some of which two slices share

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from deepspeed.parallel.pipe.topology import (
     mesh_of_topology,
     usual_topology,
 )
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 NAMES = ["Embed", "Block", "Block", "Norm", "Block", "Block", "Head"]
 SIZES = [90, 10, 10, 1, 10, 10, 90]
@@ -149,3 +151,10 @@ def test_topologies():
 def test_the_usual_topology_uses_every_rank(world):
     topology = usual_topology(world)
     assert topology.get_dim("pipe") * topology.get_dim("data") == world
+
+
+@pytest.mark.parametrize(("norms", "blocks"), [(2, range(1, 3)), (3, range(4, 7))])
+def test_the_repeated_blocks_are_the_first_of_the_longest_runs(norms, blocks):
+    row = [LayerSpec(nn.Embedding, 3, 2), *(LayerSpec(nn.Linear, 2, 2) for _ in range(2)), LayerSpec(nn.Tanh)]
+    row += [LayerSpec(nn.LayerNorm, 2) for _ in range(norms)]
+    assert PipelineModule.run_of_blocks(SimpleNamespace(_layer_specs=row)) == blocks
