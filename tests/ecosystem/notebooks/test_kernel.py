@@ -76,19 +76,19 @@ class Kernel:
         Python drops an exception that arrives in a destructor or in the callback of a weak reference, an interrupt too.
         A rank that hangs does not end at any of these.
         """
-        printed = []
+        printed, errors = [], []
         for _ in range(6):
             self.manager.interrupt_kernel()
             try:
-                return self.finish(message, timeout=15, printed=printed)
-            except Empty:
+                return self.finish(message, timeout=15, printed=printed, errors=errors)
+            except Empty:  # on a busy machine perhaps between the error and the end of the cell
                 continue
         pytest.fail("six interrupts did not end the cell, which printed: " + "".join(printed))
 
-    def finish(self, message, timeout=90, printed=None):
-        """Waits for a cell: (the error's name or None, what it has printed, also kept in `printed`)."""
+    def finish(self, message, timeout=90, printed=None, errors=None):
+        """Waits for a cell: (the error's name or None, what it has printed); both lists keep what came before."""
         printed = [] if printed is None else printed
-        error = None
+        errors = [] if errors is None else errors
         deadline = time.monotonic() + timeout
         while True:
             found = self.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.1))
@@ -98,10 +98,10 @@ class Kernel:
             if found["msg_type"] == "stream":
                 printed.append(content["text"])
             elif found["msg_type"] == "error":
-                error = content["ename"]
+                errors.append(content["ename"])
                 printed.append("\n".join(content["traceback"]))
             elif found["msg_type"] == "status" and content["execution_state"] == "idle":
-                return error, "".join(printed)
+                return (errors[0] if errors else None), "".join(printed)
 
     def run(self, cell, timeout=90):
         return self.finish(self.begin(cell), timeout)
