@@ -1,8 +1,9 @@
 """What it costs to lose a rank: detection, regroup, transfer, first step; and what copies cost while nothing fails.
 
-    python benchmarks/elastic.py [--ranks 2 3 4] [--width N] [--no-torchrun] [--write-report]
+    python benchmarks/elastic.py [--ranks 2 3 4] [--width N] [--no-torchrun] [--torchft] [--write-report]
 
-Beside it the same loss under `torchrun --max-restarts`, which starts all ranks again from the last checkpoint.
+Beside it the same loss under `torchrun --max-restarts`, which starts all ranks again from the last checkpoint, and,
+with `--torchft` where that is installed, with as many replica groups of torchft of one process each.
 """
 
 from __future__ import annotations
@@ -114,6 +115,71 @@ def restarted_worker(folder: Path, width: int) -> None:
         engine.save_checkpoint(folder / "saved")
 
 
+def torchft_worker(folder: Path, width: int) -> None:
+    """Trains in fp32 as one replica group of torchft, whose other groups go on with a smaller batch after a loss.
+
+    Its ``DistributedDataParallel`` (0.2.0) fails on an assertion in the ranks that are left, so gradients are summed
+    here one by one.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    import torchft
+
+    rank, ranks, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=10)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = make_model(width)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def load(states: dict[str, Any]) -> None:
+        model.load_state_dict(states["model"])
+        adamw.load_state_dict(states["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=patience), min_replica_size=1, load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": adamw.state_dict()}, replica_id=f"group{rank}",
+        timeout=patience, quorum_timeout=patience, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
+    )  # fmt: skip
+    optimizer, data, marks = torchft.Optimizer(manager, adamw), torch.randn(256, width), Marks(folder)
+    while manager.current_step() < STEPS:
+        started, number = time.time(), manager.current_step()
+        optimizer.zero_grad()
+        for micro in range(BATCH // MICRO // ranks):
+            model(data[micro * MICRO : (micro + 1) * MICRO]).pow(2).mean().backward()
+        if number == DEATH:
+            die_once(folder, marks)
+        for work in [manager.allreduce(parameter.grad) for parameter in model.parameters()]:
+            work.wait()
+        optimizer.step()
+        marks.write(event="step", step=number, done=manager.current_step() > number, seconds=time.time() - started)
+    os._exit(0)  # its threads would wait for the others
+
+
+def run_torchft(ranks: int, width: int) -> list[dict[str, Any]]:
+    """Starts the lighthouse and the replica groups, and returns what they have written, by time."""
+    from torchft.coordination import LighthouseServer
+
+    folder = Path(tempfile.mkdtemp(prefix="elastic-"))
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
+    own = [str(Path(__file__).resolve()), "--worker", "torchft", "--folder", str(folder), "--width", str(width)]
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
+    groups = []
+    try:
+        for rank in range(ranks):
+            environment = {**common, "RANK": str(rank), "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+            with (folder / f"log-{rank}").open("w") as log:
+                groups.append(subprocess.Popen([sys.executable, *own], env=environment, stdout=log, stderr=log))
+        codes = [group.wait(300) for group in groups]
+        assert codes.count(0) == ranks - 1, [path.read_text()[-2000:] for path in folder.glob("log-*")]
+        lines = [json.loads(line) for path in folder.glob("marks-*") for line in path.read_text().splitlines()]
+    finally:
+        for group in groups:
+            group.kill()
+        lighthouse.shutdown()
+        shutil.rmtree(folder)
+    return sorted(lines, key=lambda line: line["time"])
+
+
 def run(kind: str, ranks: int, width: int) -> list[dict[str, Any]]:
     """Starts the ranks and returns what they have written, by time."""
     folder = Path(tempfile.mkdtemp(prefix="elastic-"))
@@ -142,7 +208,7 @@ def seconds_lost(lines: list[dict[str, Any]]) -> float:
     return min(line["time"] for line in again if line["step"] >= DEATH) - killed
 
 
-def measure(ranks: int, width: int, *, with_torchrun: bool) -> dict[str, Any]:
+def measure(ranks: int, width: int, *, with_torchrun: bool, with_torchft: bool) -> dict[str, Any]:
     """Returns one row of the report."""
     lines = run("elastic", ranks, width)
     recoveries = [line for line in lines if line["event"] == "recovery"]
@@ -168,6 +234,8 @@ def measure(ranks: int, width: int, *, with_torchrun: bool) -> dict[str, Any]:
     }
     if with_torchrun:
         row["torchrun back after"] = seconds_lost(run("restarted", ranks, width))
+    if with_torchft:
+        row["torchft back after"] = seconds_lost(run_torchft(ranks, width))
     return row
 
 
@@ -196,7 +264,8 @@ def report(rows: list[dict[str, Any]], width: int) -> str:
         "included. `copy share`: processor time of copies in that of steps 3 to 11, all ranks. `sent bytes`: those "
         "that went to the neighbour, the first time that the memory was used; later it sees that memory itself. "
         "`torchrun back after`: the same loss with `--max-restarts 1` and a checkpoint after every step; all "
-        "ranks are started again (importing torch is most of it).",
+        "ranks are started again (importing torch is most of it). `torchft back after`: the same loss of one of as "
+        "many replica groups of one process, in fp32 without sharding; the lighthouse waits 5 s for heartbeats.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -207,16 +276,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 6, 8])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--no-torchrun", action="store_true")
+    parser.add_argument("--torchft", action="store_true")
     parser.add_argument("--write-report", action="store_true")
-    parser.add_argument("--worker", choices=["elastic", "restarted"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["elastic", "restarted", "torchft"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work = {"elastic": elastic_worker, "restarted": restarted_worker}[arguments.worker]
+        workers = {"elastic": elastic_worker, "restarted": restarted_worker, "torchft": torchft_worker}
+        work = workers[arguments.worker]
         work(arguments.folder, arguments.width)
         return
-    rows = [measure(n, arguments.width, with_torchrun=not arguments.no_torchrun) for n in arguments.ranks]
+    beside = {"with_torchrun": not arguments.no_torchrun, "with_torchft": arguments.torchft}
+    rows = [measure(n, arguments.width, **beside) for n in arguments.ranks]
     text = report(rows, arguments.width)
     sys.stdout.write(text)
     if arguments.write_report:
