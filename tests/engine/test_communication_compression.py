@@ -156,7 +156,7 @@ def test_contradictions_are_refused_by_name() -> None:
     assert "keep one" in only_problem({at: {"gradients": "auto", "warm_up": "int8"}})
     zero = {"stage": 3, "zero_quantized_gradients": True}
     found = problems({at: {"gradients": "int4"}, "zero_optimization": zero})
-    assert any(f"{at}.gradients: says the same as zero_optimization.zero_quantized_gradients" in one for one in found)
+    assert any(f"{at}.gradients: does the same as zero_optimization.zero_quantized_gradients" in one for one in found)
 
 
 def trial_of(seconds: dict[bool, float]) -> tuple[list[bool], Trial]:
