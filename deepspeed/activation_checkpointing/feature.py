@@ -25,14 +25,11 @@ from deepspeed.comm.transports.objects import gather_json
 from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import (
-    attention_name,
-    check_use_of_attention,
-    configured_modules,
+    attention_names,
+    check_wrapped_attention,
     interface_of,
-    own_configurations,
-    register_attention,
-    set_attention_name,
     takes_attention_by_name,
+    wrap_attention,
 )
 from deepspeed.models.checkpointing import switch_of
 from deepspeed.models.masks import mask_of_implementation
@@ -67,22 +64,14 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
             f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint "
             "around the attention in the model's own code, or leave the key out"
         )
-    names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
-    for name in names:
-        attention, mask = _functions(str(name))
-        check_use_of_attention(outermost, f"{name}{_ENDING}", attention, mask, KEY)
+    check_wrapped_attention(outermost, _ENDING, _functions, KEY)
     config: Any = outermost.config
-    if getattr(config, "reorder_and_upcast_attn", False) and "eager" in names:
+    if getattr(config, "reorder_and_upcast_attn", False) and "eager" in attention_names(outermost):
         raise DeepSpeedConfigError(
             f"{KEY}: reorder_and_upcast_attn computes attention in the layer itself, which cannot be replaced; "
             "set it to false, or leave the key out"
         )
-    own_configurations(model)
-    for module in configured_modules(model):
-        name = attention_name(module.config)
-        if name is not None and not name.endswith(_ENDING):
-            register_attention(f"{name}{_ENDING}", *_functions(name))
-            set_attention_name(module.config, f"{name}{_ENDING}")
+    wrap_attention(model, _ENDING, _functions)
 
 
 def _recompute_own(model: nn.Module) -> bool:

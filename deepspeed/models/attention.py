@@ -94,6 +94,46 @@ def check_use_of_attention(model: Any, name: str, attention: Any, mask: Any, wha
     use_attention(probe, name, attention, mask, what)
 
 
+AttentionFunctions = Callable[[str], tuple[Callable[..., Any], Callable[..., Any]]]
+"""Returns the attention and the mask function that wrap those of an implementation, given its name."""
+
+
+def attention_names(model: nn.Module) -> set[str]:
+    """Returns the names of the attention implementations that the model's modules use."""
+    return {name for module in configured_modules(model) if (name := attention_name(module.config)) is not None}
+
+
+def check_wrapped_attention(model: Any, suffix: str, functions: AttentionFunctions, what: str) -> None:
+    """Raises what :func:`use_attention` raises for wrapped implementations, and leaves the model as it is.
+
+    Args:
+        model: A Transformers model.
+        suffix: Of the names of wrapped implementations.
+        functions: See :data:`AttentionFunctions`.
+        what: The setting, for error messages.
+    """
+    for name in attention_names(model):
+        check_use_of_attention(model, f"{name}{suffix}", *functions(name), what)
+
+
+def wrap_attention(model: nn.Module, suffix: str, functions: AttentionFunctions) -> None:
+    """Replaces the attention implementations of a model by wrapped ones, in place.
+
+    The model's configuration is copied first. What is wrapped already stays as it is.
+
+    Args:
+        model: A Transformers model, what wraps it, or layers of one.
+        suffix: Of the names of wrapped implementations.
+        functions: See :data:`AttentionFunctions`.
+    """
+    own_configurations(model)
+    for module in configured_modules(model):
+        name = attention_name(module.config)
+        if name is not None and not name.endswith(suffix):
+            register_attention(f"{name}{suffix}", *functions(name))
+            set_attention_name(module.config, f"{name}{suffix}")
+
+
 def name_attention(layers: nn.Module, name: str) -> None:
     """Gives a registered implementation to layers that were taken out of a model, in place."""
     for module in configured_modules(layers):

@@ -21,14 +21,11 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.models.attention import (
-    attention_name,
-    check_use_of_attention,
-    configured_modules,
+    attention_names,
+    check_wrapped_attention,
     interface_of,
-    own_configurations,
-    register_attention,
-    set_attention_name,
     takes_attention_by_name,
+    wrap_attention,
 )
 from deepspeed.models.attention_modules import attention_of
 from deepspeed.models.masks import mask_of_implementation
@@ -76,25 +73,19 @@ def measure_attention(model: nn.Module) -> None:
         raise DeepSpeedConfigError(
             f"{KEY}: expected a model of Transformers, found {type(model).__name__}; leave the key out"
         )
-    names = {attention_name(module.config) for module in configured_modules(outermost)} - {None}
-    for name in names:
-        if "flex" in str(name) or "paged" in str(name):
+    for name in attention_names(outermost):
+        if "flex" in name or "paged" in name:
             raise DeepSpeedConfigError(
                 f'{KEY}: the masks of attn_implementation="{name}" cannot be read; use "sdpa" or "eager"'
             )
-        check_use_of_attention(outermost, f"{name}{_ENDING}", *_functions(str(name)), KEY)
-    own_configurations(model)
+    check_wrapped_attention(outermost, _ENDING, _functions, KEY)
     for name, module in model.named_modules():
         if _projections(module) is not None:
             _refuse_norms(name, module)
             heads = attention_of(module, getattr(module, "config", None))
             if heads is not None:
                 module.__dict__[_RECORD] = LogitRecord(heads.query)
-    for module in configured_modules(model):
-        current = attention_name(module.config)
-        if current is not None and not current.endswith(_ENDING):
-            register_attention(f"{current}{_ENDING}", *_functions(current))
-            set_attention_name(module.config, f"{current}{_ENDING}")
+    wrap_attention(model, _ENDING, _functions)
 
 
 def is_measured(model: nn.Module) -> bool:
