@@ -22,23 +22,16 @@ class Exchange:
 
     Args:
         group: Their process group; None for all ranks.
+        transport: A transport of objects to use instead of one of its own.
 
     Attributes:
         rank: This rank in the group.
         size: Ranks in the group.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self._use(Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints"))
-
-    @classmethod
-    def over(cls, transport: Transport) -> Exchange:
-        """Returns one that shares a transport of objects."""
-        made = cls.__new__(cls)
-        made._use(transport)
-        return made
-
-    def _use(self, transport: Transport) -> None:
+    def __init__(self, group: Any = None, transport: Transport | None = None) -> None:
+        if transport is None:
+            transport = Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints")
         self._transport = transport
         self.rank = transport.rank
         self.size = transport.size

@@ -79,7 +79,7 @@ class CopyLayout:
         return sorted(range(len(self.owners)), key=lambda rank: (rank % self.model_parts, rank))
 
     def is_alike(self, owner: int, rank: int) -> bool:
-        """Whether the small states of ``owner`` are those of a rank, up to what belongs to one process."""
+        """Returns whether the small states of ``owner`` equal those of ``rank``, apart from what is per process."""
         return self.owners.index(owner) % self.model_parts == rank % self.model_parts
 
     @classmethod
@@ -125,7 +125,7 @@ def layout_of_parts(
     mine = CopyLayout.of(run_state, epoch, owners)
     if run_state.stage == 3:  # where one copy of the model is left, nothing is sharded, and a spare has nothing of it
         mine = replace(mine, left_out=frozenset())
-    listed = roster(run_state, Exchange.over(transport))
+    listed = roster(run_state, Exchange(transport=transport))
     numbers = dict(listed.numbers)
     slices = tuple(
         (numbers[index], start) for _, index, start, _ in _own_ranges(run_state, mine.left_out) if index in numbers

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from time import monotonic
 from types import FrameType
@@ -128,9 +127,9 @@ class PreemptionHooks(EngineHooks):
 
     def _leave(self, reason: str, global_steps: int) -> None:
         """Saves and ends this process; all ranks do it together."""
-        started = time.monotonic()
+        started = monotonic()
         self._engine.save_checkpoint(self._folder, async_save=False)
-        seconds = time.monotonic() - started
+        seconds = monotonic() - started
         log_dist(
             f"preemption: {reason} after step {global_steps}; saved to {self._folder} in {seconds:.1f} s; exit "
             f"code {self._section.exit_code}: start the same command again to resume"
