@@ -300,7 +300,7 @@ def show(report: dict[str, Any]) -> str:
 
 
 def show_beside(report: dict[str, Any]) -> str:
-    """The report of ``--beside-training`` as Markdown."""
+    """Returns the report of ``--beside-training`` as Markdown."""
     lines = [
         f"# Saving beside training, {report['date']}",
         "",

@@ -134,7 +134,7 @@ class _RecordedStream:
 
 
 class RecordingDevice:
-    """The module of a kind of device, as ``torch.cuda`` is one, whose streams and events are recorded.
+    """Stands in for a device module such as ``torch.cuda`` and records its streams and events.
 
     Args:
         trace: Records them.

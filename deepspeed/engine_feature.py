@@ -263,7 +263,7 @@ class UnevenBatch(Protocol):
         ...
 
     def take(self, rows: torch.Tensor) -> None:
-        """Receives what :meth:`numbers` returned on every rank: fp64 ``[ranks, numbers]``."""
+        """Takes the results of :meth:`numbers` of all ranks: fp64, a row for each rank."""
         ...
 
 

@@ -115,7 +115,7 @@ def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, only errors are logged; messages that are logged once can still be logged later."""
+    """Logs only errors inside the context; messages that are logged once can still be logged later."""
     level, seen = logger.level, set(_seen)
     logger.setLevel(logging.ERROR)
     try:

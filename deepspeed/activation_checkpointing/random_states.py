@@ -61,7 +61,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STATE) -> Iterator[None]:
-        """Inside, random numbers come from the state ``name``, which advances; the default state stands still.
+        """Draws random numbers from the state ``name`` inside the context; the default state does not advance.
 
         Raises:
             CallOrderError: There is no such state.

@@ -187,7 +187,7 @@ def _show(trials: Sequence[TuneTrial], best: TuneTrial, operations: tuple[str, .
 
 @dataclass(frozen=True)
 class TuneTrial:
-    """One choice of settings.
+    """The speeds that were measured with one combination of I/O settings.
 
     Attributes:
         settings: What was tried.
@@ -242,7 +242,7 @@ def sweep(
 
 
 def best_of(trials: Sequence[TuneTrial]) -> TuneTrial:
-    """The fastest; of those as good as it, the one with the fewest requests in flight and the smallest of them."""
+    """Returns the fastest trial; of trials about as fast, the one with the fewest and smallest requests in flight."""
     limit = min(trial.seconds_per_byte for trial in trials) / _AS_GOOD
     near = [trial for trial in trials if trial.seconds_per_byte <= limit]
     return min(near, key=lambda trial: (trial.in_flight, trial.settings.block_size, trial.seconds_per_byte))

@@ -407,7 +407,7 @@ class Progress:
 
 @contextmanager
 def progress(name: str) -> Iterator[Progress]:
-    """Inside, what takes longer than two seconds shows that it works."""
+    """Shows progress of what takes longer than two seconds inside the context."""
     shown = Progress(name)
     shown.start()
     try:

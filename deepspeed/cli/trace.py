@@ -160,7 +160,7 @@ def _of_rank(event: dict[str, Any], rank: int, base: float) -> dict[str, Any]:
 
 
 def _times(place: Path) -> dict[str, float]:
-    """Milliseconds per step and rank, by name."""
+    """Returns the milliseconds per step and rank of the events of a trace, by event name."""
     events: Iterable[dict[str, Any]]
     if place.is_dir():
         events = [event for path in _paths(place) for event in _read(path)["traceEvents"]]

@@ -217,11 +217,11 @@ class ProgressiveLayerDrop:
         self.current_theta = 1.0
 
     def get_state(self) -> dict[str, Any]:
-        """The keywords that a training forward gets."""
+        """Returns the keyword arguments that a training forward gets."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def get_theta(self) -> float:
-        """The ratio of the latest update."""
+        """Returns the keep ratio of the latest update."""
         return self.current_theta
 
     def update_state(self, global_step: int) -> None:

@@ -385,7 +385,7 @@ class RandomLTDScheduler:
         return self.global_batch_size * (self._current * dropping + self._max * whole)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Tokens, over all layers, of so many steps from the first; nothing is changed."""
+        """Returns the tokens that all layers process in that many steps from the first; the state does not change."""
         saved = self.state_dict()
         self.reset_to_init()
         for step in range(train_iters):
@@ -395,7 +395,7 @@ class RandomLTDScheduler:
         return total
 
     def state_dict(self) -> dict[str, int]:
-        """Bounds, tokens kept, tokens seen, and the step."""
+        """Returns bounds, tokens kept, tokens seen, and the step."""
         return {
             "min_value": self._min,
             "max_value": self._max,

@@ -236,7 +236,7 @@ class Continuation:
         return self.run.members.links.joining
 
     def can_grow(self, joining: int) -> bool:
-        """Whether so many processes that ask to join make a larger job, together with spares."""
+        """Returns whether ``joining`` new processes and the spares together allow a larger job."""
         plan, shape = self.run.members.plan, self._shape
         spares = [sum(member.part == part for member in plan.spares) for part in range(shape.parts)]
         return sum(max(shape.multiple - count, 0) for count in spares) <= joining

@@ -117,7 +117,7 @@ def _problem(setup: EngineSetup) -> str | None:
 
 
 def _problem_of_axes(setup: EngineSetup) -> str | None:
-    """What axes of the job a run cannot go on with; None: nothing."""
+    """Returns which axes of the job a run cannot go on with; None if there are none."""
     mesh, zero = setup.ranks.mesh, setup.root.zero_optimization
     if not setup.mesh_is_ours:
         return (

@@ -105,7 +105,7 @@ class ElasticStep:
         return (0.0 if self._sum is None else float(self._sum), float(self._steps._continuation.joining))
 
     def take(self, rows: torch.Tensor) -> None:
-        """Receives what :meth:`numbers` returned on every rank: fp64 ``[ranks, numbers]``."""
+        """Takes the results of :meth:`numbers` of all ranks: fp64 ``[ranks, 2]``."""
         self.loss = float(rows[:, 0].mean())
         joining = int(rows[:, 1].sum())
         self.must_regroup = joining > 0 and self._steps._continuation.can_grow(joining)
@@ -174,7 +174,7 @@ class ElasticSteps:
 
     @property
     def loss_factor(self) -> float:
-        """Factor on a loss: the number of ranks (by which the mean divides) over all micro-batches."""
+        """Number by which a loss is multiplied, so that the mean over ranks becomes a mean over all micro-batches."""
         return self._continuation.data_size / self._micro_batches
 
     @property

@@ -152,7 +152,7 @@ def _device(args: Any) -> torch.device:
 
 
 def compared_values(root: Root) -> dict[str, Any]:
-    """Value per dotted key, without those that may differ between ranks."""
+    """Returns the values by dotted key, without those that may differ between ranks."""
     flat: dict[str, Any] = {}
     for name, value in root.model_dump(mode="python").items():
         if name not in _OWN_AFFAIRS:

@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method that calls ``method`` of one of its object's attributes; signature and documentation are those of it.
+    """Returns a method that calls ``method`` on an attribute of its object, with that method's signature and docstring.
 
     Args:
         collaborator: Name of the attribute.

@@ -95,7 +95,7 @@ _POINTLESS = {
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[int]:
-    """Inside, the adapters of ``model`` are part of the base weights. Weights must be whole.
+    """Merges the adapters of ``model`` into the base weights inside the context. Weights must be gathered.
 
     Known are PEFT's LoRA layers, and layers with ``lora_right_weight``, ``lora_left_weight``, ``lora_scaling`` and a
     flag ``fuse_lora``, as programs for RLHF have them. A copy of each base weight is kept meanwhile, since taking an
@@ -121,7 +121,7 @@ def merged(model: nn.Module) -> Iterator[int]:
 
 
 def _base_of(module: Any) -> torch.Tensor | None:
-    """The weight that a layer's adapter is added to; None for a layer without one, or with one that is merged."""
+    """Returns the weight that a layer's adapter is added to; None without an adapter, or if it is merged already."""
     if hasattr(module, "lora_right_weight") and hasattr(module, "fuse_lora"):
         return None if module.fuse_lora else module.weight
     if hasattr(module, "lora_A") and callable(getattr(module, "unmerge", None)):
@@ -248,14 +248,14 @@ class HybridEngineRollout:
         return RolloutBatch(found, torch.cat((mask.long(), self._written(found[:, start:])), 1), start)
 
     def _written(self, response: torch.Tensor) -> torch.Tensor:
-        """1 up to the first end token, and for it."""
+        """Returns a mask ``[samples, tokens]``: 1 up to and including the first end token, 0 after it."""
         if self._end is None:
             return torch.ones_like(response)
         ended = (response == self._end).long().cumsum(1)
         return ((ended - (response == self._end).long()) == 0).long()
 
     def sync_weights(self, step: int) -> None:
-        """Nothing to do: the weights that generate are those that train. ``step`` is for other kinds of rollout."""
+        """Does nothing, since generation uses the weights that are trained. ``step`` is for other kinds of rollout."""
 
     def shutdown(self) -> None:
         """Lets go of the engine, which is not destroyed."""

@@ -132,7 +132,7 @@ class EngineParts:
         return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
 
     def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
-        """The optimizer that ``initialize`` returns; at stage 3 it leads to the runtime of sharded parameters."""
+        """Returns the optimizer for ``initialize`` to return; at stage 3 it knows the runtime of sharded parameters."""
         if not self.placement.shard_params:
             return updater
         offload = DeepSpeedZeRoOffload.of(self.runtime)

@@ -58,7 +58,7 @@ class LossScaling:
         return self.apply(loss)
 
     def program_runs_backward(self) -> None:
-        """A backward begins that the program has called itself."""
+        """Notes that the program calls a backward itself, and whether its loss was scaled."""
         if self._scaler is not None:
             if self._scaled > 0:
                 self._scaled -= 1
@@ -67,11 +67,11 @@ class LossScaling:
 
     @property
     def saw_unscaled(self) -> bool:
-        """Returns whether the gradients that wait for the update come from a loss without the scale."""
+        """Whether gradients since the last update came from a backward whose loss was not scaled."""
         return self._saw_unscaled
 
     def refuse_unscaled(self) -> None:
-        """Raises where :attr:`saw_unscaled`, once: the gradients are to be thrown away before."""
+        """Raises if :attr:`saw_unscaled`, and resets it. The caller must have discarded the gradients."""
         if self._saw_unscaled:
             self._saw_unscaled = False
             raise CallOrderError(
@@ -503,7 +503,7 @@ class TrainStep:
 def explain_mismatch(
     error: RuntimeError, policy: PrecisionPolicy, inputs: Sequence[Any], named: Mapping[str, Any]
 ) -> str | None:
-    """The sentence about a forward that failed because of its inputs' dtype; None if it failed for another reason.
+    """Returns a message for a forward that failed because of its inputs' dtype; None if the cause is another one.
 
     Args:
         error: What forward raised.

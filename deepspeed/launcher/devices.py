@@ -150,7 +150,7 @@ def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]
 
 
 def first_threads(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """One of the hardware threads of each core: its siblings share the arithmetic units, and gain nothing."""
+    """Returns one hardware thread of each core; the others share its arithmetic units and would gain nothing."""
     kept: list[int] = []
     seen: set[str] = set()
     for core in cores:

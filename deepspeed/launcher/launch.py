@@ -166,7 +166,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
-    """The port of the rendezvous. If this launcher is the only one, the run gets a name as well."""
+    """Claims the port of the rendezvous. If this launcher is the only one, it also sets the run's name."""
     requested = RequestedPort.of(args.master_port)
     if len(hosts) == 1 and not args.placed_by:
         args.run_id = args.run_id or new_run_id()
@@ -429,7 +429,7 @@ def agent_command(
     script: Sequence[str],
     flags: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The command of torch's elastic agent for one machine.
+    """Returns the command of torch's elastic agent for one machine.
 
     Args:
         elastic: How many machines.

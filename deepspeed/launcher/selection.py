@@ -181,7 +181,7 @@ def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The hosts of a list such as ``gpu[003-004,9]-ib,login1``.
+    """Returns the hosts of a list such as ``gpu[003-004,9]-ib,login1``.
 
     Raises:
         LauncherError: The text is no such list.
@@ -210,7 +210,7 @@ def _expand(part: str) -> list[str]:
 
 
 def hosts_of_step(environment: Mapping[str, str]) -> list[str]:
-    """The machines of this step, or of the whole job where no step says.
+    """Returns the machines of this Slurm step, or of the job if there is no step.
 
     Raises:
         LauncherError: This is no Slurm job.

@@ -151,7 +151,7 @@ class QuantizedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print(model)``."""
+        """Returns the sizes, for ``print(model)``."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, bits={self.format.bits}"
 
 
@@ -185,7 +185,7 @@ class QuantizedEmbedding(nn.Module):
         return rows.view(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print(model)``."""
+        """Returns the sizes, for ``print(model)``."""
         return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.format.bits}"
 
 
@@ -212,12 +212,12 @@ class QuantizedConv2d(nn.Module):
         return self.format.unpack(self.codes, self.scales, self.shape[0], self.dtype).view(self.shape)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[N, in, H, W]`` to ``[N, out, H', W']``."""
+        """Computes ``[N, in, H, W]`` to ``[N, out, H', W']``."""
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = fn.pad(input, self._around, mode=self.padding_mode), (0, 0)
         return fn.conv2d(input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print(model)``."""
+        """Returns the sizes, for ``print(model)``."""
         return f"{self.shape[1]}, {self.shape[0]}, kernel_size={self.shape[2:]}, bits={self.format.bits}"

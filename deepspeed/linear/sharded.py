@@ -17,7 +17,7 @@ from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full,
 
 @contextmanager
 def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterator[bool]:
-    """Inside, the parameters of ``module`` are whole; afterwards those of ``layer``, and its bias, are sharded.
+    """Gathers the parameters of ``module`` inside the context; afterwards those of ``layer`` and its bias are sharded.
 
     Does nothing to a layer that is whole anyway. Every rank that shares the parameters must enter it.
 

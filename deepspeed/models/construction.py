@@ -67,7 +67,7 @@ def _initialize_weights(model: Any) -> None:
 
 @contextmanager
 def stage_3_unmentioned() -> Iterator[None]:
-    """Inside, models find stage 3 off: where it is on, some let rank 0 alone compute a table."""
+    """Shows models that stage 3 is off inside the context: with it on, some let rank 0 alone compute a table."""
     integration: Any = sys.modules[_ZERO]
     before = getattr(integration, _STAGE_3, None)
     setattr(integration, _STAGE_3, None)

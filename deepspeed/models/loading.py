@@ -51,7 +51,7 @@ def wrap_loading(load: Callable[[nn.Module, Any, Callable[[], Any]], Any]) -> No
 
 @contextmanager
 def putting_by(put: Put) -> Iterator[None]:
-    """Inside, the library's loader hands each tensor to ``put`` instead of setting it in the model."""
+    """Lets the library's loader hand each tensor to ``put`` inside the context instead of setting it in the model."""
     loader: Any = sys.modules[_LOADER]
     before = loader.set_param_for_module
 

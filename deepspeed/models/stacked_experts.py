@@ -43,7 +43,7 @@ class ExpertParts:
 
 @contextmanager
 def experts_by_shapes(model: nn.Module) -> Iterator[None]:
-    """Inside, the experts of a Transformers model compute by products whose shapes do not depend on the routes.
+    """Lets experts of a Transformers model compute with shapes that do not depend on the routing, inside the context.
 
     The library's default, ``grouped_mm``, refuses tensors without values unless they are bf16.
     """

@@ -108,7 +108,7 @@ def require_package(package: str, section: str) -> None:
 
 
 def by_step(events: Sequence[Event]) -> Iterator[tuple[int, dict[str, float]]]:
-    """``(step, {name: value})`` for each group of events with the same step."""
+    """Yields ``(step, {name: value})`` for each group of events with the same step."""
     at, values = None, {}
     for name, value, step in events:
         if at is not None and step != at:

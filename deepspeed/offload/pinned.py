@@ -81,7 +81,7 @@ _source = HostMemorySource()
 
 @contextlib.contextmanager
 def host_memory_from(source: HostMemorySource) -> Iterator[None]:
-    """Inside, host memory of offloaded states comes from ``source``."""
+    """Takes host memory of offloaded states from ``source`` inside the context."""
     global _source
     before, _source = _source, source
     try:

@@ -177,7 +177,7 @@ _disk: ContextVar[Disk] = ContextVar("disk", default=_HOST)
 
 @contextmanager
 def disk_is(disk: Disk) -> Iterator[None]:
-    """Inside, this thread makes folders and files on ``disk``."""
+    """Lets this thread make folders and files on ``disk`` inside the context."""
     token = _disk.set(disk)
     try:
         yield

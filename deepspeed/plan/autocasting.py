@@ -156,7 +156,7 @@ def _has_fp32(value: Any) -> bool:
 
 @contextmanager
 def asked_for_meta() -> Iterator[None]:
-    """Inside, ``torch.autocast`` and questions about it mean the switch of a simulation where they name ``meta``.
+    """Redirects ``torch.autocast`` for ``meta``, and queries about it, to a simulation's switch inside the context.
 
     Code that switches casting off for the device of its tensors (gates of experts, cut layers) names it so.
     """

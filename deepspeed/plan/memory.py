@@ -140,7 +140,7 @@ class MemoryCount(TorchDispatchMode):
 
     @contextmanager
     def overlooking(self) -> Iterator[None]:
-        """Inside, what is made does not count, nor later: it belongs to the program."""
+        """Excludes what is allocated inside the context from the accounts, for good: it belongs to the program."""
         before, self._overlooks = self._overlooks, True
         try:
             yield

@@ -254,7 +254,7 @@ class _Layers(nn.Module):
 
 
 def states_of_layers(total: int, largest: int) -> ModelSource:
-    """A model of ``total`` parameters whose largest layer has ``largest``.
+    """Returns the sizes of a model of ``total`` parameters whose largest layer has ``largest``.
 
     Raises:
         DeepSpeedConfigError: A size is not above 0.
@@ -267,7 +267,7 @@ def states_of_layers(total: int, largest: int) -> ModelSource:
 
 
 def states_of_model(model: nn.Module) -> ModelSource:
-    """The parameters and modules of ``model``, without its computation; ``model`` is left alone."""
+    """Returns the sizes of the parameters and modules of ``model``, which is not changed."""
     return ModelSource(type(model).__name__, lambda: _workload(without_values(model)))
 
 

@@ -189,7 +189,7 @@ def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
 
 
 def _data_ranks(request: Request) -> int:
-    """The ranks that share a batch; those of the whole job where the degrees do not fit, an error elsewhere."""
+    """Returns the data-parallel ranks; all ranks if the degrees do not fit, which is refused elsewhere."""
     ranks = request.machine.ranks
     sizes = [request.pipeline.stages, int(request.config.get("sequence_parallel_size") or 1)]
     sizes.append(max(int((request.config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1))

@@ -69,7 +69,7 @@ class Stage:
         return self.pipeline.of(self.micro_batches)
 
     def module(self) -> PipelineModule:
-        """The module of the rank."""
+        """Returns the module of the rank."""
         with torch.device(META):
             return PipelineModule(
                 self.row.layers(),

@@ -72,7 +72,7 @@ def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss in what a model returned: the tensor itself, ``.loss``, or the first member.
+    """Returns the loss in a model's output: the tensor itself, ``.loss``, or the first member.
 
     Raises:
         DeepSpeedConfigError: There is no tensor of floating dtype.
@@ -413,12 +413,12 @@ class CurrentModule:
         self._stack: list[str] = []
 
     def enter(self, phase: str, module: str = "") -> None:
-        """A phase begins, or a module in it."""
+        """Notes that a phase begins, or a module in it."""
         self._count.moment = Moment(phase, module)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, modules say that they begin and end."""
+        """Reports the begin and end of modules inside the context."""
         before = nn.modules.module.register_module_forward_pre_hook(self._before)
         after = nn.modules.module.register_module_forward_hook(self._after, always_call=True)
         try:
@@ -467,7 +467,7 @@ class CurrentModule:
 
 
 def _own_place(error: Exception) -> str | None:
-    """The innermost line of the model's code in a traceback; None if all of it is torch's and this package's."""
+    """Returns the innermost line of the model's own code in a traceback; None if there is none."""
     ours = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         name = os.path.basename(frame.filename)

@@ -143,7 +143,7 @@ def _is_shape_only(tensor: torch.Tensor) -> bool:
 
 
 def _recipe(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """How to make a result again; None if it is anything but numbers and new tensors with storage of their own.
+    """Returns how to make a result again; None unless it is numbers and new tensors with their own storage.
 
     Returns:
         (dtype, shape, strides) of a tensor; (tuple or list, a recipe for each item); (None, a number).

@@ -9,7 +9,7 @@ import torch
 
 
 class OnDevice:
-    """Inside, tensors made without a dtype or a device get these.
+    """Gives tensors that are made without a dtype or a device these ones, inside the context.
 
     With ``device="meta"`` a model of any size is built without memory: its parameters have shapes but no values.
 

@@ -71,7 +71,7 @@ class Stopwatch:
         self.records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """The total in milliseconds, the running interval included.
+        """Returns the total in milliseconds, the running interval included.
 
         Args:
             reset: Begin the total afresh; a running watch runs on.

@@ -10,7 +10,7 @@ _depth = 0
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Inside, tensors get the dtype and device that they are made with, also while ``zero.Init`` is active."""
+    """Keeps ``zero.Init`` from changing the dtype and device of tensors that are made inside the context."""
     global _depth
     _depth += 1
     try:

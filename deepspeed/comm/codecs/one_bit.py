@@ -27,7 +27,7 @@ _HEAD = 8  # bytes before the signs of a slice: its scale, fp32, and nothing, so
 
 
 def padded_numel(numel: int, ranks: int) -> int:
-    """The memory that a vector of ``numel`` elements takes: slices of whole bytes, one for each rank."""
+    """Returns ``numel`` rounded up so that each rank's slice is a whole number of bytes of one-bit codes."""
     return -(-numel // (8 * ranks)) * 8 * ranks
 
 
@@ -87,7 +87,7 @@ class OneBitExchange:
         self._work = transport.swap(sent.view(-1), self._received.view(-1), key=key, label=label)
 
     def _rows(self) -> torch.Tensor:
-        """Memory for the bytes of every slice."""
+        """Allocates memory for the bytes of every slice."""
         size = self._transport.size
         nbytes = _row_nbytes(self._values.numel() // size)
         return torch.zeros((size, nbytes), dtype=torch.uint8, device=self._values.device)

@@ -230,7 +230,7 @@ class SharedMemorySumBackend:
         self._offered: torch.Tensor | None = None
 
     def serves(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether a summand of ``numel`` elements is summed here; the same on all ranks."""
+        """Returns whether a summand of ``numel`` elements is summed here; the same on all ranks."""
         return numel * dtype.itemsize <= MOST
 
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -140,7 +140,7 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _ask_model(what: str) -> Any:
-    """An older unit calls the ranks that share a sequence model-parallel ones too; no rank there cuts the model."""
+    """Asks the mpu about model-parallel ranks; None if it is of the kind that calls sequence-parallel ranks so."""
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
     return _ask(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")

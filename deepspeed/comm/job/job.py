@@ -118,7 +118,7 @@ class Job:
 
     @contextmanager
     def as_current(self) -> Iterator[Self]:
-        """Inside, this job is the current one; the one before is current again afterwards. For one thread."""
+        """Makes this the current job inside the context; afterwards the former one is current again. For one thread."""
         before = _replace(self)
         try:
             yield self
@@ -127,7 +127,7 @@ class Job:
 
     @contextmanager
     def during(self, purpose: str) -> Iterator[None]:
-        """Inside, errors about collectives name ``purpose`` as what they belong to."""
+        """Lets errors about collectives inside the context name ``purpose`` as what they belong to."""
         before, self.purpose = self.purpose, purpose
         try:
             yield

@@ -103,7 +103,7 @@ class JobManager:
             self._next = None
 
     def _break_off(self, _lost: LostMember) -> None:
-        """A member was lost while the group is started: without the store, no rank waits for it any longer."""
+        """Drops the store after a member was lost during the start, so that no rank waits for that member."""
         self._next = None
 
     @staticmethod

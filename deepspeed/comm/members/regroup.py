@@ -138,9 +138,9 @@ class Regroup:
         )
 
     def _tell_of_join_requests(self, living: Sequence[int]) -> None:
-        """On a spare, tells a member with a rank how many processes ask it to let them join: that one starts a plan.
+        """Sends a member with a rank the number of processes that ask this spare to let them join.
 
-        The leader must know them by then.
+        That member then starts a plan, for which the leader must know them.
         """
         ranked = next((number for number in living if number in self._served), None)
         if ranked is not None:

@@ -464,7 +464,7 @@ def _arrive(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess) ->
 
 
 def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProcess) -> bool:
-    """Whether the rendezvous that is over may be that of the attempt before, so that rank 0 will open the next one."""
+    """Returns whether a finished rendezvous may belong to the attempt before, so that rank 0 will open another."""
     return (
         rendezvous is not None
         and joining.has_agent
@@ -474,7 +474,7 @@ def _waits_for_restart(rendezvous: RendezvousPoint | None, joining: JoiningProce
 
 
 def _is_over_without(store: Any, rendezvous: RendezvousPoint, joining: JoiningProcess, where: str) -> str | None:
-    """Why this process comes too late; None while the rendezvous is not over, or if it has been at it before."""
+    """Returns why this process comes too late; None while the rendezvous is open, or if this process was part of it."""
     if not store.check([rendezvous.key("closed")]):
         return None
     members = _object(store.get(rendezvous.key("closed")))

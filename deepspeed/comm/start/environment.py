@@ -280,7 +280,7 @@ def _open_mpi_job(environ: Mapping[str, str]) -> str:
 
 
 def run_of_adopted(environ: Mapping[str, str]) -> str:
-    """The run of a process whose group the program has started; empty if unknown."""
+    """Returns the name of the run of a process whose group the program has started; empty if unknown."""
     if environ.get("TORCHELASTIC_RUN_ID"):
         return _run_of(environ, "torchrun")
     return _run_of(environ, "Open MPI" if environ.get("OMPI_COMM_WORLD_RANK") else "")

@@ -232,7 +232,7 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
 
 
 def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
-    """Store, topic, rank and number of ranks for a comparison; None where there is no other rank to compare with."""
+    """Returns store, topic, rank and number of ranks for a comparison; None if there is no other rank."""
     # Simulated ranks have nothing of their own to compare.
     watched = Job.current().watched.of(group) if torch_dist.is_initialized() else None
     if watched is None:
@@ -268,7 +268,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the process group exists, whichever code started it."""
+    """Returns whether the process group exists, whichever code started it."""
     return world.is_initialized()
 
 

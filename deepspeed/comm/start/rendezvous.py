@@ -33,7 +33,7 @@ _served: list[torch_dist.TCPStore] = []  # the store, on rank 0
 
 
 def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
-    """The rendezvous store, at ``url``, or else at the address and port of ``place``.
+    """Returns the rendezvous store at ``url``, or else at the address and port of ``place``.
 
     Args:
         url: A torch rendezvous URL; None for the environment's.

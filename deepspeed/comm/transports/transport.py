@@ -177,16 +177,16 @@ class DoneWork:
 
 @dataclass(frozen=True)
 class FailedWork:
-    """A transfer that could not begin, as the connection is gone. In the place of torch's ``Work``."""
+    """Stands for torch's ``Work`` where a transfer could not begin because the connection is closed."""
 
     error: RuntimeError
 
     def wait(self, *_patience: Any) -> None:
-        """Fails, where the watch finds out why."""
+        """Raises the error of the connection; the watch then finds the cause."""
         raise self.error
 
     def is_completed(self) -> bool:
-        """It is not."""
+        """Returns False."""
         return False
 
 
@@ -270,7 +270,7 @@ class Transport:
             watch.members.add(self)
 
     def leave(self) -> None:
-        """The job is over: a remaining reference to this transport keeps no process group alive."""
+        """Drops the process group at the end of the job, so that a remaining reference does not keep it alive."""
         self.group, self.watched = _ClosedGroup(), None
 
     def rank_at(self, position: int) -> int:

@@ -254,7 +254,7 @@ class MoE(nn.Module):
 
 
 def _shared_by(ep_size: int) -> AbstractContextManager[None]:
-    """Inside, ``zero.Init`` shards what is built among the ranks that hold the same experts."""
+    """Lets ``zero.Init`` shard what is built inside the context among the ranks that hold the same experts."""
     if ep_size == 1 or not is_initialized():
         return nullcontext()
     groups.declare_expert_groups(ep_size)

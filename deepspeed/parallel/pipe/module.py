@@ -321,7 +321,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return self._counts
 
     def _planned(self, schedule: str, num_chunks: int | None) -> list[int]:
-        """For ``plan``: the cut with the least step time whose memory fits."""
+        """Returns the cut for ``plan``: the one with the least step time whose memory fits."""
         if self._layer_costs is None:
             if self._sample is None:
                 self._layer_costs = costs_by_size(self._layer_specs, with_loss=self.loss_fn is not None)

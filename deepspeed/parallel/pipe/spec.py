@@ -175,7 +175,7 @@ def tied_places(entries: Sequence[Entry]) -> dict[str, list[int]]:
 
 @contextmanager
 def seeded(seed: int, seed_fn: Callable[[int], Any] | None) -> Iterator[None]:
-    """Inside, random numbers begin at ``seed``; outside nothing has happened.
+    """Seeds random numbers with ``seed`` inside the context, and restores their states afterwards.
 
     Args:
         seed: The seed.

@@ -192,7 +192,7 @@ class StageTransports:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Inside, all stages run one schedule: what is sent in it is received in it.
+        """Runs one schedule of all stages inside the context: what is sent in it is received in it.
 
         A communicator in which that failed on some rank is used by no later engine.
         """
@@ -204,7 +204,7 @@ class StageTransports:
             yield
 
     def leave(self) -> None:
-        """The job is over: a remaining reference to this keeps no process group and nothing that was sent alive."""
+        """Drops process groups and sent tensors at the end of the job, so that no remaining reference keeps them."""
         self._in.clear()
         self._out.clear()
         self._native.clear()

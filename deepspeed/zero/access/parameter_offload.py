@@ -187,7 +187,7 @@ def _is_offloaded(section: Any) -> bool:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """Inside, the model of an engine is whole and without hooks, so that many forwards cost no gathers.
+    """Gathers the whole model of an engine and removes its hooks inside the context, so that forwards gather nothing.
 
     Args:
         model: An engine, or any module. Every rank must enter it.

@@ -85,7 +85,7 @@ class _TrainedParam:
         return 1.0 if self.runtime.optimizer is None else self.runtime.optimizer.loss_scale
 
     def run(self) -> MasterRun | None:
-        """The part of the master that holds this rank's part; one suffices, since runs are never cut in a tile."""
+        """Returns the run of the master that holds this rank's part: one, since runs are never cut inside a tile."""
         fragment = self.master.fragment(self.address.tile)
         if fragment is None:
             return None

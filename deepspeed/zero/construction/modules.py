@@ -263,7 +263,7 @@ def shard_built(module: nn.Module) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Inside, modules and tensors are built as if no context were active."""
+    """Suspends every active ``zero.Init``: modules and tensors are built inside as usual."""
     waiting = list(_active)
     _active.clear()
     for construction in reversed(waiting):
@@ -284,7 +284,7 @@ def suspended() -> Iterator[None]:
 
 @contextmanager
 def serving_all_ranks() -> Iterator[None]:
-    """Inside, parameters of contexts that have ended show their shapes and are gathered when they are used.
+    """Lets parameters of ended contexts show their shapes, and gathers them when they are used inside.
 
     For code of a model that every rank runs; rank 0's values count afterwards. Parameters of an engine are left to it.
     """

@@ -123,7 +123,7 @@ _showing_wholes = False
 
 @contextmanager
 def showing_wholes() -> Iterator[None]:
-    """Inside, ``shape``, ``numel`` and the like of sharded parameters are those of the full parameter."""
+    """Gives sharded parameters the ``shape``, ``numel`` and the like of the full parameter inside the context."""
     global _showing_wholes
     before, _showing_wholes = _showing_wholes, True
     try:

@@ -102,7 +102,7 @@ def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
 
 @contextmanager
 def in_group(name: str) -> Iterator[None]:
-    """Inside, the parameters that ``zero.Init`` shards belong to a group; may be nested, the innermost counts."""
+    """Assigns parameters that ``zero.Init`` shards inside to a group; of nested contexts the innermost counts."""
     _building.append(name)
     try:
         yield

@@ -176,9 +176,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Numbers of two boxes of one tensor that have elements in common, or None.
+    """Returns the indices of two boxes of one tensor that overlap; None if no two do.
 
-    Goes along the dimension in which they begin at most different places, so that cuts of one dimension cost no pairs.
+    Sweeps along the dimension with the most different first indices, so that boxes cut along one dimension are not
+    compared pair by pair.
     """
     if len(boxes) < 2:
         return None

@@ -231,7 +231,7 @@ class ChunkUpdater:
         ]
 
     def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
-        """Per-element states live in the tier of their master, also after they were replaced."""
+        """Moves per-element states that were replaced back to the memory of their master."""
         initial: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
         for master, _, used in work:
             if master.tier is Tier.DEVICE:

@@ -85,7 +85,7 @@ _worker_factory: ContextVar[Callable[[], HostWorker]] = ContextVar("worker_facto
 
 @contextlib.contextmanager
 def workers_from(make: Callable[[], HostWorker]) -> Iterator[None]:
-    """Inside, engines that this thread makes get their worker from ``make``."""
+    """Lets engines that this thread makes inside the context get their worker from ``make``."""
     token = _worker_factory.set(make)
     try:
         yield
