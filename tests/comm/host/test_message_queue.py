@@ -229,7 +229,7 @@ def test_those_who_ask_for_a_tag_get_its_messages_in_the_order_in_which_they_ask
 
 def test_without_room_for_the_longest_message_there_is_none(monkeypatch):
     monkeypatch.setattr(mail_module, "_ROOM", 4096)
-    with pytest.raises(OSError, match="room"), mails(2):
+    with pytest.raises(OSError, match="no free space for messages"), mails(2):
         pass
 
 

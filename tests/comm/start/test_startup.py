@@ -113,7 +113,7 @@ def configs():
 def test_a_rank_with_another_configuration_is_named_on_all_ranks():
     first, second = run_ranks(configs, 2)
     assert first[:2] == second[:2] and first.pop() == (strange := second.pop())
-    assert "belong to different runs: rank 0" in strange and "is of run run1" in strange
+    assert "belong to different runs: rank 0" in strange and "belongs to run run1" in strange
     assert "zero_optimization.stage 2 instead of 0" in first[0] and "rank 1 (host " in first[0]
     assert "optimizer.params.lr 0.2 instead of 0.1" in first[1]
     assert "train_batch_size: 5 does not fit" in second[2] and second[2].startswith("the configuration cannot be used")
