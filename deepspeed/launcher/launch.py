@@ -219,7 +219,7 @@ def _workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int 
     of = f" ({which}, node {world.node_rank} of {world.num_nodes})" if len(world.sizes) > 1 else ""
     threads = f", OMP_NUM_THREADS={common['OMP_NUM_THREADS']}" if devices.is_cpu else ""
     logger.info(
-        f"starting {len(ranks)} of {world.world_size} rank(s){of} on {devices.kind}, meeting at "
+        f"starting {len(ranks)} of {world.world_size} rank(s){of} on {devices.kind}, rendezvous at "
         f"{world.master_addr}:{world.master_port}{threads}"
     )
     return [
@@ -259,7 +259,7 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
     command = agent_command(elastic, world.local_size, world.master_addr, world.master_port, run_id, script, flags)
     logger.info(
         f"elastic run on {elastic.min_nodes} to {elastic.max_nodes} machine(s): torch's elastic agent starts "
-        f"{world.local_size} rank(s) here, meeting at {world.master_addr}:{world.master_port}"
+        f"{world.local_size} rank(s) here, rendezvous at {world.master_addr}:{world.master_port}"
     )
     return [Worker(0, 0, command, common, name="torch's elastic agent")]
 

@@ -299,9 +299,9 @@ def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address:
     if address is None or address in _LOOPBACK:
         return rank
     raise CommunicationError(
-        f"LOCAL_RANK is not set on rank {rank} of {world_size}, which meet at {address}, and nothing else says how "
-        "many processes run per host. Set LOCAL_RANK to the number of the process on its own host, counted from 0, or "
-        "start the script with `deepspeed` or `torchrun`"
+        f"LOCAL_RANK is not set on rank {rank} of {world_size}, with rendezvous at {address}, and nothing else says "
+        "how many processes run per host. Set LOCAL_RANK to the number of the process on its own host, counted from 0, "
+        "or start the script with `deepspeed` or `torchrun`"
     )
 
 

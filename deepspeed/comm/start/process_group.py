@@ -257,7 +257,7 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
     place.export(os.environ)
     if verbose:
         log_dist(
-            f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}, meeting at "
+            f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}, rendezvous at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, found by {place.way}"
         )
 
