@@ -287,7 +287,7 @@ def report(found: dict[str, dict[str, Any]]) -> str:
         "Made by `python -m benchmarks.autotuning`, whose docstring says what is measured. *Slower by*: the",
         "referee's first quartile of the chosen candidate over that of the fastest. Goals: within 3 %, a fifth of the",
         f"grid's time, at most three trials. Torch {torch.__version__}, two ranks, {os.cpu_count()} cores",
-        f"that others used too (load {loads} at the ends).",
+        f"(load {loads} at the ends).",
         "",
         "| model | candidates | fastest | tuner chose | slower by | trials | processor s, tuner / grid "
         "| wall s, tuner / grid | grid chose by its own measurements | slower by |",
