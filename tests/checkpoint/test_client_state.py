@@ -73,6 +73,18 @@ PLAIN = {
 }
 
 
+def _optimizer_files(folder: str) -> list[list[str]]:
+    """Names by which tools recognise a sharded checkpoint, at stages 0 and 1."""
+    for stage in (0, 1):
+        engine(stage).save_checkpoint(folder, tag=f"stage{stage}")
+    tags = [pathlib.Path(folder) / f"stage{stage}" for stage in (0, 1)]
+    return [[path.name for path in tag.glob("*optim_states.pt")] for tag in tags]
+
+
+def test_sharded_stages_write_the_file_of_optimizer_states(tmp_path):
+    assert run_ranks(_optimizer_files, 1, str(tmp_path)) == [[[], ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]]]
+
+
 def test_plain_things_pass_the_restricted_loader():
     kept, refused = restricted.split(PLAIN)
     assert kept is PLAIN and not refused

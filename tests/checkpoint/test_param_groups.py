@@ -35,6 +35,11 @@ def test_equal_groups_of_one_rank_stay_apart():
     assert found == [(0.1, ["a", "c"]), (0.1, ["b", "d"])]
 
 
+def test_the_group_of_the_same_number_goes_first():
+    found = merged_names((rank(0.1, 0.1), [["a"], ["b"]]), (rank(0.3, 0.1), [["c"], ["d"]]))
+    assert found == [(0.1, ["a"]), (0.1, ["b", "d"]), (0.3, ["c"])]
+
+
 def test_a_group_without_parameters_is_kept_of_the_first_rank_only():
     assert merged_names((rank(0.1), [[]]), (rank(0.2), [[]]), (rank(0.3), [["a"]])) == [(0.1, []), (0.3, ["a"])]
 

@@ -289,7 +289,7 @@ def check_walk(extents: dict, numels: dict[str, int]) -> None:
     places = set()
     for name, numel in numels.items():
         covered = [index for e in extents[name] for index in range(e.start, e.start + e.numel)]
-        assert covered == list(range(numel))
+        assert covered == list(range(numel)) and all(e.numel > 0 for e in extents[name])
         places |= {(e.rank, e.offset + index) for e in extents[name] for index in range(e.numel)}
     assert len(places) == sum(numels.values())
 

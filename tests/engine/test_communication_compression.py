@@ -184,12 +184,21 @@ def measured(paces: tuple[float, float, float]) -> None:
         run_step(engine, 0)
         engine.destroy()
     assert rank() or len(lines.about("takes")) == 1  # whatever it was
-    communication_compression.reduction_seconds = lambda *_args, **_options: list(paces)
+    to_owner = []
+
+    def seconds(*_args: Any, **options: Any) -> list[float]:
+        to_owner.append(options["to_owner"])
+        return list(paces)
+
+    communication_compression.reduction_seconds = seconds
     try:
+        for stage in (0, 1):
+            compressed(stage, {"gradients": "auto"}).destroy()
         with Lines() as lines:
             engine = compressed(2, {"gradients": "auto", "start_step": 1})
             for step in range(UPDATES + 3):
                 run_step(engine, step)
+        assert to_owner == [False, True, True]  # what is measured is what the stage does
         has_codes = paces[2] * 1.1 < paces[0]
         assert (engine._runtime.reducer.buckets[0].feedback is not None) is has_codes
         if rank() == 0:

@@ -461,6 +461,22 @@ def test_large_sums_are_the_backends():
     run_ranks(_larger_ones, 2)
 
 
+def _staged_up_to_the_limit() -> None:
+    before, shared_exchange.MOST = shared_exchange.MOST, 64
+    try:
+        transport = Job.current().axis_of().transport()
+        assert isinstance(transport, SameHostTransport)
+        for numel, is_shared in ((16, True), (17, False)):
+            place = transport.staging_buffer(numel, torch.empty(0), label="tensors")
+            assert (place is transport._offered) is is_shared and place.numel() == numel
+    finally:
+        shared_exchange.MOST = before
+
+
+def test_what_is_sent_is_staged_in_shared_memory_up_to_the_limit():
+    run_ranks(_staged_up_to_the_limit, 2, fresh=True)
+
+
 def _parted_sums() -> None:
     transport = Job.current().axis_of().transport()
     sums = same_host_sums(transport)

@@ -86,7 +86,7 @@ def look_at_both(mine, other, times=4):
         time.sleep(0.21)
 
 
-def test_streams_that_wait_in_a_circle():
+def test_streams_that_wait_in_a_cycle():
     """Neither host waits: what would is a read of the loss, in the program."""
     aborted, (mine, other) = pair_of_watches()
     for watch, channel in ((mine, "gathers"), (other, "order")):
@@ -124,7 +124,7 @@ def test_what_the_host_waits_for_comes_behind_what_its_stream_waits_for():
     assert aborted.is_set() and "rank 0 waits for a gather; rank 1 waits for a checkpoint" in mine._decision
 
 
-def test_a_wait_that_gives_up_is_part_of_no_circle():
+def test_a_wait_that_gives_up_is_part_of_no_cycle():
     """Each polls for a reduction that the other issues only after it has given up."""
     aborted, (mine, other) = pair_of_watches()
     for watch, channel in ((mine, "reduce"), (other, "gathers")):
@@ -338,3 +338,15 @@ def test_what_others_post_cannot_write_to_the_terminal():
     other.post_failure("it \x1b[2J failed\x07")
     with pytest.raises(CommunicationError, match=r"it \?\[2J failed\?"):
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
+
+
+@pytest.mark.parametrize(("cycle", "looks"), [((0, 1), 1), ((1, 2), 2)])
+def test_a_cycle_counts_once_its_ranks_have_looked_again(cycle, looks):
+    """One look that is read twice says nothing; of a cycle of other ranks two are needed."""
+    watch = Watch(torch_dist.HashStore(), "here", 0, 3)
+
+    def seen(look):
+        return watch._is_still_there({rank: {"channel": "c", "index": 1, "look": look} for rank in cycle})
+
+    assert not any(seen(5) for _ in range(4))
+    assert [seen(5 + number) for number in range(1, looks + 1)] == [False] * (looks - 1) + [True]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from deepspeed.parallel.pipe.topology import (
     usual_topology,
 )
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tests.harness import run_ranks
 
 NAMES = ["Embed", "Block", "Block", "Norm", "Block", "Block", "Head"]
 SIZES = [90, 10, 10, 1, 10, 10, 90]
@@ -110,6 +113,35 @@ def test_costs_are_counted_without_values():
     assert not any(p.grad is not None for entry in entries[1:-1] for m in entry.module_args for p in m.parameters())
     with pytest.raises(DeepSpeedConfigError, match=r"layer 1 \(Sequential\) cannot be run without values"):
         counted_costs([entries[0], LayerSpec(nn.Sequential, nn.Linear(63, 2))], None, (tokens, tokens))
+
+
+def _recomputed_together(interval: int) -> list[int]:
+    """Layers in each block that is recomputed, of 3."""
+    ran, blocks = [], []
+
+    def recompute(run: Callable[..., Any], *values: Any) -> Any:
+        before = len(ran)
+        result = run(*values)
+        blocks.append(len(ran) - before)
+        return result
+
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        layer.register_forward_hook(lambda module, *_: ran.append(module))
+    module = PipelineModule(
+        layers, num_stages=1, activation_checkpoint_interval=interval, activation_checkpoint_func=recompute
+    )
+    module(torch.ones(1, 4))
+    assert ran == layers
+    return blocks
+
+
+def _intervals() -> list[list[int]]:
+    return [_recomputed_together(interval) for interval in (0, 1, 2, 5)]
+
+
+def test_the_interval_says_how_many_layers_are_recomputed_together():
+    assert run_ranks(_intervals, 1) == [[[], [1, 1, 1], [2, 1], [3]]]
 
 
 def test_the_loss_and_the_head_get_fewer_blocks_beside_them():

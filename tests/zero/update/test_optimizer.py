@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.zero.update.step_agreement import StepAgreement
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import Rank, adamw, batch, rank_of, reference, stack
 
@@ -323,3 +326,21 @@ def test_groups_that_a_program_changes_are_refused_and_the_face_is_the_torch_opt
         rank.optimizer.destroy()
 
     run_threads(body, 1)
+
+
+@pytest.mark.parametrize(("has_parts", "name"), [(False, "third"), (True, "last")])
+def test_a_gradient_that_is_not_finite_is_named_by_the_rank_that_has_it(has_parts: bool, name: str) -> None:
+    """Ranks with another part of the model have other names."""
+    names = [["first", "second", "third"], ["begin", "middle", "last"]]
+
+    def body(transport: LoopbackTransport) -> tuple[int, str]:
+        tiles = [SimpleNamespace(name=each) for each in names[transport.rank if has_parts else 0]]
+        cut = [tiles[:1], tiles[1:]]
+        masters = [SimpleNamespace(layout=SimpleNamespace(tiles=part)) for part in cut]
+        bad = [None, 1 if transport.rank == 1 else None]
+        buckets = [SimpleNamespace(result=None, first_not_finite=lambda found=found: found) for found in bad]
+        groups = SimpleNamespace(job=transport, peers=LocalTransport() if has_parts else transport)
+        reducer = SimpleNamespace(buckets=buckets)
+        return StepAgreement(masters, reducer, groups, None).first_offender()  # type: ignore[arg-type]
+
+    assert run_threads(body, 2) == [(1, name)] * 2
