@@ -8,7 +8,7 @@ For each model, on two ranks:
    tuner measures a trial (updates 3 to 12).
 2. *tuner*: the command, as a user runs it.
 3. *referee*: one program that holds an engine of every candidate and lets them take turns, an update each, in a new
-   order every round; after six rounds the eight fastest go on alone. Whatever else the machine does hits all alike and
+   order every round; after six rounds only the fastest eight run on. Whatever else the machine does hits all alike and
    only ever lengthens an update, so the first quartile of many says which candidate is fastest even on a busy machine.
    What the tuner chose is judged by it, and so is what the grid chose by its own measurements.
 

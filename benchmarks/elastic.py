@@ -92,7 +92,7 @@ def elastic_worker(folder: Path, width: int) -> None:
 
 
 def restarted_worker(folder: Path, width: int) -> None:
-    """Trains, saves after each step, and goes on from the last checkpoint when torchrun starts it again."""
+    """Trains, saves after each step, and continues from the last checkpoint when torchrun starts it again."""
     import deepspeed
 
     ranks = int(os.environ["WORLD_SIZE"])
@@ -116,7 +116,7 @@ def restarted_worker(folder: Path, width: int) -> None:
 
 
 def torchft_worker(folder: Path, width: int) -> None:
-    """Trains in fp32 as one replica group of torchft, whose other groups go on with a smaller batch after a loss.
+    """Trains in fp32 as one replica group of torchft, whose other groups continue with a smaller batch after a loss.
 
     Its ``DistributedDataParallel`` (0.2.0) fails on an assertion in the ranks that are left, so gradients are summed
     here one by one.

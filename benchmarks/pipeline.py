@@ -10,7 +10,7 @@ Workloads:
 Contestants of a workload are alive together and take turns, a step each per round, in an order that changes from round
 to round; with ``--apart`` one after the other is started and ended, which needs less memory. A step's time is that of
 its slowest rank; reported is the median, with the fastest beside it. A contestant that ends or does not answer within
-``--time-limit`` has that in its row, and the others go on. Run ``--help`` for the options.
+``--time-limit`` has that in its row, and the others continue. Run ``--help`` for the options.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def marks_of(*things: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is asked for, before anything is changed.
+    """Describes the engine to be built, before anything is changed.
 
     Attributes:
         root: The configuration.
@@ -176,7 +176,7 @@ def takes_keyword(model: nn.Module, name: str, *, by_name: bool = False) -> bool
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What is known after an update.
+    """Describes one update after it has run.
 
     Attributes:
         step: Number of the update, from 1.
@@ -268,7 +268,7 @@ class UnevenBatch(Protocol):
 
 
 class EngineHooks:
-    """What a feature does in the steps of one engine; the methods of this class do nothing.
+    """Base class of the hooks of a feature in the steps of one engine; its methods do nothing.
 
     Attributes:
         tracker: Takes note of the engine's phases and steps on this rank; None: nothing does.
@@ -348,7 +348,7 @@ class EngineHooks:
 
 
 class TrackingHooks(EngineHooks):
-    """What a feature does that only takes note of phases and steps."""
+    """Base class of hooks that only record phases and steps."""
 
     def __init__(self, tracker: StepTracker) -> None:
         self.tracker = tracker

@@ -46,11 +46,11 @@ class ExitNotes:
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def continues(self) -> None:
-        """Says that the other ranks go on when one is lost."""
+        """Says that the other ranks continue when one is lost."""
         self._write(_CONTINUES, "")
 
     def recovered(self, pids: Sequence[int]) -> None:
-        """Says that the run goes on without these processes."""
+        """Says that the run continues without these processes."""
         for pid in pids:
             self._write(f"{_RECOVERED}{pid}", "")
 
@@ -80,11 +80,11 @@ class ExitNotes:
 
     @property
     def do_continue(self) -> bool:
-        """Whether the ranks have announced that the others go on when one is lost."""
+        """Whether the ranks have announced that the others continue when one is lost."""
         return self._folder is not None and (self._folder / _CONTINUES).exists()
 
     def is_recovered(self, pid: int) -> bool:
-        """Whether the run goes on without a process."""
+        """Whether the run continues without a process."""
         return self._folder is not None and (self._folder / f"{_RECOVERED}{pid}").exists()
 
     @property

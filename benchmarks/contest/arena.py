@@ -1,6 +1,6 @@
 """Runs contestants in turns: all are alive, one computes, the others sleep in a read.
 
-Steps come in blocks. A round is one block of every contestant, in an order drawn anew each round, so that whatever else
+Steps come in blocks. A round is one block of every contestant, in an order drawn for each round, so that whatever else
 the machine does hits all alike; what was measured in the same round may be divided by one another.
 """
 
@@ -298,7 +298,7 @@ class Arena:
 
 
 class _DropOut:
-    """Turns the failure of one contestant into an entry of its result; the others go on."""
+    """Turns the failure of one contestant into an entry of its result; the others continue."""
 
     def __init__(self, arena: Arena, name: str) -> None:
         self._arena = arena

@@ -26,7 +26,7 @@ class Cell:
         tolerance: Of each loss, relative.
         failure: A failure to be made, ``skip`` (rank 1 leaves a layer out) or ``kill`` (rank 1 is killed); then the
             other rank must end with a sentence that names it.
-        then_on: Ranks on which the training goes on from a checkpoint after half of its steps; 0: no checkpoint.
+        then_on: Ranks on which the training continues from a checkpoint after half of its steps; 0: no checkpoint.
     """
 
     name: str

@@ -83,7 +83,7 @@ class Report:
         self._write()
 
     def attempt(self, what: str, run: Callable[[], None]) -> None:
-        """Runs one measurement; an exception is a problem of the part, and the next measurement goes on."""
+        """Runs one measurement; an exception is a problem of the part, and the next measurement continues."""
         try:
             run()
         except Exception as error:

@@ -197,7 +197,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
 
 class CUDAAccelerator(TorchDeviceAccelerator):
-    """What ``torch.cuda`` offers beyond the common part."""
+    """Adds to the common part what only ``torch.cuda`` offers."""
 
     def __init__(self) -> None:
         super().__init__("cuda", "nccl")
@@ -271,7 +271,7 @@ class CUDAAccelerator(TorchDeviceAccelerator):
 
 
 class MPSAccelerator(DeepSpeedAccelerator):
-    """What ``torch.mps`` offers; peaks are not counted by torch, so they are the largest value a call has seen."""
+    """Adds what ``torch.mps`` offers. Torch counts no peaks there: they are the largest value that a call has seen."""
 
     def __init__(self) -> None:
         # Process groups run over the host: torch has no collectives between Apple GPUs.

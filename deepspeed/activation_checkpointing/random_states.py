@@ -111,7 +111,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seeds the model-parallel state anew and leaves the default state as it is."""
+    """Seeds the model-parallel state again and leaves the default state as it is."""
     device = get_accelerator()
     with _tracker.fork():
         device.manual_seed(seed + _MODEL_PARALLEL_OFFSET + _model_parallel_rank())

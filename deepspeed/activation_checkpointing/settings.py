@@ -10,7 +10,7 @@ from deepspeed.logging import warn_once
 
 @dataclass
 class Settings:
-    """What :func:`configure` set.
+    """Holds the settings of :func:`configure`.
 
     Attributes:
         partition_activations: Split saved activations over the model-parallel ranks; nothing if there is one.

@@ -93,7 +93,7 @@ class Autotuner:
             if queue.best is not None:
                 logger.warning(
                     f"autotuning: stopped after {len(queue.measured)} trials; the fastest so far is {queue.best}, in "
-                    f"{self._folder(queue.best)}/ds_config.json. Start again with autotuning.overwrite=false to go on"
+                    f"{self._folder(queue.best)}/ds_config.json. Set autotuning.overwrite=false to continue it"
                 )
             raise
         self.seconds = time.monotonic() - self._started

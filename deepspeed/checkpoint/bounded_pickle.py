@@ -53,7 +53,7 @@ class _Global:
 
 @dataclass(frozen=True)
 class _PickledObject:
-    """What a call or a container opcode makes; ``by`` is the name of what was called, or the type."""
+    """Stands for the object that a call or a container opcode makes; ``by`` names the callable or the type."""
 
     by: str
 

@@ -27,7 +27,7 @@ class DeepSpeedCheckpoint:
     """Reads one checkpoint folder, of the original package or of this one, as converters do. Rank-local.
 
     A pipeline's first layer is the embedding, the one at ``final_layer_norm_idx`` the last norm, and those between are
-    the transformer layers, which are divided anew over ``pp_degree`` stages. Slices of tensor-parallel ranks are not
+    the transformer layers, which are divided again over ``pp_degree`` stages. Slices of tensor-parallel ranks are not
     joined or cut: nothing in the files says along which axis (``engine.load_checkpoint`` reads any topology).
     A folder of this package has whole weights: one tensor rank, one stage, and no files of layers or ZeRO ranks.
 
@@ -104,7 +104,7 @@ class DeepSpeedCheckpoint:
         return written
 
     def is_change_tp_degree(self) -> bool:
-        """Returns False: slices are not cut anew."""
+        """Returns False: slices are not cut again."""
         return self.tp_degree != self.original_tp_degree
 
     def is_change_pp_degree(self) -> bool:
@@ -112,7 +112,7 @@ class DeepSpeedCheckpoint:
         return self.pp_degree != self.original_pp_degree
 
     def is_change_dp_degree(self) -> bool:
-        """Returns False: states of data-parallel ranks are not cut anew."""
+        """Returns False: states of data-parallel ranks are not cut again."""
         return self.dp_degree != self.original_dp_degree
 
     # -- small values --------------------------------------------------------------------------------------------------

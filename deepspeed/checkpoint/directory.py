@@ -37,7 +37,7 @@ _OPTIM = re.compile(r"(bf16_)?(zero_pp_rank_\d+_mp_rank_\d+|expp_rank_\d+_mp_ran
 
 
 class Format(Enum):
-    """Who wrote a tag folder."""
+    """Names the package, and its layout, that wrote a tag folder."""
 
     OURS = "deepspeed"
     UPSTREAM = "upstream"

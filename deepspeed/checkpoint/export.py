@@ -74,7 +74,7 @@ def write_weights(
             failure = error
     waiting = iter(entries)
     for names, values in _walk(run_state, listed, exclude_frozen=exclude_frozen):
-        # After a failure rank 0 goes on, because the others wait for it.
+        # After a failure rank 0 continues, because the others wait for it.
         for _ in names:
             entry = next(waiting)
             if writer is not None and failure is None:

@@ -203,7 +203,7 @@ class SavedTile(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is made of.
+    """Describes a checkpoint: its layout, files and parameters.
 
     Attributes:
         buckets: The layout that wrote it.

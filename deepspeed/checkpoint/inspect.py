@@ -40,7 +40,7 @@ class KindTotals:
 
 @dataclass
 class Summary:
-    """What a checkpoint holds.
+    """Describes a checkpoint for users.
 
     Attributes:
         folder: The tag folder.

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What one call of ``load_checkpoint`` asks for.
+    """Holds the arguments of one call of ``load_checkpoint``.
 
     Attributes:
         root: Folder of checkpoints.
@@ -66,7 +66,7 @@ class LoadOptions:
 
 @dataclass
 class LoadResult:
-    """What was loaded.
+    """Describes what ``load_checkpoint`` has loaded.
 
     Attributes:
         folder: The tag folder.
@@ -126,7 +126,7 @@ def load(run_state: RunState, options: LoadOptions, exchange: Exchange) -> LoadR
             loaded = _on_all(exchange, doing, lambda: _apply(run_state, options, found, prepared))
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine anew"
+                f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine again"
             ) from error
         publish(run_state.runtime)
         if run_state.runtime.reducer is not None:

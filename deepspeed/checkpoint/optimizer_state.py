@@ -65,7 +65,7 @@ class OptimizerFiller:
     # -- does it fit? --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Makes sure that the optimizer can go on from the saved states.
+        """Makes sure that the optimizer can continue from the saved states.
 
         Raises:
             CheckpointError: It needs states that the checkpoint does not have.

@@ -1,4 +1,4 @@
-"""Param groups of all ranks as one list, and which of them a model's groups go on from.
+"""Param groups of all ranks as one list, and which of them a model's groups continue from.
 
 A group belongs to its parameters. Its number means nothing beyond one rank: the stages of a pipeline have optimizers of
 their own, whose groups differ in number and in values.
@@ -182,7 +182,7 @@ def _with_lists(
 
 
 class GroupChoice(NamedTuple):
-    """Which saved groups a model's group goes on from.
+    """Names the saved param groups whose values a param group of the model takes over.
 
     Attributes:
         number: The saved group that most elements come from; None: none of its parameters was in a saved group.
@@ -196,9 +196,9 @@ class GroupChoice(NamedTuple):
 def choose_groups(
     saved: Sequence[Group], matches: Mapping[str, ParameterMatch], group_names: Sequence[Sequence[str]]
 ) -> list[GroupChoice]:
-    """Returns for each of the model's param groups the saved one that it goes on from.
+    """Returns for each of the model's param groups the saved one that it continues from.
 
-    A group without trained parameters (all are frozen now) goes on from the saved one of the same number, where there
+    A group without trained parameters (all are frozen now) continues from the saved one of the same number, where there
     are as many and no other group takes it: its learning rate counts again when its parameters are unfrozen.
 
     Args:

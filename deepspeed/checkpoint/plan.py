@@ -28,7 +28,7 @@ _NAMES_IN_A_MESSAGE = 3
 
 @dataclass(frozen=True)
 class SavedNames:
-    """What a checkpoint has, by the names to match.
+    """Lists the parameters and buffers of a checkpoint by the names to match.
 
     Attributes:
         parameters: Each knows the name that it has in the checkpoint.
@@ -85,7 +85,7 @@ _SHOWN = 40
 
 @dataclass
 class Mismatch:
-    """How a model and a checkpoint differ.
+    """Lists the differences between a model and a checkpoint.
 
     Attributes:
         missing: Parameters and buffers that the model has and the checkpoint has not.

@@ -1,7 +1,7 @@
 """Private state in a checkpoint: what each rank keeps for itself, in a file of its own, and may do without.
 
 What reductions have lost of a rank's gradients (``comm.codecs.codec``) belongs to that rank and to the places that its
-buckets have. A run whose ranks stand as they stood goes on with it, bit for bit; any other begins with none, which
+buckets have. A run whose ranks stand as they stood continues with it, bit for bit; any other begins with none, which
 costs it no more than the first steps of a run do. So it is never an obstacle to loading.
 """
 

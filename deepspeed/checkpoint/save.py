@@ -43,7 +43,7 @@ from deepspeed.offload.pinned import may_pin, page_buffer
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What one call of ``save_checkpoint`` asks for.
+    """Holds the arguments of one call of ``save_checkpoint``.
 
     Attributes:
         root: Folder of checkpoints.

@@ -133,7 +133,7 @@ class _Staging:
 
 
 class WritableRun(Protocol):
-    """What can be written like a :class:`BucketRun`, whose values need not be in memory before."""
+    """Defines the interface of runs that are written like a :class:`BucketRun` and read from memory only then."""
 
     @property
     def bucket(self) -> int:

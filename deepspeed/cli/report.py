@@ -99,7 +99,7 @@ def _usable(rows: Iterable[FeatureStatus]) -> Table:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """Whether one feature can be used here.
+    """Says whether one feature can be used here.
 
     Attributes:
         feature: What it is.
@@ -137,7 +137,7 @@ def collect() -> EnvironmentInfo:
     try:
         accelerator = get_accelerator()
     except DeepSpeedConfigError as error:
-        warnings.insert(0, f"{error}. This report goes on with the CPU.")
+        warnings.insert(0, f"{error}. This report continues with the CPU.")
         accelerator = CPUAccelerator()
     missing = [(feature.title, feature.instead) for feature in FEATURES]
     return EnvironmentInfo(_versions(), _machine(accelerator), _find_usable(accelerator), missing, warnings)

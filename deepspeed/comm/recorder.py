@@ -30,10 +30,10 @@ _BUS_FACTOR: dict[str, Callable[[int], float]] = {
 
 @dataclass
 class OperationTotals:
-    """What was measured for one collective at one message size."""
+    """Sums up the calls of one collective at one message size."""
 
     seconds: list[float] = field(default_factory=list)  # one entry per call, in call order
-    waited: float = 0.0  # seconds of all calls in which the program could not go on
+    waited: float = 0.0  # seconds of all calls in which the program could not continue
     ranks: int = 1
 
     @property

@@ -24,7 +24,7 @@ from deepspeed.zero.access.own_storage import is_sharded, own_parameters
 
 @dataclass
 class CompressionReport:
-    """What became of a model; its ``compression_report``.
+    """Reports how compression changed a model; the model's ``compression_report``.
 
     Attributes:
         bytes_before: Of all parameters and buffers before compression.
@@ -84,7 +84,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
     ends_training = is_sharded(model)
     own_parameters(model)
     if ends_training:
-        engine.destroy()  # its hooks would go on gathering the former parameters
+        engine.destroy()  # its hooks would continue gathering the former parameters
     names = {id(module): name for name, module in model.named_modules()}
     layers = [(names[id(module)], module, techniques) for module, techniques in compressed_layers(model)]
     report = CompressionReport(_plain_bytes(model, layers))
@@ -235,7 +235,7 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep_rounding_input(module: nn.Module) -> None:
-    """A layer of a plain class goes on rounding its input."""
+    """A layer of a plain class continues rounding its input."""
     quantizer: Any = getattr(module, INPUT, None)
     if quantizer is not None:
         quantizer.is_acting = True

@@ -18,7 +18,7 @@ from deepspeed.logging import log_dist
 
 @dataclass(frozen=True)
 class LayerState:
-    """What acts on one layer now.
+    """Lists the compression techniques that act on one layer now.
 
     Attributes:
         name: Its name in the model.

@@ -15,7 +15,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 class LayerWeights:
-    """Which layers use which weight.
+    """Maps weights to the layers that use them.
 
     Args:
         model: Before any layer is compressed, or while they are.

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where shards live."""
+    """Names the places where shards can be kept."""
 
     none = "none"
     cpu = "cpu"
@@ -28,7 +28,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class ZeroStageEnum(IntEnum):
-    """What a ZeRO stage shards, each with what comes before it."""
+    """Numbers the ZeRO stages. Each shards what the stage before it shards, and one thing more."""
 
     disabled = 0
     optimizer_states = 1

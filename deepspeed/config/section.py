@@ -21,7 +21,7 @@ from deepspeed.config.messages import Path
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What is known of a key besides its name, type and default.
+    """Describes a configuration key, besides its name, type and default.
 
     Attributes:
         about: What the key does, with its interactions.

@@ -117,7 +117,7 @@ class DeepSpeedDataLoader:
         self.epoch = epoch
 
     def __iter__(self) -> DeepSpeedDataLoader:
-        if self._is_resumed:  # the pass that was resumed goes on
+        if self._is_resumed:  # the pass that was resumed continues
             self._is_resumed = False
         else:
             self._begin_pass(skip=0)

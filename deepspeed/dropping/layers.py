@@ -21,7 +21,7 @@ from deepspeed.zero.address import address_of
 
 
 class LayerDrop:
-    """Which blocks of one row the present forward leaves out.
+    """Draws the blocks of one row that a forward leaves out.
 
     Args:
         num_blocks: Length of the row.
@@ -45,7 +45,7 @@ class LayerDrop:
         self.kept_share = [1.0] * self.num_blocks
 
     def draw(self, theta: float, *moment: int) -> frozenset[int]:
-        """Draws anew; the same for the same arguments, whatever was drawn before, on every rank.
+        """Draws again; the same for the same arguments, whatever was drawn before, on every rank.
 
         Args:
             theta: The keep ratio in force, between 0 and 1.

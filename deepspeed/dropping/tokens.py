@@ -151,7 +151,7 @@ def _cut(drop: TokenDrop, name: str, value: Any, positions: Positions) -> Any:
 
 @dataclass(frozen=True)
 class Positions:
-    """Which positions of each sample a layer sees.
+    """Holds the positions of each sample that a layer sees.
 
     Attributes:
         kept: [B, k], sorted.

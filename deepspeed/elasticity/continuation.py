@@ -1,4 +1,4 @@
-"""How one engine goes on when ranks are lost or join: the states of ``docs/design/elastic.md``, on this rank."""
+"""How one engine continues when ranks are lost or join: the states of ``docs/design/elastic.md``, on this rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Recovery:
         repeated: Updates that are done again besides the step that was under way.
         detected: From the loss, as the links saw it, until this rank's training thread knew; 0 for a join.
         regrouped: Until the members that are left had agreed and their process group stood.
-        rebuilt: Until the engine was built anew.
+        rebuilt: Until the engine was rebuilt.
         moved: Until the model states were in place.
         nbytes: Bytes of model states that came to this rank.
         first_step: Duration of the first step afterwards; 0 until it is over.
@@ -77,7 +77,7 @@ class Recovery:
 
     @property
     def total(self) -> float:
-        """Seconds from the loss until training goes on."""
+        """Seconds from the loss until training continues."""
         return self.detected + self.regrouped + self.rebuilt + self.moved
 
 
@@ -104,7 +104,7 @@ class CopyCost:
 
 @dataclass
 class ElasticRun:
-    """What one process keeps from job to job.
+    """Holds what one process keeps from job to job.
 
     Attributes:
         members: Links and the plan of the present job.
@@ -145,7 +145,7 @@ class ElasticRun:
 
 
 class Continuation:
-    """Keeps copies of an engine's states, and makes the engine anew on other ranks. Made by :meth:`open`.
+    """Keeps copies of an engine's states, and rebuilds the engine on other ranks. Made by :meth:`open`.
 
     Attributes:
         run: What outlives the engine's job.
@@ -180,7 +180,7 @@ class Continuation:
 
     @classmethod
     def open(cls, engine: EngineBase) -> Continuation:
-        """Links the ranks of a fresh engine, or fills it from copies where the run goes on. Every rank must call it."""
+        """Links the ranks of a fresh engine; after a change of ranks, fills it from copies. Every rank must call it."""
         job = Job.current()
         patience = timedelta(seconds=float(getattr(engine._root.elasticity, "patience", 600.0)))
         transport = job.axis_of(None).objects(patience=patience, why="copies of model states")
@@ -226,7 +226,7 @@ class Continuation:
         if self.step is None:
             raise CallOrderError(
                 "engine.step: with elasticity.continue updates are made inside `with step:`, for the steps of "
-                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which divides samples anew when "
+                "deepspeed.elasticity.ElasticSteps(engine, dataset, total_steps), which divides samples again when "
                 "ranks come or go; see docs/guide/elastic.md"
             )
 
@@ -324,7 +324,7 @@ class Continuation:
             That of the engine as it is now.
 
         Raises:
-            DeepSpeedError: The run cannot go on.
+            DeepSpeedError: The run cannot continue.
         """
         links = self.run.members.links
         recovery = Recovery(step, (self._transport.size, 0))
@@ -453,7 +453,7 @@ class Continuation:
                 "on. Give ElasticSteps(checkpoints=...) the folder that the run saves to"
             )
         log_dist(
-            f"elastic: {gone} held model states and their copies; the run goes on from the last checkpoint in "
+            f"elastic: {gone} held model states and their copies; the run continues from the last checkpoint in "
             f"{folder}, after step {self._engine.global_steps}",
             level=logging.WARNING,
         )

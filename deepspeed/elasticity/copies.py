@@ -40,7 +40,7 @@ _KEPT = 2  # generations
 
 @dataclass(frozen=True)
 class CopyLayout:
-    """What the copies of one job have in common; equal on all of its ranks.
+    """Describes the layout that the copies of one job share; equal on all of its ranks.
 
     Attributes:
         epoch: Of the job.

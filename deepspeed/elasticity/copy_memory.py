@@ -16,7 +16,7 @@ _serials = itertools.count()
 
 
 class MemoryAddress(NamedTuple):
-    """Where another process finds a :class:`CopyMemory`.
+    """Says where another process finds a :class:`CopyMemory`.
 
     Attributes:
         host: Its machine.

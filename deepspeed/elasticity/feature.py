@@ -1,4 +1,4 @@
-"""Runs that go on when ranks come and go (``elasticity.continue``): what is refused, what begins with the engine."""
+"""Runs that continue when ranks come and go (``elasticity.continue``): what is refused, what begins with the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ElasticHooks(EngineHooks):
     """Refuses updates outside of a step of ``ElasticSteps``, and sees when a checkpoint is loaded.
 
     Attributes:
-        continuation: What the engine goes on with after a loss.
+        continuation: What the engine continues with after a loss.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ElasticHooks(EngineHooks):
 
 
 class ElasticRanks(EngineFeature):
-    """Goes on when ranks come and go."""
+    """Continues when ranks come and go."""
 
     title = "ranks that come and go"
     setting = _SETTING
@@ -85,7 +85,7 @@ class ElasticRanks(EngineFeature):
 
 
 def _problem(setup: EngineSetup) -> str | None:
-    """Returns what prevents going on after a loss, and what to change; None: nothing."""
+    """Returns what prevents continuing after a loss, and what to change; None: nothing."""
     run = ElasticRun.present()
     if run is not None and run.is_taken:
         return (
@@ -117,7 +117,7 @@ def _problem(setup: EngineSetup) -> str | None:
 
 
 def _problem_of_axes(setup: EngineSetup) -> str | None:
-    """Returns which axes of the job a run cannot go on with; None if there are none."""
+    """Returns which axes of the job a run cannot continue with; None if there are none."""
     mesh, zero = setup.ranks.mesh, setup.root.zero_optimization
     if not setup.mesh_is_ours:
         return (

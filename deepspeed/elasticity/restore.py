@@ -1,4 +1,4 @@
-"""Makes an engine anew on another number of ranks and fills it from the copies in host memory.
+"""Rebuilds an engine on another number of ranks and fills it from the copies in host memory.
 
 The engine stays the same object with the same model; its ranks hold other slices. The copies of several ranks are read
 as a checkpoint (:class:`MemorySource`): the loader asks for intervals by name, whatever the layout
@@ -189,7 +189,7 @@ class MemorySource(CheckpointReader):
 
 @dataclass(frozen=True)
 class _CopyTable:
-    """What a rank sends the others about the copies that it holds."""
+    """Describes the copies that a rank holds, for the other ranks."""
 
     layout: CopyLayout | None
     copies: list[CopyOnRank]
@@ -214,7 +214,7 @@ def restore(
         number: Of this process among the members.
         transport: Between the ranks, over host memory.
         draws_alike: Numbers of the members that must draw the same random numbers, this process among them: ranks that
-            share layers. They go on with the random states of the first of them that had any.
+            share layers. They continue with the random states of the first of them that had any.
 
     Returns:
         Bytes that came from other ranks.
@@ -330,7 +330,7 @@ def take_apart(engine: EngineBase) -> None:
 
 
 def build_again(engine: EngineBase) -> None:
-    """Makes an engine anew on the process group that there is now. Every rank of the job must call it.
+    """Rebuilds an engine on the process group that there is now. Every rank of the job must call it.
 
     New members call ``deepspeed.initialize`` meanwhile, which does the same.
     """

@@ -19,7 +19,7 @@ FindSource = Callable[[Sequence[RunMember], Mapping[int, ReadyMember]], tuple[in
 
 @dataclass(frozen=True)
 class RunShape:
-    """How many ranks a job of the run may have.
+    """Bounds the number of ranks of a job of the run.
 
     Attributes:
         parts: Parts of the model, held by neighbouring ranks. A process keeps its part.
@@ -48,7 +48,7 @@ class RunShape:
             living: Members of the run.
             ready: What they hold, by number.
             joining: Processes that ask to join; as many are let in as make a larger job.
-            find_source: Tells what a choice could go on from.
+            find_source: Tells what a choice could continue from.
 
         Raises:
             CommunicationError: A part of the model has no living holder, or too few.

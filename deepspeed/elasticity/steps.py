@@ -126,7 +126,7 @@ class ElasticSteps:
         collate_fn: Makes a micro-batch of a list of samples; None: torch's ``default_collate``.
         shuffle: Take samples in a new random order in every epoch; otherwise in their order.
         seed: Of the orders.
-        checkpoints: The folder that the run saves to: where a rank and its buddy are lost at once, it goes on from
+        checkpoints: The folder that the run saves to: where a rank and its buddy are lost at once, it continues from
             the last checkpoint there.
 
     Raises:
@@ -260,7 +260,7 @@ class ElasticSteps:
         return False
 
     def _go_on_if_lost(self, action: Callable[[], None]) -> bool:
-        """Does something on all ranks between two steps; returns False if ranks were lost, and the run goes on."""
+        """Does something on all ranks between two steps; returns False if ranks were lost, and the run continues."""
         try:
             action()
         except (DeepSpeedError, RuntimeError):

@@ -51,7 +51,7 @@ _OWN_NAMES = frozenset({"nvme_path"})
 
 @dataclass(frozen=True)
 class AgreedSetup:
-    """What the ranks have agreed on.
+    """Holds the configuration and the features on which the ranks have agreed.
 
     Attributes:
         parsed: The configuration.

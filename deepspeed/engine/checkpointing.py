@@ -94,7 +94,7 @@ class EngineCheckpoints:
         if self._sums_are_open():
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
-                "lacks those of the micro-batches since the last update and begins its accumulation anew"
+                "lacks those of the micro-batches since the last update and starts its accumulation over"
             )
         if self._parts.islands is not None and not self._writes_for_all:
             saver = self._saver
@@ -140,7 +140,7 @@ class EngineCheckpoints:
         another sampler or over a stream, are restored only where as many ranks save and load. Buffers become those of
         rank 0 on every rank, also where ranks had values of their own (running statistics of batch norm), as
         they do in ``initialize``. Gradients of micro-batches since the last update are dropped, and accumulation begins
-        anew.
+        again.
 
         Args:
             load_dir: Folder of checkpoints.

@@ -175,7 +175,7 @@ class FeatureSet:
 
 
 class FeatureHooks(EngineHooks):
-    """What the features of one engine do in its steps, one after the other."""
+    """Runs the hooks of all features of one engine, in order."""
 
     def __init__(self, hooks: dict[str, EngineHooks]) -> None:
         self._hooks = hooks

@@ -26,7 +26,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     At stage 3 with ``pin_parameters`` every rank holds the whole model, in the dtype it computes in, while it
     generates, and ranks may stop at different lengths. Without it layers are gathered one by one for every token, and
-    ranks that are done go on until all are. ``module.generate`` is :meth:`generate` too.
+    ranks that are done continue until all are. ``module.generate`` is :meth:`generate` too.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -160,7 +160,7 @@ class RolloutRequest:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are drawn.
+    """Holds the settings by which tokens are drawn.
 
     Attributes:
         max_new_tokens: Longest response, in tokens.

@@ -39,7 +39,7 @@ class EngineLoading:
         self._resumed_at = 0
 
     def resume(self, step: int, restored: Any) -> None:
-        """Notes that a checkpoint was loaded, and warns of training data that begin anew.
+        """Notes that a checkpoint was loaded, and warns of training data that start from the beginning.
 
         Args:
             step: Of the checkpoint.
@@ -52,7 +52,7 @@ class EngineLoading:
     def _warn(self, step: int, subject: str) -> None:
         log_dist(
             f"load_checkpoint at step {step}: {subject} not engine.training_dataloader, whose position alone a "
-            "checkpoint has, so its data begin anew. Give initialize(training_data=...), or assign "
+            "checkpoint has, so its data start from the beginning. Give initialize(training_data=...), or assign "
             "engine.training_dataloader = engine.deepspeed_io(dataset) before the first step and load_checkpoint",
             level=WARNING,
         )

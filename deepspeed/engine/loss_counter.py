@@ -161,7 +161,7 @@ class LossCounter:
         return self._updater.copies
 
     def _end_update(self, counts: torch.Tensor) -> None:
-        """Begins anew after an update, with the power of two that fits it.
+        """Starts over after an update, with the power of two that fits it.
 
         Args:
             counts: As for :meth:`_divisor`.

@@ -42,7 +42,7 @@ DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class Client:
-    """What the caller of ``initialize`` handed in."""
+    """Holds what the caller of ``initialize`` handed in."""
 
     args: Any
     model: nn.Module

@@ -219,7 +219,7 @@ class PipelineEngine(EngineBase):
     def set_dataiterator(self, iterator: Iterable[Any] | None) -> None:
         """Takes items from an iterator. Stages in the middle need none.
 
-        A loader, which could be begun again, goes on where it was when it is given once more, and begins again at its
+        A loader, which could be begun again, continues where it was when it is given once more, and begins again at its
         end: programs hand it to every step. A list or tuple begins again each time.
         """
         if not self._compute.pulls_data:

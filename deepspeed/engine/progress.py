@@ -273,7 +273,7 @@ class ProgressLog:
 
 
 class _Interval:
-    """What has added up since the latest line.
+    """Sums up the steps since the latest line.
 
     Attributes:
         samples: Over all ranks.

@@ -1,4 +1,4 @@
-"""What of an engine a checkpoint holds, and how an engine goes on from one."""
+"""What of an engine a checkpoint holds, and how an engine continues from one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _renamings(model: Any) -> list[dict[str, str]]:
 
 
 def resume_from(engine: EngineBase, loaded: LoadResult) -> None:
-    """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
+    """Continues where the run that saved a checkpoint was; accumulation starts over."""
     for name, value in loaded.counters.items():
         setattr(engine, name, value)
     engine._batches.count_anew()

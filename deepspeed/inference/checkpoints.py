@@ -222,7 +222,7 @@ Shape = tuple[int, ...]
 
 
 class StoredNames:
-    """What the files of a model of Transformers call its tensors.
+    """Maps the names of a Transformers model's tensors to those in its files.
 
     Args:
         model: Any module; of others than Transformers' nothing is known.

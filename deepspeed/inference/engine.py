@@ -80,7 +80,7 @@ class InferenceEngine(nn.Module):
                 "init_inference a larger max_out_tokens, or shorten the prompt"
             )
         if self._runner[0] is not self.module:
-            # Ranks gather weights together, so one that is done goes on until all are.
+            # Ranks gather weights together, so one that is done continues until all are.
             kwargs.setdefault("synced_gpus", True)
         if self._config.enable_cuda_graph and get_accelerator().device_name() != "cpu":
             kwargs.setdefault("cache_implementation", "static")

@@ -100,7 +100,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Which files there are.
+    """Lists the weight files of a checkpoint.
 
     Attributes:
         whole: Files of whole tensors.

@@ -19,7 +19,7 @@ _LOADED_CODE = ("LD_", "DYLD_", "PYTHON")  # variables that decide which code a 
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """Where the ranks that one launcher starts stand among all ranks.
+    """Places the ranks that one launcher starts among all ranks.
 
     A launcher starts all ranks of its machine, or a single one where MPI or Slurm starts a launcher per rank.
 

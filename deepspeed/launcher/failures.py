@@ -33,7 +33,7 @@ _REPORT_START = re.compile(
 _TORCH_LABEL = re.compile(rb"^\[rank\d+\]:\s?")
 _FRAME = re.compile(rb"^\s*File \"(?P<file>.*)\", line (?P<line>\d+)(, in (?P<function>.*))?")
 _EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
-_MORE = re.compile(rb"^[ \t]+[^ \t]")  # an error that lists several problems goes on so
+_MORE = re.compile(rb"^[ \t]+[^ \t]")  # an error that lists several problems continues so
 _MOST_MORE = 40
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
 _KEPT_LINES = 400
@@ -142,10 +142,10 @@ def _is_chained(held: list[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """What a traceback says.
+    """Holds what a traceback says.
 
     Attributes:
-        exception: Its exception line, such as ``b"ValueError: no"``, and the indented lines that go on with it.
+        exception: Its exception line, such as ``b"ValueError: no"``, and the indented lines that continue it.
         place: File, line and function of its innermost frame outside installed packages; if none is, of its innermost.
         is_native: Whether it is the last word of native code, not a Python exception.
     """
@@ -200,7 +200,7 @@ def _is_library(file: bytes) -> bool:
 
 @dataclass
 class RankState:
-    """What is known of one rank.
+    """Holds what the launcher knows of one rank.
 
     Attributes:
         rank: Global rank.
@@ -260,7 +260,7 @@ class RankState:
         )
 
     def cause(self) -> str:
-        """Why it failed; lines that go on with an error follow below."""
+        """Returns why it failed; lines that continue an error follow below."""
         if self.refusal is not None:
             return f"could not be started: {self.refusal}"
         report = self.report
@@ -281,7 +281,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run, in words that every machine of it repeats.
+    """Describes what ended a run, in words that every machine of it repeats.
 
     Attributes:
         sentence: Who failed, where and why.

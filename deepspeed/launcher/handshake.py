@@ -41,7 +41,7 @@ def nonce_of(message: dict[str, Any] | None) -> str | None:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """What one launcher sends the hub about itself.
+    """Describes one launcher to the hub.
 
     Attributes:
         index: Number of the launcher in the run; 0 is the hub.

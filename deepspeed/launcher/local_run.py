@@ -301,7 +301,7 @@ class LocalRun:
         if not failures or self._first is not None or self._signal is not None:
             return
         if self._notes.do_continue and any(s.pid is not None and s.status is None for s in self._states.values()):
-            return  # the others go on, or fail too
+            return  # the others continue, or fail too
         if self._settle_until is None:
             self._settle_until = now + _SETTLE_SECONDS
         best = first_failure(failures)
@@ -483,7 +483,7 @@ class LocalRun:
         for state in self._states.values():
             if self._was_survived(state):
                 lines.append(
-                    f"rank {state.rank} (pid {state.pid}) was lost: {state.cause()}; the run went on without it"
+                    f"rank {state.rank} (pid {state.pid}) was lost: {state.cause()}; the run continued without it"
                 )
         return lines, 0
 

@@ -24,7 +24,7 @@ _HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
 
 
 class LauncherError(DeepSpeedConfigError):
-    """What the command line asks for cannot be started."""
+    """Raised when what the command line asks for cannot be started."""
 
 
 def check_host_name(host: str, source: str) -> None:

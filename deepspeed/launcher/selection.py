@@ -28,7 +28,7 @@ _COUNTS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE",
 
 @dataclass(frozen=True)
 class RankSelection:
-    """What gets a rank.
+    """Lists the devices that get a rank.
 
     Attributes:
         hosts: Devices or slots of each machine, in the order of the ranks.

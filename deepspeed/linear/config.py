@@ -63,7 +63,7 @@ class LoRAConfig:
 
 @dataclass
 class QuantizationConfig:
-    """How a weight is kept in few bits.
+    """Holds the settings by which a weight is quantized.
 
     Attributes:
         q_bits: 8 (one scale per output feature) or 4 (a scale and an offset per group).

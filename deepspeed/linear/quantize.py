@@ -26,7 +26,7 @@ from deepspeed.zero.address import address_of, full_shape
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What became of one layer.
+    """Reports the quantization of one layer.
 
     Attributes:
         name: Its name in the model.
@@ -43,7 +43,7 @@ class QuantizedLayer:
 
 @dataclass
 class QuantizationReport:
-    """What became of a model.
+    """Reports the quantization of a model.
 
     Attributes:
         bits: Width of the weights.

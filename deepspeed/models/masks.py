@@ -18,7 +18,7 @@ _COVERED_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What a mask function lets tokens see.
+    """Describes which tokens a mask function lets tokens see.
 
     Attributes:
         is_causal: Tokens see none that come later.

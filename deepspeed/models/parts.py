@@ -11,7 +11,7 @@ from deepspeed.models.tensor_plan import cuts_blocks, part_of_plan
 
 
 class ModelPart:
-    """Where a module lies in a model, and how to get it.
+    """Names a module's place in a model, and builds it.
 
     Args:
         skeleton: The model, with values or without.

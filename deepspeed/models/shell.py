@@ -103,7 +103,7 @@ class _HeadCall(nn.Module):
 
 
 class BlockCall(NamedTuple):
-    """What one block is called with: hidden states, then further positional and keyword arguments."""
+    """Holds the arguments of one block: hidden states, then further positional and keyword arguments."""
 
     hidden: torch.Tensor
     arguments: tuple[Any, ...]

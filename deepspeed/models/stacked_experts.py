@@ -20,7 +20,7 @@ _TAKE_ALL = frozenset({"Llama4TextExperts"})
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """What the experts of one module compute with.
+    """Holds the weights of one module's experts.
 
     Attributes:
         up: Weight of the first product, three-dimensional; gate and up together where the experts have a gate.

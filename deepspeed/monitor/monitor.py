@@ -128,7 +128,7 @@ class TensorBoardMonitor(Monitor):
 class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
     """Writes ``<output_path>/<job_name>/<name>.csv`` with the columns ``step`` and the name's last part.
 
-    Slashes in a file's name become underscores. Files that exist are continued, so a resumed run goes on where it
+    Slashes in a file's name become underscores. Files that exist are continued, so a resumed run continues where it
     stopped; each call's rows are in the file when it returns.
 
     Args:
@@ -205,7 +205,7 @@ class CometMonitor(Monitor):
     def _open(self) -> None:
         import comet_ml
 
-        if self._experiment is not None:  # it was closed; go on with it
+        if self._experiment is not None:  # it was closed; continue with it
             self._settings["experiment_key"] = self._experiment.get_key()
         self._experiment = comet_ml.start(**self._settings)
         if self._name is not None:

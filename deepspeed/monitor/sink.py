@@ -67,7 +67,7 @@ class Monitor:
             self.enabled = False
             logger.warning(
                 f"{self.section}: writing failed with {type(error).__name__}: {error}. This monitor is off from now "
-                "on; training goes on"
+                "on; training continues"
             )
 
     def _ensure_open(self) -> None:

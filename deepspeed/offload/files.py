@@ -68,7 +68,7 @@ class CachePolicy:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What the configuration says about one set of files.
+    """Holds the configuration of one set of files.
 
     Attributes:
         parent: ``nvme_path``.

@@ -52,7 +52,7 @@ class _PageBuffer(mmap.mmap):
 
 
 class HostMemorySource:
-    """Where the host memory of offloaded states comes from."""
+    """Allocates the host memory of offloaded states."""
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +152,7 @@ def _keep_from_children(mapped: mmap.mmap) -> None:
     """Leaves the pages out of forked processes, such as the workers of a ``DataLoader``.
 
     After a fork the first write to a shared page copies it. Kernels before 5.12 may give the copy to the parent, while
-    the device goes on reading and writing the old page.
+    the device continues reading and writing the old page.
     """
     if hasattr(mmap, "MADV_DONTFORK"):
         mapped.madvise(mmap.MADV_DONTFORK)

@@ -23,7 +23,7 @@ _FIO_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class FileSpeed:
-    """What was measured.
+    """Holds the measured speed of reading and writing files.
 
     Attributes:
         nbytes: Bytes of the file; each pass moves all of them, front to back.

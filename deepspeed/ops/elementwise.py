@@ -17,7 +17,7 @@ from deepspeed.ops.flat import same_update
 
 
 class OptimizerKind(Enum):
-    """How an optimizer relates to the shape of its parameters."""
+    """Says whether the shape of its parameters matters to an optimizer."""
 
     ELEMENTWISE = "elementwise"  #: each element by itself: fragments are right
     SEGMENTS = "segments"  #: needs tensors, but works on fragments after ``attach_segments``

@@ -35,7 +35,7 @@ NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """What connects a rank to the others.
+    """Holds rate and delay of the link between a rank and the others.
 
     Attributes:
         rate: Bytes per second in each direction.
@@ -48,7 +48,7 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """How elements travel.
+    """Holds the cost of sending gradients with one codec.
 
     Attributes:
         name: Of the codec, for tables.

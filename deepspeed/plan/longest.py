@@ -78,7 +78,7 @@ def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
 
 
 class _Lines:
-    """How memory grows with tokens, by rank that was planned, tier and moment."""
+    """Holds memory as a linear function of tokens, by planned rank, tier and moment."""
 
     def __init__(self, one: Plan, other: Plan) -> None:
         self._plan = one

@@ -75,7 +75,7 @@ class _Storage(weakref.ref[Any]):
 
 
 class _TierTotals:
-    """What is alive in one tier, and the most there was, at all and by moment."""
+    """Counts the live bytes of one tier, and their peak, at all and by moment."""
 
     __slots__ = ("booked", "tier", "kinds", "other", "peak", "tops")
 
@@ -94,7 +94,7 @@ class MemoryCount(TorchDispatchMode):
         device_type: Of the tensors that count.
 
     Attributes:
-        moment: What is going on; set by the code that runs the step.
+        moment: The phase and module of the step; set by the code that runs the step.
         pinned: Bytes of locked pages.
         most_pinned: The most there were.
         copied_down: Bytes copied from the device to the host.

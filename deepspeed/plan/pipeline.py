@@ -26,7 +26,7 @@ _NUMBERS = ("number", "layer_idx", "layer_id", "layer_number")  # by which equal
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is cut into stages, and in which order they work.
+    """Describes a model's cut into stages, and their schedule.
 
     Attributes:
         stages: Stages.

@@ -32,7 +32,7 @@ _MOST_MICRO_BATCHES = 64  # per stage, that are advised
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """Holds what is to be planned.
 
     Attributes:
         source: Makes the model.
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """What one rank will hold and move, for all that are like it.
+    """Holds what one rank will hold and send, for all ranks that are like it.
 
     Attributes:
         kind: Which ranks.
@@ -83,7 +83,7 @@ class PlannedPart:
 
 @dataclass
 class Plan:
-    """What the ranks of a job will hold and move: the heaviest of them, and one of each kind.
+    """Holds what the ranks of a job will hold and send: the heaviest of them, and one of each kind.
 
     Attributes:
         request: What was asked.

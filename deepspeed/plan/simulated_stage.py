@@ -84,7 +84,7 @@ class Stage:
 
 @dataclass
 class StageCost:
-    """What the computations of a stage cost.
+    """Holds the costs of a stage's computations.
 
     Attributes:
         flops: Of each of its chunks, in order, and each kind of computation: operations for one micro-batch.

@@ -16,7 +16,7 @@ from deepspeed.zero.storage import StorageKind
 
 @dataclass
 class SimulatedStep:
-    """What one rank holds and moves in one step.
+    """Holds what one rank holds and sends in one step.
 
     Attributes:
         parameters: Elements of the model's parameters, experts of all ranks included.

@@ -46,7 +46,7 @@ _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like
 
 
 class Act(Enum):
-    """What a rank does with a micro-batch."""
+    """Names what a rank does with a micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -10,7 +10,7 @@ Along = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class StepTotals:
-    """What passed since the start of counting; differences and multiples of it are taken.
+    """Sums up collectives and computation since the start of counting; supports differences and multiples.
 
     Attributes:
         asked_along: Collectives of the schedule: name and axis to calls and bytes.

@@ -54,7 +54,7 @@ _NEW, _IN_PLACE, _VIEW, _OTHER = _OperationKind  # members of an enumeration tak
 
 
 class KnownShapes:
-    """What the operations of one simulation gave.
+    """Caches the results of the operations of one simulation.
 
     Args:
         count: Works out what an operation costs; asked once for operations that are alike, and not for views.

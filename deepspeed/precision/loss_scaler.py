@@ -29,7 +29,7 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class LossScalerBase:
-    """What both scalers share: the scale, and applying it to a loss.
+    """Base class of both scalers: holds the scale and applies it to a loss.
 
     Attributes:
         cur_scale: The scale now.

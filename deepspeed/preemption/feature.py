@@ -104,7 +104,7 @@ class PreemptionHooks(EngineHooks):
         self._engine: Any = None
 
     def begin(self, engine: Any) -> None:
-        """Goes on from the last checkpoint in the folder, if there is one. Every rank must call it."""
+        """Continues from the last checkpoint in the folder, if there is one. Every rank must call it."""
         self._engine = engine
         self._exchange = Exchange()
         is_there = self._exchange.gather(os.path.isdir(self._folder), "the search for a checkpoint (preemption)")

@@ -81,7 +81,7 @@ class SlowMoment:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run's report says in numbers.
+    """Holds the numbers of a run's report.
 
     Attributes:
         steps: Steps of the run.

@@ -303,7 +303,7 @@ def _unfinished(run: RunData, analysis: RunSummary) -> str:
         return ""
     text = ", ".join(f"rank {rank} after step {step}" for rank, step in list(last.items())[:8])
     more = f" and {len(last) - 8} more" if len(last) > 8 else ""
-    return f"<p class=warning>Not ended: {escape(text)}{more}. The run goes on, or these ranks were killed.</p>"
+    return f"<p class=warning>Not ended: {escape(text)}{more}. The run continues, or these ranks were killed.</p>"
 
 
 def _time_chart(run: RunData) -> str:

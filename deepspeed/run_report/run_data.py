@@ -1,4 +1,4 @@
-"""Reads the files of a run's ranks, also of a run that goes on or has crashed."""
+"""Reads the files of a run's ranks, also of a run that continues or has crashed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN = "plan.json"
 
 @dataclass
 class RankRun:
-    """What one rank has written.
+    """Holds what one rank has written for the report.
 
     Attributes:
         rank: Its number.

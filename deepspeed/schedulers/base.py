@@ -18,7 +18,7 @@ class LrSchedule:
 
     Args:
         optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
-        last_batch_iteration: Step to go on from; -1 is the start.
+        last_batch_iteration: Step to resume from; -1 is the start.
 
     Attributes:
         optimizer: The torch optimizer.
@@ -41,7 +41,7 @@ class LrSchedule:
         """The rates written last.
 
         Raises:
-            AssertionError: None has been written, because the schedule goes on from a later step.
+            AssertionError: None has been written, because the schedule continues from a later step.
         """
         assert self._last_lr is not None, "need to call step() first: no learning rate has been set yet"
         return self._last_lr

@@ -34,7 +34,7 @@ class OneCycle(LrSchedule):
         cycle_min_mom: Momentum in the middle; one number or one per group.
         cycle_max_mom: Momentum at the ends.
         decay_mom_rate: Growth of the momentum after the cycle.
-        last_batch_iteration: Step to go on from; -1 is the start.
+        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: A number of steps is out of range, or a list has another length than the groups.

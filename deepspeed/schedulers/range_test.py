@@ -18,7 +18,7 @@ class LRRangeTest(LrSchedule):
         lr_range_test_step_size: Steps per unit of growth, positive.
         lr_range_test_step_rate: Growth per unit.
         lr_range_test_staircase: Grow only at whole units.
-        last_batch_iteration: Step to go on from; -1 is the start.
+        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: The step size is no positive integer, or a list has another length than the groups.

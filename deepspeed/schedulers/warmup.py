@@ -60,7 +60,7 @@ class WarmupLR(_RisingSchedule):
         warmup_max_lr: Rate after the rise; None is each group's own.
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-        last_batch_iteration: Step to go on from; -1 is the start.
+        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer, or a list has another length than the groups.
@@ -102,7 +102,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: Rate after the rise.
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-        last_batch_iteration: Step to go on from; -1 is the start.
+        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer, or a list has another length than the groups.
@@ -138,7 +138,7 @@ class WarmupCosineLR(_RisingSchedule):
         warmup_num_steps: Steps of the rise, positive; at least 2 are made.
         cos_min_ratio: Share of the rate at the end.
         warmup_type: ``log`` or ``linear``; anything else is ``log`` with a warning.
-        last_batch_iteration: Step to go on from; -1 is the start.
+        last_batch_iteration: Step to resume from; -1 is the start.
 
     Raises:
         ValueError: ``warmup_num_steps`` is no positive integer.

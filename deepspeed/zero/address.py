@@ -22,7 +22,7 @@ from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 
 class State(Enum):
-    """Where the values of a bucket's parameters are; see ``zero.bucket``."""
+    """Says where the values of a bucket's parameters are; see ``zero.bucket``."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -145,7 +145,7 @@ _numbers = itertools.count()
 
 
 class Address:
-    """Where a parameter's values are kept.
+    """Says where a parameter's values are kept.
 
     Attributes:
         bucket: The bucket.

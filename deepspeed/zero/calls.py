@@ -54,7 +54,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
 def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
     """After an exception in work that ranks share: makes sure that it left all of them at the same point.
 
-    Otherwise a rank that begins anew would answer to what the others still expect of the work that it gave up.
+    Otherwise a rank that starts over would answer to what the others still expect of the work that it gave up.
 
     Args:
         transport: Of the group, or of a part of it.
@@ -67,5 +67,5 @@ def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
     Raises:
         DivergenceError: Some rank did not fail, or elsewhere; raised on every rank.
     """
-    rows = compare_calls(transport, f"agreement to go on after an exception in {where}", [is_mixed])
+    rows = compare_calls(transport, f"agreement to continue after an exception in {where}", [is_mixed])
     return any(row[0] for row in rows)

@@ -204,7 +204,7 @@ class Groups:
         frozen: Codec | None = None,
         early: Codec | None = None,
     ) -> Groups:
-        """Returns the same groups with codecs; every rank must call it. Makes a number for the engine anew.
+        """Returns the same groups with codecs; every rank must call it. Makes a number for the engine again.
 
         Args:
             gather: How sharded parameters travel to where they are used; None: as they are.

@@ -57,7 +57,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
 
 @dataclass(frozen=True)
 class BucketPlacement:
-    """Where the states of one bucket live.
+    """Says where the states of one bucket are kept.
 
     Attributes:
         is_sharded: The full compute parameters exist only while they are used.
@@ -78,7 +78,7 @@ class BucketPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the model states live over the data-parallel ranks.
+    """Says how the model states are placed over the data-parallel ranks.
 
     Attributes:
         stage: The row of the table, for messages and for the ecosystem's queries only.

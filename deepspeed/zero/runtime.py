@@ -300,7 +300,7 @@ class ZeroRuntime:
         """After an exception left a forward or backward open: throws away what is half done.
 
         Args:
-            together: The ranks go on with this model; False: this one is leaving, and asks nobody.
+            together: The ranks continue with this model; False: this one is leaving, and asks nobody.
 
         Returns:
             Whether there was anything.
@@ -562,7 +562,7 @@ def _take_back(path: str, module: nn.Module, name: str, parameter: nn.Parameter,
         warn_once(
             f"replaced:{path}",
             f"the parameter {path!r} was replaced by another one, of shape {tuple(present.shape)}, after "
-            f"deepspeed.initialize; the engine goes on training the former one, of shape {full_shape(parameter)}. "
+            f"deepspeed.initialize; the engine continues training the former one, of shape {full_shape(parameter)}. "
             "Replace parameters before initialize, or write into them",
             ranks=[-1],
         )

@@ -18,7 +18,7 @@ from deepspeed.zero.tiling.layout import Limits
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What the configuration decides.
+    """Holds what the configuration decides about the ZeRO runtime.
 
     Attributes:
         placement: The ZeRO row.

@@ -4,7 +4,7 @@ Freeing is ``untyped_storage().resize_(0)`` and growing is resizing back, so tha
 valid objects for the life of the model: a gather writes the parameters in place. Torch does not guard a freed storage
 (a kernel that reads it may crash the process). So before memory is freed its references are counted; if other code
 still has a view (a cached weight, an output that is a slice of one), the memory is left to them with the values that it
-has, and the buffer goes on with other memory.
+has, and the buffer continues with other memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepspeed.zero.placement import Tier
 
 
 class StorageKind(Enum):
-    """What a counted byte holds."""
+    """Names what a counted byte holds."""
 
     COMPUTE = "compute parameters"
     GATHERED = "gathered parameters"

@@ -124,7 +124,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same of layers that return ``(output, bias)`` and leave the sum of both to the program, as Megatron-LM's do.
+    """Tiles layers that return ``(output, bias)`` and leave their sum to the program, as Megatron-LM's do.
 
     Forward returns ``(output, bias)``; the bias is None if no layer returned one.
     """

@@ -116,7 +116,7 @@ def test_who_is_dropped_by_the_others_does_not_go_on_alone(linked):
     linked[1].drop(2)
     linked[0].drop(2)
     assert linked[2].wait_for_loss(60)
-    with pytest.raises(CommunicationError, match="so the run goes on without it"):
+    with pytest.raises(CommunicationError, match="so the run continues without it"):
         regroup(linked[2], held(2, 3, is_whole=True))
     plans = at_once(*[lambda n=n: regroup(linked[n], held(n, 3, is_whole=True)) for n in (0, 1)])
     assert [member.number for member in plans[0].members] == [0, 1]

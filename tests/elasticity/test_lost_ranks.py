@@ -171,7 +171,7 @@ def test_a_rank_and_its_buddy_at_once_go_back_to_the_checkpoint(tmp_path):
     }  # fmt: skip
     result = run_job(tmp_path, 4, arguments)
     check(result, 5)
-    assert "the run goes on from the last checkpoint" in "".join(result.errors.values())
+    assert "the run continues from the last checkpoint" in "".join(result.errors.values())
 
 
 def test_a_process_joins_between_two_copies(tmp_path):
@@ -186,7 +186,7 @@ def test_a_rank_and_its_buddy_without_a_checkpoint_end_the_run(tmp_path):
     die = {"r0": [(1, "start")], "r1": [(1, "start")]}
     result = run_job(tmp_path, 4, {"config": make_config(1), "total": 3, "die": die})
     assert [result.codes[name] for name in ("r2", "r3")] == [1, 1]
-    assert "and no folder of checkpoints was given, so the run cannot go on" in result.errors["r2"]
+    assert "and no folder of checkpoints was given, so the run cannot continue" in result.errors["r2"]
 
 
 @pytest.mark.parametrize("stage", [0, slow(3)])

@@ -176,7 +176,7 @@ def test_one_rank_cannot_repeat_what_others_have_a_part_in(stage):
         for text in run_ranks(_one_rank_is_refused, 2, stage, 1 if stage == 0 else 0, where, "repeat"):
             assert "ranks took different branches and wait for each other" in text
             if where == "backward":  # a failed forward has taken part in the rest of its gathers
-                assert "rank 1 waits for agreement to go on after an exception in a backward, after " in text
+                assert "rank 1 waits for agreement to continue after an exception in a backward, after " in text
 
 
 def test_one_rank_that_leaves_a_micro_batch_out_is_found():
@@ -257,7 +257,7 @@ def _save_after_one_rank_failed(folder):
     engine = engine_of(model := FusedTower(), 3, zero=_ZERO)
     engine.backward(engine(inputs(0, rank())))
     engine.step()
-    with pytest.raises(DivergenceError, match="agreement to go on after an exception"):
+    with pytest.raises(DivergenceError, match="agreement to continue after an exception"):
         if rank() == 1:
             _fail(engine, model, "backward", False)
             engine.save_checkpoint(folder)

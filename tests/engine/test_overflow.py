@@ -128,7 +128,7 @@ def _too_many(stage):
 
     for number in range(2):
         step(number, float("nan"))
-    step(2, 1.0)  # a good one begins the count anew
+    step(2, 1.0)  # a good one starts the count again
     for number in range(3, 5):
         step(number, float("nan"))
     with pytest.raises(NonFiniteError) as caught:

@@ -15,7 +15,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm.job.grid import grid_mesh
-from deepspeed.comm.watch.wait_records import find_circle
+from deepspeed.comm.watch.wait_records import find_cycle
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -48,22 +48,22 @@ def _post(channel, index, members, **issued):
     return {"channel": channel, "index": index, "members": members, "issued": issued}
 
 
-def test_a_circle_of_waiting_ranks_is_found_and_nothing_else():
+def test_a_cycle_of_waiting_ranks_is_found_and_nothing_else():
     """Two groups (0, 1) and (2, 3) that gather, two (0, 2) and (1, 3) that combine."""
-    circle = {
+    cycle = {
         0: _post("same0", 1, [0, 2]),
         2: _post("group1", 1, [2, 3]),
         3: _post("same1", 1, [1, 3]),
         1: _post("group0", 1, [0, 1]),
     }
     for start in range(4):
-        assert sorted(find_circle(circle, start)) == [0, 1, 2, 3]
-    late = {**circle, 2: _post("same0", 1, [0, 2], same0=1)}
-    assert not any(find_circle(late, start) for start in range(4)), "rank 2 has issued what rank 0 waits for"
-    without = {rank: post for rank, post in circle.items() if rank != 3}
-    assert not any(find_circle(without, start) for start in without), "rank 3 is merely late"
+        assert sorted(find_cycle(cycle, start)) == [0, 1, 2, 3]
+    late = {**cycle, 2: _post("same0", 1, [0, 2], same0=1)}
+    assert not any(find_cycle(late, start) for start in range(4)), "rank 2 has issued what rank 0 waits for"
+    without = {rank: post for rank, post in cycle.items() if rank != 3}
+    assert not any(find_cycle(without, start) for start in without), "rank 3 is merely late"
     outside = {0: _post("group0", 1, [0, 1]), 2: _post("everyone", 1, [0, 1, 2, 3])}
-    assert not any(find_circle(outside, start) for start in outside), "rank 2 has no part in what rank 0 waits for"
+    assert not any(find_cycle(outside, start) for start in outside), "rank 2 has no part in what rank 0 waits for"
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Values:
 
 @dataclass
 class CheckpointValues:
-    """What the readers of the several layouts find.
+    """Holds the values that the reader of one layout has found.
 
     Attributes:
         shapes: Of every parameter.

@@ -114,7 +114,7 @@ class _TrustingUnpickler(pickle.Unpickler):
 
 
 class _TrustingPickle:
-    """What torch wants of a pickle module."""
+    """Has the interface that torch expects of a pickle module."""
 
     __name__ = "pickle"
     Unpickler = _TrustingUnpickler
@@ -127,7 +127,7 @@ class _TrustingPickle:
 
 @dataclass(frozen=True)
 class Files:
-    """What one model-parallel rank has in a tag folder.
+    """Lists the files of one model-parallel rank in a tag folder.
 
     Attributes:
         model: Model-states files by data-parallel rank; one below stage 3.

@@ -51,7 +51,7 @@ class StridedRun:
 
 @dataclass(frozen=True)
 class SlicedParam:
-    """How a parameter is made of slices.
+    """Describes which slices make up a parameter.
 
     Attributes:
         shape: Of the whole.

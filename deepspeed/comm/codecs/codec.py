@@ -109,7 +109,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Residual:
-    """What reductions of one buffer have lost on this rank so far.
+    """Holds the error-feedback residual of one buffer: what its coded reductions have lost on this rank so far.
 
     Attributes:
         sent: 1-D fp32, as long as the buffer: of what this rank sent to the owners of the slices.

@@ -332,7 +332,7 @@ class LocoCodec(Int4Codec):
 
 @dataclass(frozen=True)
 class CodecWork:
-    """What a codec costs to encode and to decode, in this order.
+    """Gives the costs of a codec: of encoding, then of decoding.
 
     Attributes:
         nanoseconds: Of one core of a CPU, per element; as ``benchmarks/compression.py codec`` measures them.

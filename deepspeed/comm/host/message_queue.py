@@ -176,7 +176,7 @@ class MessageQueue:
         return not self._connections
 
     def flush(self) -> None:
-        """Waits until everything has been sent. Reads what arrives meanwhile: others may wait too, in a circle."""
+        """Waits until everything has been sent. Reads what arrives meanwhile: others may wait too, in a cycle."""
         heard = set(self._connections)
         left, since = -1, time.monotonic()
         while self.has_unsent:

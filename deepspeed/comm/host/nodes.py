@@ -31,7 +31,7 @@ HIERARCHICAL = "zero_optimization.mics_hierarchical_params_gather"
 
 @dataclass(frozen=True)
 class Nodes:
-    """How the ranks of a group lie on nodes: ``width`` of them on each of ``count``, numbered node by node."""
+    """Describes the ranks of a group by node: ``width`` of them on each of ``count`` nodes, numbered node by node."""
 
     count: int
     width: int

@@ -176,7 +176,7 @@ class _Exchange:
 
 
 class _ByGloo:
-    """What goes to one rank and comes from it, where either is too much for memory that is kept."""
+    """Exchanges by gloo with one rank, where either direction is too large for shared memory."""
 
     def __init__(
         self, transport: GlooTransport, peer: int, key: int, leaving: Tensors, arriving: Tensors, like: torch.Tensor

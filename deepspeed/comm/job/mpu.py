@@ -19,7 +19,7 @@ _STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_sta
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where this rank stands.
+    """Holds this rank's coordinates in the mesh, and its groups.
 
     Attributes:
         zero_group: Torch process group of the ranks that hold the same part of the model, among which ZeRO shards: data

@@ -36,7 +36,7 @@ def waits_give_up(job: Job) -> Callable[[LostMember], None]:
         cause = lost.cause or "its process has ended, or its machine does not answer"
         watch.give_up(
             f"{lost.member.name} was lost: {cause}. With "
-            "elasticity.continue the other ranks go on inside `with step:` of deepspeed.elasticity.ElasticSteps"
+            "elasticity.continue the other ranks continue inside `with step:` of deepspeed.elasticity.ElasticSteps"
         )
 
     return give_up

@@ -1,4 +1,4 @@
-"""How a new process joins a run that goes on: it asks a member, and is started as a rank at a step boundary."""
+"""How a new process joins a run that continues: it asks a member, and is started as a rank at a step boundary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOIN = "DEEPSPEED_ELASTIC_JOIN"
 
 @dataclass
 class RunMembership:
-    """What outlives a job of a run whose ranks may change.
+    """Holds what outlives a job, in a run whose ranks may change.
 
     Attributes:
         links: To the other members.
@@ -41,7 +41,7 @@ class RunMembership:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether an engine of this process goes on when the ranks change."""
+        """Whether an engine of this process continues when the ranks change."""
         return self.elastic is not None and bool(self.elastic.is_taken)
 
     @property
@@ -92,7 +92,7 @@ def _request_join(
             received += data
     except OSError as error:
         raise CommunicationError(
-            f"{JOIN}={where.rpartition('/')[0]}: could not join ({error}). Check that the run still goes on and that "
+            f"{JOIN}={where.rpartition('/')[0]}: could not join ({error}). Check that the run still continues and that "
             "the address and the token are those that its rank 0 printed last"
         ) from error
     line, _, rest = received.partition(b"\n")

@@ -136,7 +136,7 @@ class MemberLinks:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether another member has found this process lost, so that the run goes on without it."""
+        """Whether another member has found this process lost, so that the run continues without it."""
         with self._changed:
             return self._is_dropped
 
@@ -374,7 +374,7 @@ class MemberLinks:
     def _give_up(self, link: _Link) -> None:
         """Ends the link to a member that sends no sign of life. A process of this host that is stopped is ended.
 
-        Otherwise it might go on later with states that are old, and its launcher would wait for it.
+        Otherwise it might continue later with states that are old, and its launcher would wait for it.
         """
         member = self._members.get(-1 if link.number is None else link.number)
         link.cause = f"it has sent no heartbeat for {self._silence:g} s (elasticity.heartbeat)"
@@ -417,7 +417,7 @@ class MemberLinks:
             self._end(link, is_certain=True)
 
     def _take(self, link: _Link, message: dict[str, Any]) -> bool:
-        """Handles a message; returns whether the link may go on."""
+        """Handles a message; returns whether the link may continue."""
         kind = message.get("kind")
         if link.number is None and link.join_request is None:
             if not hmac.compare_digest(str(message.get("token", "")), self.token):

@@ -12,7 +12,7 @@ class RunMember:
     """A process of the run.
 
     Attributes:
-        number: Unique in the run; it stays with the process when ranks are numbered anew.
+        number: Unique in the run; it stays with the process when ranks are renumbered.
         rank: Its rank in the present job; -1: it has none, or none yet.
         host: Its machine.
         pid: Its process.
@@ -58,7 +58,7 @@ class JobPlan:
         epoch: Counts the jobs of the run from 0.
         members: By rank.
         address: Where the member that made the plan holds the store: host and port.
-        source: Generation and epoch of the copies that training goes on from; None: each rank has its state, or the
+        source: Generation and epoch of the copies that training continues from; None: each rank has its state, or the
             last checkpoint is loaded.
         lost: Members of the job before that are gone.
         newcomers: Numbers of members that have no state.

@@ -2,8 +2,8 @@
 
 The living member with the lowest number leads. Every member tells it that it is ready, which copies of model states it
 holds, and whom it has lost; the leader waits for all of them and sends a plan. Whenever a further member is lost,
-everybody looks anew who leads, and says again that it is ready: so the death of a leader, or of several members at
-once, is no special case. A plan that names a lost member is ignored.
+every member determines the leader again and says again that it is ready: so the death of a leader, or of several
+members at once, is no special case. A plan that names a lost member is ignored.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ReadyMember:
 
 @dataclass(frozen=True)
 class MemberSelection:
-    """Who takes part in the next job.
+    """Lists the processes that take part in the next job.
 
     Attributes:
         members: By rank, processes that join included.
         spares: Living members that get no rank.
-        source: Generation and epoch of the copies to go on from; None: the last checkpoint.
+        source: Generation and epoch of the copies to continue from; None: the last checkpoint.
     """
 
     members: tuple[RunMember, ...]
@@ -54,7 +54,7 @@ class MemberSelection:
 ChooseMembers = Callable[[Sequence[RunMember], Mapping[int, ReadyMember], Sequence[RunMember]], MemberSelection]
 """Chooses of living members, which it is told with what they hold, and of processes that want to join.
 
-Raises an error that ends the run where nothing is left to go on from.
+Raises an error that ends the run where nothing is left to continue from.
 """
 
 
@@ -97,7 +97,7 @@ class Regroup:
             None on a spare, when those with ranks have come to the end of the run.
 
         Raises:
-            CommunicationError: They did not all come in time, or too few are left to be sure that no others go on too.
+            CommunicationError: They did not all come in time, or too few are left to exclude that others continue too.
         """
         deadline = time.monotonic() + self._patience
         announced: tuple[int, ...] = ()
@@ -105,8 +105,8 @@ class Regroup:
         while time.monotonic() < deadline:
             if self._links.is_dropped:
                 raise CommunicationError(
-                    "elasticity.continue: another rank could not reach this process, so the run goes on without it. "
-                    "Check the network between the hosts, and start a process anew to join"
+                    "elasticity.continue: another rank could not reach this process, so the run continues without it. "
+                    "Check the network between the hosts, and start a process again to join"
                 )
             if self._served and self._served <= self._links.departed:
                 return None
@@ -159,12 +159,12 @@ class Regroup:
         }
 
     def _refuse_split(self, living: Sequence[RunMember]) -> None:
-        """Raises without a majority of the former members, if a loss is uncertain: two halves must not both go on."""
+        """Raises without a majority of the former members, if a loss is uncertain, lest two halves both continue."""
         uncertain = [lost.member.name for lost in self._links.lost.values() if not lost.is_certain]
         if uncertain and 2 * len(living) <= len(self._links.members):
             raise CommunicationError(
                 f"elasticity.continue: {', '.join(uncertain)} cannot be reached, and the {len(living)} members that "
-                f"are left are no majority of {len(self._links.members)}: the others may go on without these. Start "
+                f"are left are no majority of {len(self._links.members)}: the others may continue without these. Start "
                 "the run again from its last checkpoint"
             )
 

@@ -125,7 +125,7 @@ def start_world_group(backend: str, device: torch.device | None, **arguments: An
     """Starts torch's default process group, bound to ``device`` where its backend wants that.
 
     Torch numbers process groups, also one whose start has failed, and ranks meet at keys with that number. So the count
-    begins anew: ranks of which some have failed to start a group would otherwise wait at different keys.
+    starts over: ranks of which some have failed to start a group would otherwise wait at different keys.
 
     Args:
         backend: Of the group.

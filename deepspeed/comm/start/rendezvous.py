@@ -126,7 +126,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
 def _wait_for_listener(name: str, port: int, timeout: timedelta) -> str:
     """Waits until a program listens at ``port``; returns its numeric address.
 
-    The name is resolved anew each time: a cluster's name server may learn it after the ranks have started.
+    The name is resolved again each time: a cluster's name server may learn it after the ranks have started.
 
     Raises:
         RuntimeError: Nobody listens there within ``timeout``; says what the name means on this machine.

@@ -45,7 +45,7 @@ class _KnownSum:
 
 
 class SumBackend(Protocol):
-    """What sums faster than the transport where all ranks are on one host."""
+    """Defines the interface of sums that are faster than the transport's, where all ranks are on one host."""
 
     def serves(self, numel: int, dtype: torch.dtype) -> bool:
         """Returns whether a summand of ``numel`` elements is summed here; the same on all ranks."""
@@ -85,7 +85,7 @@ class Channel:
         return self._transport
 
     def reconnect(self, made: Channel) -> None:
-        """Goes on as ``made``, a channel of another job: whoever holds this one, such as a layer, notices nothing.
+        """Continues as ``made``, a channel of another job: whoever holds this one, such as a layer, notices nothing.
 
         Args:
             made: Over as many ranks, among which this one has the same place. It must not be used any more.
@@ -96,7 +96,7 @@ class Channel:
         if (made.rank, made.size) != (self.rank, self.size):
             raise DeepSpeedConfigError(
                 f"the model was cut as part {self.rank} of {self.size}, but this rank is number {made.rank} of the "
-                f"{made.size} ranks that share its layers now; build the model anew"
+                f"{made.size} ranks that share its layers now; build the model again"
             )
         self._transport, self._sums, self._count = made._transport, made._sums, 0
 

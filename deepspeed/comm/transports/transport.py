@@ -123,7 +123,7 @@ class TensorTransfer:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a reduction runs.
+    """Holds the settings of one reduction.
 
     Attributes:
         scale: Factor on the sum (1 / size for a mean).

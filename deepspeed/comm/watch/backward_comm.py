@@ -43,7 +43,7 @@ def note_anywhere() -> None:
 
 
 class BackwardCommTracker:
-    """Whether layers may talk in a backward of one model.
+    """Tracks whether layers may communicate in the backward of one model.
 
     Args:
         model: With ``modules()``; it is not kept alive.

@@ -34,7 +34,7 @@ class TracePoints:
         return self  # a copied model talks to the same ranks
 
     def reach(self, name: str) -> None:
-        """This rank is at ``name``, and goes on from there."""
+        """This rank is at ``name``, and continues from there."""
         if torch.compiler.is_compiling():
             return
         watched = Job.current().watched.of(self._group)

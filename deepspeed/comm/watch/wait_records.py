@@ -1,4 +1,4 @@
-"""What a rank waits for, as others read it: records of waits, circles among them, and words for failures."""
+"""What a rank waits for, as others read it: records of waits, cycles among them, and words for failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_advice(label: str, advice: str) -> str:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """What a rank waits for.
+    """Describes the transfer that a rank waits for.
 
     Attributes:
         channel: Of the transfer.
@@ -39,7 +39,7 @@ class WaitRecord:
         label: In words, with or without :func:`with_advice`.
         since: Start of the wait, in seconds of the monotonic clock.
         on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
-        gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
+        gives_up: Whether the rank continues without it after a while, so that the wait is no part of a cycle.
     """
 
     channel: str
@@ -87,20 +87,20 @@ def plain_error(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
 
 
-def find_circle(posts: dict[int, dict[str, Any]], first: int) -> list[int]:
-    """Returns ranks that wait for each other in a circle; empty if there is none.
+def find_cycle(posts: dict[int, dict[str, Any]], first: int) -> list[int]:
+    """Returns ranks that wait for each other in a cycle; empty if there is none.
 
     Ranks in the same wait are looked through once, so the time grows with the number of posts, not with its square.
 
     Args:
         posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
             each channel it has ``issued``.
-        first: A rank; circles that it reaches are looked for first.
+        first: A rank; cycles that it reaches are looked for first.
     """
     finished: set[_Wait] = set()
     for start in (first, *posts):
-        if circle := _circle_from(start, posts, finished):
-            return circle
+        if cycle := _cycle_from(start, posts, finished):
+            return cycle
     return []
 
 
@@ -108,8 +108,8 @@ def find_circle(posts: dict[int, dict[str, Any]], first: int) -> list[int]:
 _Wait = tuple[str, int, bool, int]
 
 
-def _circle_from(start: int, posts: dict[int, dict[str, Any]], finished: set[_Wait]) -> list[int]:
-    """Returns a circle that ``start`` reaches; a depth-first search over waits, which notes those without a circle."""
+def _cycle_from(start: int, posts: dict[int, dict[str, Any]], finished: set[_Wait]) -> list[int]:
+    """Returns a cycle that ``start`` reaches; a depth-first search over waits, which notes those without a cycle."""
     path: list[tuple[_Wait, int, Iterator[int]]] = []  # a wait, a rank in it, and the ranks that this one waits for
     place: dict[_Wait, int] = {}
     rank: int | None = start
@@ -144,7 +144,7 @@ def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterato
 
     Args:
         rank: Has posted its wait.
-        posts: See :func:`find_circle`.
+        posts: See :func:`find_cycle`.
         first: The rank to begin with, if it is one of them.
     """
     awaited = posts[rank]

@@ -1,26 +1,25 @@
 """Supervises blocking waits, so that ranks that wait for each other in vain say so instead of hanging.
 
-A job has one watch, and the waits in all its process groups are its affair: a circle may go through several. Every
+A job has one watch, and the waits in all its process groups are its affair: a cycle may go through several. Every
 transfer belongs to a channel (an engine's gathers, its reductions, a group's collectives), and on each channel all
 ranks of its group issue the same transfers in the same order. So "I wait for number *i* of channel *c*" can be compared
 between ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in
 the rendezvous store, and reads the others' posts, in a job of more than 64 ranks a part of them (``posts.py``). If it
 waits for a transfer that the other has not issued, while the other waits for one that it has not issued, neither can
-ever go on: that is certain, however stale the post is, because the other's wait needs a transfer that this rank has not
-issued even now. The same holds for a circle of more ranks,
-which takes several groups: then each waits for the next one. And if number *i* of a channel is one transfer here and
-another one there, the ranks have parted already, though each has issued something under that number: transfers have
-keys, which are posted too. Being late is never an error.
+ever continue. That is certain, however stale the post is, because the other's wait needs a transfer that this rank has
+not issued even now. The same holds for a cycle of more ranks, over several groups: each waits for the next one. If
+number *i* of a channel is one transfer here and another one there, the ranks have parted already, although each has
+issued something under that number. Transfers have keys for this, which are posted too. Being late is never an error.
 
-A program may also call torch's own collectives, which are not counted. So a circle must be seen twice, and every rank
+A program may also call torch's own collectives, which are not counted. So a cycle must be seen twice, and every rank
 in it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them report
 where they are (:meth:`Watch.note_position`). A rank that has reached a position may need the others there until it
 reports the next one. All ranks pass the same positions in the same order, so a position serves like a wait.
 
 Where transfers run on a stream of the device (NCCL), a wait does not block the host: the stream waits, and the host
-goes on until it needs a result, perhaps in a call of the program that is not supervised (``loss.item()``). So an event
+continues until it needs a result, perhaps in a call of the program that is not supervised (``loss.item()``). An event
 is recorded behind every such wait (:meth:`Watch.follow`), and the oldest that the device has not come to is what the
-rank waits for. Transfers that the rank issues later are queued behind it, so a circle of such waits is as certain as
+rank waits for. Transfers that the rank issues later are queued behind it, so a cycle of such waits is as certain as
 one of hosts. When ranks wait in vain, the communicators are aborted, which ends their kernels without an error;
 whatever waits afterwards raises.
 
@@ -59,7 +58,7 @@ from deepspeed.comm.watch.training_thread import TrainingThread
 from deepspeed.comm.watch.wait_records import (
     WaitRecord,
     exit_notice_of,
-    find_circle,
+    find_cycle,
     plain_error,
     sentence_of,
     words_for_dead,
@@ -142,7 +141,7 @@ class Watch:
         self._looks = 0
         self.period = max(_PERIOD, size / _LOOKS_PER_SECOND)
         self._reader = PostReader(store, self._key, rank, size)
-        # A circle that has been seen: its ranks with what they wait for, and with the number of their look; how often
+        # A cycle that has been seen: its ranks with what they wait for, and with the number of their look; how often
         # all of them have looked again since.
         self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int], int] = ({}, {}, 0)
         self._issued: dict[str, int] = defaultdict(int)
@@ -236,7 +235,7 @@ class Watch:
             members: The ranks that take part in it; none if any may.
             patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
             on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
-            gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
+            gives_up: Whether the rank continues without it after a while, so that the wait is no part of a cycle.
 
         Raises:
             DivergenceError: What it waits for can never come.
@@ -337,7 +336,7 @@ class Watch:
         return any(end is not None for end in (self._decision, self._exit_notice, self._failure))
 
     def post_failure(self, text: str) -> None:
-        """Posts that this rank cannot go on: ranks that wait, now or later, raise with ``text``. The first counts."""
+        """Posts that this rank has failed: ranks that wait, now or later, raise with ``text``. The first one counts."""
         with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
             self.store.compare_set(self._key(_FAILURE), "", text)
 
@@ -357,7 +356,7 @@ class Watch:
                 connection.close()
 
     def look_after_long_wait(self) -> bool:
-        """Runs one period of the watch thread; returns whether it goes on."""
+        """Runs one period of the watch thread; returns whether it continues."""
         if self._is_over:
             return False
         awaited, blocks_host = self._awaited, True
@@ -411,10 +410,10 @@ class Watch:
             self._failure = words_for_dead(dead, self.rank, awaited)
             self.post_failure(self._failure)
             return None
-        circle = find_circle(posts, self.rank) or self._parted_from(posts)
-        if not self._is_still_there({rank: posts[rank] for rank in circle}):
+        cycle = find_cycle(posts, self.rank) or self._parted_from(posts)
+        if not self._is_still_there({rank: posts[rank] for rank in cycle}):
             return None
-        decision = sentence_of({rank: posts[rank]["label"] for rank in circle})
+        decision = sentence_of({rank: posts[rank]["label"] for rank in cycle})
         self.store.set(self._key(_VERDICT), decision)
         return decision
 
@@ -434,21 +433,21 @@ class Watch:
             self._processes[by_key[key]] = text.decode(errors="replace")
         return next((rank for rank in others if has_ended(self._processes.get(rank, ""))), None)
 
-    def _is_still_there(self, circle: dict[int, dict[str, Any]]) -> bool:
-        """Whether every rank of ``circle`` has looked again, in the same wait, since the circle was first seen.
+    def _is_still_there(self, cycle: dict[int, dict[str, Any]]) -> bool:
+        """Whether every rank of ``cycle`` has looked again, in the same wait, since the cycle was first seen.
 
-        Of this rank its own state is known. A circle of other ranks must be seen once more: their posts were not read
+        Of this rank its own state is known. A cycle of other ranks must be seen once more: their posts were not read
         at one moment, but all of them were there already when the first reading ended.
         """
-        waits = {rank: (post["channel"], post["index"]) for rank, post in circle.items()}
-        looks = {rank: post["look"] for rank, post in circle.items()}
+        waits = {rank: (post["channel"], post["index"]) for rank, post in cycle.items()}
+        looks = {rank: post["look"] for rank, post in cycle.items()}
         before, first, seen_again = self._suspected
-        if not circle or before != waits:
+        if not cycle or before != waits:
             self._suspected = waits, looks, 0
             return False
         if all(looks[rank] > look for rank, look in first.items()):
             self._suspected, seen_again = (waits, looks, seen_again + 1), seen_again + 1
-        return seen_again >= (1 if self.rank in circle else 2)
+        return seen_again >= (1 if self.rank in cycle else 2)
 
     def _key_of(self, channel: str, index: int) -> int | None:
         keys = self._keys.get(channel)

@@ -1,6 +1,6 @@
 """A job's one watch, and how each process group takes part in it.
 
-Ranks are numbered as the job numbers them, whatever the group: so a circle of waits is found though it goes through
+Ranks are numbered as the job numbers them, whatever the group: so a cycle of waits is found though it goes through
 several groups, and messages name ranks as the launcher does.
 """
 
@@ -125,7 +125,7 @@ class WatchedGroup:
 
 @dataclass(eq=False)
 class GroupRecord:
-    """What a job keeps for one of its process groups, until that is destroyed.
+    """Holds what belongs to one process group of a job, until the group is destroyed.
 
     Attributes:
         group: The torch process group.

@@ -10,7 +10,7 @@ from deepspeed.config.types import AnyCase, Bool, Capitalized, FilePath, Float, 
 
 
 class ParallelWrite(Section):
-    """Which ranks write what."""
+    """Chooses which ranks write which files."""
 
     pipeline_stage: Bool = key(
         False,
@@ -42,7 +42,7 @@ class Writer(Section):
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and read."""
+    """Controls how checkpoints are written and read."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Capitalized] = key(
         "Warn", "What happens when ranks save under different tags."

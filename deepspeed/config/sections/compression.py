@@ -20,7 +20,7 @@ class LayerReduction(Section):
 
 
 class TechniqueShared(Section):
-    """What all groups of a technique share."""
+    """Holds the keys that all groups of a technique share."""
 
     enabled: Bool = key(False, "Use the technique.", removed="0.19.8")
     schedule_offset: Int = key(1000, "Step at which it starts.", unit="steps", minimum=0)

@@ -11,7 +11,7 @@ ScheduleType = Annotated[Literal["fixed_linear", "fixed_root", "fixed_discrete",
 
 
 class CurriculumSchedule(Section):
-    """How the difficulty grows."""
+    """Controls how the difficulty grows."""
 
     total_curriculum_step: Int | None = key(None, "Steps until the maximum difficulty.", unit="steps", above=0)
     difficulty_step: Int | None = key(None, "The difficulty is a multiple of this.", above=0)
@@ -99,7 +99,7 @@ class LtdStepSchedule(Section):
 
 
 class LtdSchedule(Section):
-    """How many tokens are kept."""
+    """Controls how many tokens are kept."""
 
     min_value: Int | None = key(None, "Tokens at the start.", unit="tokens", above=0)
     max_value: Int | None = key(None, "Tokens at the end.", unit="tokens", above=0)
@@ -140,7 +140,7 @@ class RandomLtd(Section):
 
 
 class DataRouting(Section):
-    """Which tokens pass which layers."""
+    """Controls which tokens pass which layers."""
 
     enabled: Bool = key(False, "Switch token routing on.")
     random_ltd: RandomLtd = key(None, "Random layerwise token dropping.", factory=RandomLtd)
@@ -169,7 +169,7 @@ class CurriculumLearning(Section):
 
 
 class ProgressiveLayerDropSection(Section):
-    """Layers dropped at random, more of them as training goes on (removed upstream in 0.19.8)."""
+    """Layers dropped at random, more of them as training continues (removed upstream in 0.19.8)."""
 
     _feature: ClassVar[str] = "deepspeed.dropping.feature"
 

@@ -1,4 +1,4 @@
-"""``elasticity``: batch sizes that suit many numbers of ranks, and runs that go on when ranks come and go."""
+"""``elasticity``: batch sizes that suit many numbers of ranks, and runs that continue when ranks come and go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.config.types import Bool, Float, Int, IntList
 
 _CONTINUE = "continue"
 OWN_KEYS = frozenset({_CONTINUE, "copy_every", "patience", "heartbeat"})
-"""Keys of runs that go on when ranks come and go; the others are about batch sizes."""
+"""Keys of runs that continue when ranks come and go; the others are about batch sizes."""
 
 
 class Elasticity(Section):
@@ -84,7 +84,7 @@ class Elasticity(Section):
 
     @property
     def continues(self) -> bool:
-        """Whether the run goes on when ranks come and go."""
+        """Whether the run continues when ranks come and go."""
         found: Any = getattr(self, _CONTINUE)
         return bool(found)
 

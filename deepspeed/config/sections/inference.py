@@ -72,7 +72,7 @@ class Quantization(Section):
 
 
 class InferenceCheckpoint(Section):
-    """Where the weight files are."""
+    """Says where the weight files are."""
 
     checkpoint_dir: FilePath = key(None, "Folder of the weights.")
     save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")
@@ -133,7 +133,7 @@ class RaggedTp(Section):
 
 
 class MemoryConfig(Section):
-    """How the cache gets its memory."""
+    """Controls how the cache gets its memory."""
 
     mode: Annotated[Literal["reserve", "allocate"], AnyCase] = key(
         "reserve", "reserve: leave this much memory free. allocate: use this much."

@@ -11,7 +11,7 @@ Device = Annotated[Literal["none", "cpu", "nvme"], AnyCase]
 
 
 class OffloadParam(Section):
-    """Where the shards of the compute parameters are kept between uses (stage 3)."""
+    """Controls where the shards of the compute parameters are kept between uses (stage 3)."""
 
     device: Device = key(
         "none", "Where the parameter shards are kept. cpu and nvme need stage 3; nvme needs nvme_path.", min_stage=0
@@ -35,7 +35,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where master weights and optimizer state are kept, and so where the update runs."""
+    """Controls where master weights and optimizer state are kept, and so where the update runs."""
 
     place = ("zero_optimization", "offload_optimizer")
 

@@ -55,7 +55,7 @@ class OptimizerParams(Section):
 
 
 class TorchFlags(OptimizerParams):
-    """What the classes of torch.optim share."""
+    """Holds the parameters that the classes of torch.optim share."""
 
     foreach: Bool | None = key(None, "torch's multi-tensor path.", null_means="torch decides")
     maximize: Bool = key(False, "Maximise the loss.")
@@ -141,7 +141,7 @@ class LambParams(OptimizerParams):
 
 
 class OneBitParams(OptimizerParams):
-    """What the 1-bit family shares."""
+    """Holds the parameters that the 1-bit family shares."""
 
     lr: Float = lr(1e-3)
     betas: FloatList = betas()

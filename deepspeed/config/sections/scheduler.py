@@ -24,7 +24,7 @@ class SchedulerParams(Section):
 
 
 class OwnParameters(SchedulerParams):
-    """What the schedules of this package share."""
+    """Holds the parameters that the schedules of this package share."""
 
     last_batch_iteration: Int = key(-1, "Step to resume from; -1: the start.", unit="steps", minimum=-1)
 
@@ -97,7 +97,7 @@ class LRRangeTestParams(OwnParameters):
 
 
 class TorchParameters(SchedulerParams):
-    """What the classes of torch.optim.lr_scheduler share."""
+    """Holds the parameters that the classes of torch.optim.lr_scheduler share."""
 
     last_epoch: Int = key(-1, "Step to resume from; -1: the start.", unit="steps", minimum=-1)
 

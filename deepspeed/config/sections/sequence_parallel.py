@@ -9,7 +9,7 @@ from deepspeed.config.types import AnyCase, Bool, Int
 
 
 class SequenceParallel(Section):
-    """What the ranks of ``sequence_parallel_size`` do. Upstream has no such section."""
+    """Controls how the ranks of ``sequence_parallel_size`` share sequences. Upstream has no such section."""
 
     _feature: ClassVar[str] = "deepspeed.parallel.sequence.feature"
 

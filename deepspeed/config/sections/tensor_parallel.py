@@ -18,7 +18,7 @@ class TpGroup(Section):
 
 
 class LayerPartition(Section):
-    """How one kind of layer is split."""
+    """Says how one kind of layer is split."""
 
     patterns: TextList = key(None, "Regular expressions for parameter names.", factory=list)
     partition_type: Annotated[Literal["column", "row", "skip"], AnyCase] = key("column", "How the layer is split.")

@@ -161,7 +161,7 @@ class DataAnalyzer:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is asked about every batch.
+    """Holds the metrics that the analyzer computes of every batch.
 
     Attributes:
         names: Of the metrics.
@@ -186,7 +186,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class SampleSource:
-    """What is gone through.
+    """Holds the samples to analyse.
 
     Attributes:
         dataset: Samples by number.
@@ -320,4 +320,4 @@ class DistributedDataAnalyzer:
             raise failure
         for rank, answer in enumerate(gathered):
             if isinstance(answer, str):
-                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not go on: {answer}")
+                raise RuntimeError(f"DistributedDataAnalyzer: rank {rank} could not continue: {answer}")

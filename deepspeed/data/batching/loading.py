@@ -196,7 +196,7 @@ class VariableBatchSizeLR:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Goes to the next batch; arguments are those of the schedule underneath."""
-        update_lr(self.optimizer.param_groups, self._unscaled)  # some schedules go on from the rates they find
+        update_lr(self.optimizer.param_groups, self._unscaled)  # some schedules continue from the rates they find
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.step(*args, **kwargs)
         self._unscaled = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -155,7 +155,7 @@ class DeepSpeedDataSampler(BatchSampler):
         return dice.permutation(self._clusters.members[cluster])
 
     def _take(self, cluster: int, count: int) -> NDArray[Any]:
-        """Returns the next samples of a cluster, which is shuffled anew whenever it is used up."""
+        """Returns the next samples of a cluster, which is shuffled again whenever it is used up."""
         taken: list[NDArray[Any]] = [self._orders[cluster][:0]]
         while count > 0:
             start = self._positions[cluster]
@@ -206,7 +206,7 @@ class DeepSpeedDataSampler(BatchSampler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to where :meth:`state_dict` was, also with other numbers of ranks or samples per batch.
 
-        A state of the published package has no generator that could go on; then the curriculum goes on at its step
+        A state of the published package has no generator that could continue; then the curriculum continues at its step
         with new draws, and a line says so.
         """
         self._forget_clusters()
@@ -344,7 +344,7 @@ class Clusters:
             if int(fresh.max()) >= self._num_samples:
                 raise ValueError(
                     f"the index of the metric(s) {', '.join(m.name for m in self._metrics)} contains sample "
-                    f"{int(fresh.max())}, but the dataset has {self._num_samples}; analyze this dataset anew"
+                    f"{int(fresh.max())}, but the dataset has {self._num_samples}; analyze this dataset again"
                 )
             self.members.append(fresh)
             self.bounds.append(dict(difficulties))

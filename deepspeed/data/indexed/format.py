@@ -95,7 +95,7 @@ def data_file_path(prefix: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """What an ``.idx`` file says; the arrays lie in the file (memory-mapped) when it was read.
+    """Holds the content of an ``.idx`` file; arrays that were read stay in the file (memory-mapped).
 
     Attributes:
         dtype: Of the values.

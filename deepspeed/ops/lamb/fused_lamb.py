@@ -285,7 +285,7 @@ BLOCK_NUMEL = 64
 
 
 class BlockMap:
-    """Which tensor each block of a run belongs to.
+    """Maps each block of a run to the tensor it belongs to.
 
     Args:
         segments: The run's tensors in order, starting at multiples of 64; gaps and the tail are padding.

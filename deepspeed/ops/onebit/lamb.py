@@ -22,7 +22,7 @@ _MEMORY = "onebit_lamb"
 
 @dataclass
 class _LambTensorState:
-    """What 1-bit LAMB remembers of one tensor."""
+    """Holds the state that 1-bit LAMB keeps of one tensor."""
 
     scaling: float = 0.0
     average: float = 0.0
@@ -35,7 +35,8 @@ class OneBitLamb(FusedLamb):
     `1-bit LAMB <https://arxiv.org/abs/2104.06069>`_. The first ``freeze_step`` updates are LAMB's without bias
     correction; each tensor's trust ratio is averaged. Then variance and averages stay, momenta are scaled alike and
     averaged by the compressed all-reduce, and each tensor's ratio is its average times a factor: how much the frozen
-    variance exceeds one that goes on from the gradients which the momenta stand for. Without an engine it cannot step.
+    variance exceeds a second one, which is updated from the gradients that the momenta stand for. It needs an engine to
+    step.
 
     State beside LAMB's: ``exp_avg_sq_fresh``, that second variance.
 
@@ -273,7 +274,7 @@ class _FrozenUpdate:
     segments: tuple[Segment, ...]
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Takes the new momentum and goes on with the second variance.
+        """Takes the new momentum and continues with the second variance.
 
         Returns:
             2 x num_tensors fp64: the squared norms of the direction without and with weight decay; and per tensor the

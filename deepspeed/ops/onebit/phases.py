@@ -20,7 +20,7 @@ from deepspeed.logging import logger
 
 
 class Phase(Enum):
-    """What an update does with the gradients of the ranks."""
+    """Says what an update does with the gradients of the ranks."""
 
     WARM_UP = "warm-up"  #: their mean, as every optimizer gets it
     LOCAL = "local"  #: each rank's own, which stays its own until ranks come together

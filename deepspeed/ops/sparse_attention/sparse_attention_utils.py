@@ -139,7 +139,7 @@ class SparseAttentionUtils:
             attention_mask: Last dimension of the length: 0 and 1 (or bool), or values that are added to scores, which
                 are padded with their dtype's least; None where nothing is to be padded, else made.
             token_type_ids: ``[batch, length]`` or None; padded with 0.
-            position_ids: ``[batch, length]`` or None; the count goes on.
+            position_ids: ``[batch, length]`` or None; the count continues.
             inputs_embeds: ``[batch, length, hidden]`` or None.
             pad_token_id: Put into ``input_ids``.
             model_embeddings: Called with ids of padding to make embeddings for ``inputs_embeds``.

@@ -23,7 +23,7 @@ UNIDIRECTIONAL = "unidirectional"
 
 
 class SparsityConfig:
-    """What all patterns have.
+    """Base class of all patterns.
 
     Args:
         num_heads: Attention heads.

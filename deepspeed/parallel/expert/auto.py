@@ -210,7 +210,7 @@ def _state(module: nn.Module) -> Spread:
 
 
 class _ExpertAssignment:
-    """Who keeps which experts.
+    """Says which rank keeps which experts.
 
     Attributes:
         ep_size: Ranks that share them.

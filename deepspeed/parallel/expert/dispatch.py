@@ -43,7 +43,7 @@ from deepspeed.uncompiled import uncompiled
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """How the routes of one forward travel.
+    """Describes how the routes of one forward are sent to the experts' ranks and back.
 
     Attributes:
         order: ``[R]`` int64: the number, in the flattened ``[k, S]``, of each kept route: those to this rank's experts
@@ -117,7 +117,7 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """Where the routes of one forward went.
+    """Counts where the routes of one forward went.
 
     Attributes:
         counts: By expert of all ranks: routes of this rank that reached it.

@@ -36,7 +36,7 @@ _JITTER = 1e-2
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the tokens of this rank go.
+    """Holds the experts and weights that the gate chose for the tokens of this rank.
 
     Attributes:
         l_aux: Balance loss, 0-dim fp32.

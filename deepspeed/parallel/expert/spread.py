@@ -28,7 +28,7 @@ _STATE = "_ds_spread"
 
 @dataclass
 class Spread:
-    """How a module's experts are spread.
+    """Describes how a module's experts are spread over ranks.
 
     Attributes:
         num_experts: Of all ranks together.

@@ -79,7 +79,7 @@ class StackedExperts:
         """Returns what each expert makes of its rows ``[n, M]``; none without rows is run.
 
         Where none has rows the first one is, on nothing: a stack that other ranks' parts of are used has gradients of
-        zero, not none, so that its weights decay and its moments go on as those of one whole stack.
+        zero, not none, so that its weights decay and its moments continue as those of one whole stack.
         """
         results = []
         is_idle = not any(map(len, rows))

@@ -18,7 +18,7 @@ from deepspeed.torch_private import is_inside_backward
 
 
 class OutputWithLosses(NamedTuple):
-    """What a layer returned, and the sums of the losses that layers up to it have added: 0-dim, fp32, by name."""
+    """Holds a layer's output, and the sums of the losses added so far: by name, 0-dim, fp32."""
 
     outputs: Any
     losses: dict[str, torch.Tensor]

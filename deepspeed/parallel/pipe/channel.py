@@ -108,7 +108,7 @@ class Route:
 
 
 class MessageLayout:
-    """How the tensors of a message lie on the way.
+    """Lays out the tensors of a message for sending.
 
     Args:
         slots: Theirs.
@@ -157,7 +157,7 @@ class MessageLayout:
 
 
 class _NextMessages:
-    """What is posted for the next messages, as both ends of a channel know it."""
+    """Tracks the operations posted for the next messages; equal on both ends of a channel."""
 
     def __init__(self, *, posts_tensors: bool) -> None:
         self._posts_tensors = posts_tensors

@@ -15,7 +15,7 @@ _TRIES = 16
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer costs; times in any one unit, of one micro-batch.
+    """Holds the costs of a layer for one micro-batch; times in any one unit.
 
     Attributes:
         forward: Time of the forward.
@@ -43,7 +43,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the layers are cut, and what follows.
+    """Describes a cut of the layers into chunks, with its step time and memory.
 
     Attributes:
         bounds: Chunk c holds the layers from ``bounds[c]`` up to ``bounds[c + 1]``.

@@ -31,7 +31,7 @@ class DataError(PipelineError):
 
 
 class DataAgreement(NamedTuple):
-    """What the ranks have found out about the data of a step.
+    """Holds what the ranks have agreed on about the data of a step.
 
     Attributes:
         labels_travel: Labels travel from the first stage, as the last one has no data.

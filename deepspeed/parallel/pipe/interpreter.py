@@ -33,7 +33,7 @@ def _is_local(command: instructions.PipeInstruction) -> bool:
 
 
 class StageCompute(Protocol):
-    """What the instructions of one pipeline stage compute, and where the stage's micro-batches come from.
+    """Computes the instructions of one pipeline stage, and fetches the stage's micro-batches.
 
     Attributes:
         backwards_left: By chunk, the backwards of weights that the step has not started yet; the interpreter sets it at

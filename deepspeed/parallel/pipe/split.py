@@ -1,12 +1,12 @@
 """A backward in two halves: the gradients of the inputs, for which another stage waits, and later those of the weights.
 
 The first half goes from the outputs to the inputs and leaves out everything else. Where it passes a node of the graph
-that leads to a weight too, what arrives there is kept. The second half starts anew at each of these nodes, with what
+that leads to a weight too, what arrives there is kept. The second half starts again at each of these nodes, with what
 was kept, and goes to the weights only (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So a matrix product's two
 halves are computed once each.
 
 A weight that is reached from two of the nodes cannot be assigned so; then the first half is the whole backward, as it
-is under recomputation, which would run anew for each node.
+is under recomputation, which would run again for each node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _BranchNode:
 
 @dataclass
 class WeightWork:
-    """What the second half of a backward has to do."""
+    """Holds what the second half of a backward, the weights' gradients, still has to do."""
 
     branches: list[_BranchNode] = field(default_factory=list)
     roots: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)

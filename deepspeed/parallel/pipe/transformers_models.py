@@ -1,4 +1,4 @@
-"""Decoder-only Transformers models as rows of layers, without a line of the model written anew.
+"""Decoder-only Transformers models as rows of layers, without rewriting a line of the model.
 
 The model's own forward runs once per micro-batch with its blocks replaced by recorders: that gives what each block is
 called with (masks, positions, rotary tables), whatever the family computes for it. The blocks then run one by one, on
@@ -209,7 +209,7 @@ def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> d
 
 
 class _Plan:
-    """What is where in a model."""
+    """Says where the parts of a model are."""
 
     def __init__(self, skeleton: Any, model: Any) -> None:
         self._skeleton, self._model = skeleton, model

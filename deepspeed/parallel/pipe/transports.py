@@ -166,7 +166,7 @@ class StageTransports:
         """Makes the communicators between this stage and its neighbours. Every rank of the pipeline must call it.
 
         NCCL makes a communicator of two ranks at their first transfer, which blocks the host until both have come to
-        it; in the middle of a step that can be a circle. Here all ranks go through the pairs in one order.
+        it; in the middle of a step that can be a cycle. Here all ranks go through the pairs in one order.
 
         Args:
             stage_of: The stage of each chunk of the model.

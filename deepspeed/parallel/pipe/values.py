@@ -41,7 +41,7 @@ class Slot:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """``value`` with everything of ``kind`` in it changed; containers are made anew, the rest stays.
+    """``value`` with everything of ``kind`` in it changed; containers are rebuilt, the rest stays.
 
     Args:
         value: Any nesting.

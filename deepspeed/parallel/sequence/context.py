@@ -2,7 +2,7 @@
 
 Which tokens of a sequence see each other follows from the documents that were packed into it, and from padding.
 
-A document ends where positions do not go on by one. Where there is a padding mask, that alone decides, as the models
+A document ends where positions do not increase by one. Where there is a padding mask, that alone decides, as the models
 themselves have it: no token sees hidden tokens. They see nothing either: their attention is 0, as the kernels have
 it where a row of the mask hides everything.
 """
@@ -30,7 +30,7 @@ NAME = "deepspeed_sequence"
 
 @dataclass
 class SequenceParallelContext:
-    """How one model's sequences are shared.
+    """Holds how the ranks share one model's sequences.
 
     Attributes:
         model: The model whose ``training`` decides where evaluation is not sharded.

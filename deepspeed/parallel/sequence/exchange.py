@@ -81,7 +81,7 @@ def exchange(
 
 @dataclass(frozen=True)
 class _Move:
-    """What an exchange does with its tensor; by rank, the tokens on its one side and the heads on its other."""
+    """Holds the sizes of an exchange of one tensor: by rank, the tokens on one side and the heads on the other."""
 
     transport: Transport
     sequence_axis: int

@@ -16,7 +16,7 @@ _TILE = 1024  # queries and keys whose scores exist at once
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens of the whole sequence the rows of a block are; on the host, so that asking does not wait.
+    """Gives the tokens of the whole sequence that the rows of a block hold; on the host, so that no read waits.
 
     Attributes:
         places: Places in the sequence, ``[tokens]``, ascending within runs.
@@ -45,7 +45,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which queries see which keys.
+    """Says which queries see which keys.
 
     Attributes:
         is_causal: Tokens see none that come later.
@@ -89,7 +89,7 @@ class MaskRule:
 
 @dataclass
 class Rows:
-    """What is known of some queries: ``out`` in fp32 and ``lse``, ``-inf`` where nothing was seen."""
+    """Holds the attention of some queries so far: ``out`` in fp32 and ``lse``, ``-inf`` where nothing was seen."""
 
     out: torch.Tensor
     lse: torch.Tensor

@@ -18,7 +18,7 @@ from deepspeed.zero.gather.handles import handing_on
 
 
 class _Saved:
-    """What autograd has of a tensor that attention saves: the tensor, or how it is made again."""
+    """Holds a tensor that attention saves for autograd, or how to compute it again."""
 
     __slots__ = ("again", "packed", "tensor", "version")
 

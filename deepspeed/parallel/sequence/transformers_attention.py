@@ -39,7 +39,7 @@ _UNSUPPORTED = ("softcap", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 
 @dataclass(frozen=True)
 class Visible:
-    """What the attention layers get in the place of a mask.
+    """Describes what tokens see; attention layers get it in the place of a mask.
 
     Attributes:
         is_causal: Tokens see none that come later.

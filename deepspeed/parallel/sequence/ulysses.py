@@ -62,7 +62,7 @@ from deepspeed.uncompiled import uncompiled
 
 
 class UlyssesSPAttentionHF:
-    """Where sequence parallelism of Transformers models is switched on."""
+    """Switches on sequence parallelism of Transformers models."""
 
     @classmethod
     def register_with_transformers(

@@ -32,7 +32,7 @@ _LABEL = "the comparison of the batch"
 
 @dataclass(frozen=True)
 class _ForwardRecord:
-    """What was gathered of one forward.
+    """Holds what the ranks gathered about one forward.
 
     Attributes:
         rows: By rank, the numbers that it gave, on the host.

@@ -58,7 +58,7 @@ CUT = "ds_autotp_parsed"  # the name that programs ask for
 
 @dataclass
 class CutModel:
-    """What was done to a model.
+    """Holds a model's tensor-parallel cut.
 
     Attributes:
         channel: The ranks that share its layers.
@@ -108,7 +108,7 @@ class LayerConnection:
         return self.job() is not Job.current()
 
     def go_on_as(self, made: LayerConnection, model: nn.Module) -> None:
-        """Goes on as ``made``, of another job."""
+        """Continues as ``made``, of another job."""
         self.channel.reconnect(made.channel)
         if self.replicas is not None and made.replicas is not None:
             self.replicas.reconnect(made.replicas)

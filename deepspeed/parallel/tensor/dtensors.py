@@ -37,7 +37,7 @@ from deepspeed.zero.tiling.parts import PartOwners, mark_owners, part_of_placeme
 
 @dataclass(frozen=True)
 class _ParameterPlacement:
-    """How a parameter lay on its mesh."""
+    """Holds a parameter's placement on its mesh."""
 
     mesh: Any
     placements: tuple[Any, ...]

@@ -49,7 +49,7 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class LayerCut:
-    """What is done to one module.
+    """Describes the cut of one module.
 
     Attributes:
         name: Qualified.
@@ -72,7 +72,7 @@ class LayerCut:
 
 @dataclass
 class Layout:
-    """How a model is cut.
+    """Describes the cut of a model.
 
     Attributes:
         size: Ranks that share a layer.

@@ -35,7 +35,7 @@ _AS_IT_IS = nullcontext()
 
 
 class Sequence(Protocol):
-    """What a layer asks of a sequence that tensor-parallel ranks share; ``sequence.CutSequence`` is one."""
+    """Defines the interface to a sequence that tensor-parallel ranks share; ``sequence.CutSequence`` has it."""
 
     is_cut: bool
 
@@ -45,7 +45,7 @@ class Sequence(Protocol):
 
 @dataclass
 class CutLinear:
-    """How a linear layer is cut.
+    """Describes the cut of a linear layer.
 
     Attributes:
         channel: The ranks.

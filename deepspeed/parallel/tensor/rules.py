@@ -22,7 +22,7 @@ from deepspeed.models.tensor_plan import cuts_blocks, plans_in
 
 
 class CutStyle(Enum):
-    """What happens to a layer or a parameter."""
+    """Names the ways to cut a layer or a parameter."""
 
     COLUMN = "column"
     """Output features are divided."""
@@ -54,7 +54,7 @@ class CutStyle(Enum):
 
 @dataclass(frozen=True)
 class CutRule:
-    """How one layer or parameter is cut.
+    """Says how one layer or parameter is cut.
 
     Attributes:
         way: The way.

@@ -34,11 +34,11 @@ _DIM = 1
 
 @dataclass
 class CutSequence:
-    """Whether activations between regions are cut along the sequence now.
+    """Says whether activations between regions are cut along the sequence now.
 
     Attributes:
         channel: The ranks.
-        is_cut: False in an evaluation whose length the ranks do not divide, which goes on with whole activations.
+        is_cut: False in an evaluation whose length the ranks do not divide, which continues with whole activations.
         must_divide: Evaluations must be divided too: the stages of a pipeline do not know of each other's.
     """
 
@@ -102,7 +102,7 @@ class CutSequence:
 
 @dataclass
 class ScatterPlan:
-    """Which modules change.
+    """Names the modules that change when activations are cut along the sequence.
 
     Attributes:
         first: Name of the first block; None: it lies on another stage.

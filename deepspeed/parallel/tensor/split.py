@@ -89,7 +89,7 @@ class Heads:
 
 
 class UnitAssignment(Enum):
-    """Which ranks get the units of a run."""
+    """Assigns the units of a run to ranks."""
 
     EVENLY = "evenly"
     AS_QUERIES = "as query heads"
@@ -120,7 +120,7 @@ class UnitRun:
 
 @dataclass(frozen=True)
 class Split:
-    """How a dimension is divided among the ranks.
+    """Describes how a dimension is divided among the ranks.
 
     Attributes:
         runs: In order; together the whole dimension.

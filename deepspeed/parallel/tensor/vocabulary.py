@@ -24,7 +24,7 @@ from deepspeed.uncompiled import uncompiled
 
 @dataclass
 class CutEmbedding:
-    """How an embedding is cut.
+    """Describes the cut of an embedding.
 
     Attributes:
         channel: The ranks.

@@ -30,7 +30,7 @@ _MOST_FACTOR = 1.3
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """What the block probe runs.
+    """Holds the sizes that the block probe runs.
 
     Attributes:
         shape: The decoder whose block is timed; one layer, vocabulary and head are not used.
@@ -49,7 +49,7 @@ class ProbeSizes:
 
 @dataclass(frozen=True)
 class BlockSpeed:
-    """What a rank's device reaches in a block.
+    """Holds the rates that a rank's device reaches in a block.
 
     Attributes:
         rates: Operations (products, attention) or bytes (elementwise) per second, by kind.

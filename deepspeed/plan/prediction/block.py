@@ -23,7 +23,7 @@ _BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five pro
 
 @dataclass
 class WorkTimes:
-    """What a rank does in one pass of one micro-batch, in seconds.
+    """Holds the times of a rank's work in one pass of one micro-batch, in seconds.
 
     Attributes:
         matmul: Matrix products.

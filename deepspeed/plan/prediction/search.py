@@ -41,7 +41,7 @@ class RankedLayout:
 
 @dataclass
 class LayoutSearch:
-    """What a search found.
+    """Holds the result of a search for layouts.
 
     Attributes:
         best: The fastest layouts that fit, in order.

@@ -1,7 +1,7 @@
 """Predicts the time and the memory of a training step from those of its blocks.
 
 Only what the engine overlaps overlaps here. Gathers of stage 3 run one layer ahead, gradients travel while backward
-goes on, and the update comes last. Every other exchange is waited for.
+continues, and the update comes last. Every other exchange is waited for.
 """
 
 from __future__ import annotations

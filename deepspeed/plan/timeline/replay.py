@@ -32,7 +32,7 @@ from deepspeed.plan.timeline.step_trace import (
 )
 
 COMPUTE, HOST, COPY_UP, COPY_DOWN = "compute", "host", "copies to the device", "copies to the host"
-_READ = 10e-6  # seconds from the device's end of work until the host goes on
+_READ = 10e-6  # seconds from the device's end of work until the host continues
 
 
 class StreamSpan(NamedTuple):
@@ -67,7 +67,7 @@ class _SideStream:
 
 @dataclass
 class ReplayTimes:
-    """Where the time of recorded events goes, in seconds.
+    """Divides the time of recorded events by cause, in seconds.
 
     Attributes:
         work: Computation by kind of kernel, that of updates left out.

@@ -371,7 +371,7 @@ class GatheredBlock:
             replicas.move(transfers, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
-        """Returns whether every rank goes on using the full values after this block."""
+        """Returns whether every rank continues to use the full values after this block."""
         bucket, loan = address.bucket, address.bucket.loans[address.tile]
         if loan.depth > 1 or not bucket.is_sharded:
             return True

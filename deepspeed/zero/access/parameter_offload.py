@@ -42,7 +42,7 @@ class ParameterCoordinator:
         return not self._runtime.schedule.knows_orders
 
     def _invalidate_trace(self) -> None:
-        """Records the order anew; every rank must call it."""
+        """Records the order again; every rank must call it."""
         self._runtime.schedule.forget_orders()
 
 

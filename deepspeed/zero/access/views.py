@@ -34,7 +34,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter's values are here."""
+    """Says whether a parameter's values are on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -42,7 +42,7 @@ class ZeroParamStatus(Enum):
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What ``zero.Init`` overrides in tensor constructors."""
+    """Names what ``zero.Init`` overrides in tensor constructors."""
 
     dtype = 1
     device = 2

@@ -179,7 +179,7 @@ def walk_full(
 
 
 class _TileInfo(NamedTuple):
-    """What some rank has of a bucket: numbers of tiles, and the dtype of the quantity."""
+    """Describes a bucket on some rank: numbers of its tiles, and the dtype of the quantity."""
 
     tiles: set[int]
     dtype: torch.dtype

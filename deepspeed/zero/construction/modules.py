@@ -5,7 +5,7 @@ included. When the outermost ``__init__`` of a module returns, the module's own 
 (a parameter registered afterwards, a class whose ``__init__`` could not be wrapped) is found when the ``__init__`` of a
 module above it returns, when the context ends, or in ``deepspeed.initialize``.
 
-Code of the model may go on using parameters that are sharded already, such as a last pass over all weights that scales
+Code of the model may still use parameters that are sharded already, such as a last pass over all weights that scales
 some of them. Every rank runs that code, so the parameter is gathered for it, and rank 0's values count afterwards. Such
 a pass may also follow when the context has ended (``serving_all_ranks``).
 """
@@ -70,7 +70,7 @@ class Patch:
 
 
 class Construction:
-    """How modules are sharded inside one ``zero.Init`` context.
+    """Holds how one ``zero.Init`` context shards modules.
 
     Args:
         groups: The ranks that share parameters.
@@ -246,7 +246,7 @@ def enter(construction: Construction) -> None:
 
 
 def leave(construction: Construction) -> None:
-    """Takes ``construction`` out; the one around it goes on."""
+    """Takes ``construction`` out; the one around it continues."""
     for patch in reversed(construction.patches):
         patch.revert()
     _active.remove(construction)

@@ -389,7 +389,7 @@ class ForwardHooks:
         """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more.
 
         What is kept stays until the end where several forwards wait for their backwards: only then it is known which of
-        them goes on needing it, and it must be the same on all ranks.
+        them still needs it, and it must be the same on all ranks.
         """
         if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
             return

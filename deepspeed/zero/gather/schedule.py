@@ -169,7 +169,7 @@ class GatherSchedule:
         return bool(self._orders)
 
     def forget_orders(self) -> None:
-        """Records every segment anew; all ranks must do so together."""
+        """Records every segment again; all ranks must do so together."""
         self._orders.clear()
 
     def skip(self, indices: frozenset[int]) -> None:
@@ -435,7 +435,7 @@ def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
 
 
 class LearnedOrder:
-    """What recorded passes have shown of the order of one situation.
+    """Puts together the order of the gathers of one situation, from recorded passes.
 
     A pass that leaves buckets out shows the rest of the order. From several such passes the whole order is put
     together; where they do not tell which of two buckets comes first, the numbers of the buckets do. That may be

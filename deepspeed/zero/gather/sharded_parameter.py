@@ -3,8 +3,8 @@
 Between uses a sharded parameter's ``data`` is an empty tensor: shape ``(0,)``, which the ecosystem tests for. An empty
 tensor's ``sum()`` would be a plausible 0.0 and its ``fill_`` would be lost, so for as long as it is sharded the
 parameter's *class* is ``ShardedParameter``, which intercepts torch functions. Inside the engine's forward and backward
-a read gathers the bucket and goes on; elsewhere it raises and names the accessors. Metadata passes. While gathered the
-parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and costs nothing.
+a read gathers the bucket and continues; elsewhere it raises and names the accessors. Metadata can be read. While
+gathered, the parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and costs nothing.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def mark_configured_leaves(model: nn.Module, section: LeafModule) -> None:
 
 
 class ParameterBlockMap:
-    """Which blocks the parameters of each bucket belong to.
+    """Maps the parameters of each bucket to the blocks they belong to.
 
     Args:
         model: The model.

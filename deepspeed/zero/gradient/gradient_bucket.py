@@ -27,7 +27,7 @@ from deepspeed.zero.update.norm import squared_norm
 
 @dataclass(frozen=True)
 class ReductionPolicy:
-    """How gradients are combined.
+    """Holds the settings by which gradients are combined.
 
     Attributes:
         every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
@@ -86,7 +86,7 @@ _REDUCTION = 1  # kind of transfer, see transfer_key
 
 
 class GradientState(Enum):
-    """Where the gradients of a bucket are in the present backward."""
+    """Says where the gradients of a bucket are in the present backward."""
 
     IDLE = "idle"
     FILLING = "filling"

@@ -25,7 +25,7 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class GradientSumState:
-    """What a sum was at one moment.
+    """Holds the state of a gradient sum at one moment.
 
     Attributes:
         is_empty: Nothing was there.

@@ -175,7 +175,7 @@ class GradientReducer:
         self._positions[self.buckets[-1]] = len(self.buckets) - 1
         self._largest = max(self._largest, bucket.layout.numel)
         self._orders.clear()
-        self._known.clear()  # the ranks agree anew at the end of the next backward
+        self._known.clear()  # the ranks agree again at the end of the next backward
         self.listen([len(self.buckets) - 1])
 
     def listen(self, positions: Iterable[int]) -> None:
@@ -323,7 +323,7 @@ class GradientReducer:
             backward.is_patient = False
             logger.warning(
                 "the reduction of the gradients of %s has not ended for %g s: another rank is late, or has not used "
-                "some of these parameters. This backward goes on without waiting, and needs more memory. "
+                "some of these parameters. This backward continues without waiting, and needs more memory. "
                 "Set zero_optimization.overlap_comm to false if ranks use different parameters",
                 oldest.bucket.label,
                 _PATIENCE,

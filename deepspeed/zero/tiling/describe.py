@@ -44,7 +44,7 @@ _building: list[str] = []
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of a parameter before it has a place.
+    """Describes a parameter before it has a place.
 
     Attributes:
         group: Name of the group of ranks that share it.

@@ -236,7 +236,7 @@ Kind = tuple[str, bool, str]
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """How a group cuts its buckets.
+    """Says how a group cuts its buckets into slices.
 
     Attributes:
         ranks: Ranks that share a bucket.
@@ -249,7 +249,7 @@ class SliceLayout:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the configuration says about sizes, in elements.
+    """Holds the configured limits of sizes, in elements.
 
     Attributes:
         persistence: Units up to this size are joined with their neighbours and stay gathered at stage 3.

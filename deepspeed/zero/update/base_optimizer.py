@@ -10,7 +10,7 @@ from deepspeed.errors import CallOrderError
 
 
 class DeepSpeedOptimizer:
-    """What ``deepspeed.initialize`` returns as the optimizer. A plain object, not a torch ``Optimizer``.
+    """Base class of what ``deepspeed.initialize`` returns as the optimizer; not a torch ``Optimizer``.
 
     Attributes:
         optimizer: The torch optimizer underneath; its ``param_groups`` are live.

@@ -33,7 +33,7 @@ ERROR_FEEDBACK = "error feedback of what travels in fewer bits"
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """What a driver works on.
+    """Holds the parts that an update driver works on.
 
     Attributes:
         masters: Master weights of this rank, by trainable bucket; the list may grow.
@@ -54,7 +54,7 @@ class UpdateParts:
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """What the ranks agree on once they have exchanged.
+    """Holds what the ranks agree on in the exchange before an update.
 
     Attributes:
         norm: Of the mean gradient, unscaled, before clipping.

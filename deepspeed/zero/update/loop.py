@@ -48,7 +48,7 @@ class UpdateSlice:
 
 @dataclass
 class Operands:
-    """What the kernel works on: 1-D tensors as long as the chunk, all on one device.
+    """Holds the operands of the kernel: 1-D tensors as long as the chunk, all on one device.
 
     Attributes:
         master: Updated in place.

@@ -38,7 +38,7 @@ from deepspeed.zero.update.step_agreement import StepAgreement
 
 @dataclass
 class StepReport:
-    """What one update did.
+    """Reports what one update did.
 
     Attributes:
         norm: Unscaled gradient norm before clipping.
@@ -167,7 +167,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return bool(getattr(self.loss_scaler, "dynamic", False))
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Sets the scale from now on; a dynamic one goes on from there.
+        """Sets the scale from now on; a dynamic one continues from there.
 
         Raises:
             CallOrderError: There is no loss scale.

@@ -233,8 +233,8 @@ def stopped():
         watch.stop()
 
 
-def test_a_circle_among_few_of_many_ranks_is_named_by_whoever_reads_everything(stopped):
-    """Only 3 and 150 wait for each other and read nothing: the others wait for 3, and find the circle."""
+def test_a_cycle_among_few_of_many_ranks_is_named_by_whoever_reads_everything(stopped):
+    """Only 3 and 150 wait for each other and read nothing: the others wait for 3, and find the cycle."""
     everyone = tuple(range(200))
     waits = {3: ("a", (3, 150)), 150: ("b", (3, 150))}
     watches = waiting(SimulatedStore(), 200, lambda rank: waits.get(rank, ("all", everyone)))
@@ -251,7 +251,7 @@ def test_a_circle_among_few_of_many_ranks_is_named_by_whoever_reads_everything(s
     assert "rank 3 waits for the transfer of a; rank 150 waits for the transfer of b" in decision
 
 
-def test_a_late_rank_of_many_is_no_circle_and_one_that_has_left_is_named_to_all(stopped):
+def test_a_late_rank_of_many_is_no_cycle_and_one_that_has_left_is_named_to_all(stopped):
     everyone = tuple(range(66))
     watches = waiting(SimulatedStore(), 66, lambda rank: None if rank == 65 else ("all", everyone))
     stopped(watches)

@@ -33,17 +33,17 @@ def _complaint(action):
     return "nothing", "", True
 
 
-# -- a circle through several groups ---------------------------------------------------------------------------------
+# -- a cycle through several groups ---------------------------------------------------------------------------------
 
 
-def _circle():
+def _cycle():
     following = [comm.new_group(pair) for pair in ([0, 1], [1, 2], [0, 2])][rank()]
     comm.all_reduce(torch.ones(1))
     return _complaint(lambda: comm.all_reduce(torch.ones(3), group=following))
 
 
-def test_a_circle_over_three_groups_is_named_on_all_ranks():
-    kinds, words, in_time = zip(*run_ranks(_circle, 3), strict=True)
+def test_a_cycle_over_three_groups_is_named_on_all_ranks():
+    kinds, words, in_time = zip(*run_ranks(_cycle, 3), strict=True)
     assert set(kinds) == {"DivergenceError"} and all(in_time) and len(set(words)) == 1, words
     for who, others in ((0, "0, 1"), (1, "1, 2"), (2, "0, 2")):
         assert f"rank {who} waits for all_reduce of 3 elements among ranks {others}" in words[0]
@@ -98,7 +98,7 @@ def _one_saves(stage, folder, others):
     def end():
         Job.current().watched.watch.post_exit_notice()  # as the end of a program does
 
-    if others == "start anew":
+    if others == "start again":
         train()
         return _complaint(lambda: engine.save_checkpoint(folder) if rank() == 0 else engine_of(tower(), stage))
     return _complaint(lambda: engine.save_checkpoint(folder) if rank() == 0 else {"train": train, "end": end}[others]())
@@ -120,7 +120,7 @@ def test_one_rank_saves_while_the_other_ends(stage, tmp_path):
 
 
 def test_one_rank_saves_while_the_other_begins_another_engine(tmp_path):
-    first, second = run_ranks(_one_saves, 2, 1, str(tmp_path), "start anew")
+    first, second = run_ranks(_one_saves, 2, 1, str(tmp_path), "start again")
     assert first[0] == second[0] == "DivergenceError" and first[2] and second[2]
     assert "rank 1 waits for the comparison of the configurations of all ranks (deepspeed.initialize)" in first[1]
 

@@ -4,7 +4,7 @@ A *stage* is a place in the pipeline, held by one rank of each model copy. A *ch
 numbered through the model; a stage holds one chunk or several. An *action* is one computation on one chunk and one
 micro-batch. Transfers and loads of data follow from the actions (:mod:`deepspeed.parallel.pipe.schedule.stage`).
 
-The functions may go on beyond the last micro-batch: computations on micro-batches that do not exist are left out
+The functions may continue beyond the last micro-batch: computations on micro-batches that do not exist are left out
 afterwards. No computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for
 few of them.
 """
@@ -54,7 +54,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all stages compute in one step.
+    """Lists the computations of all stages in one step.
 
     Attributes:
         name: How the program chose it.

@@ -25,7 +25,7 @@ class ScheduleError(Exception):
 
 @dataclass(frozen=True)
 class Times:
-    """How long one micro-batch takes on a stage, all of its chunks together, or on one chunk, in any unit.
+    """Holds the times of one micro-batch on a stage (all of its chunks together) or on one chunk, in any unit.
 
     Attributes:
         forward: Forward.
@@ -131,7 +131,7 @@ class _Rank:
         self._steps = steps
 
     def advance(self) -> bool:
-        """Goes on as far as possible; True if it went on at all."""
+        """Continues as far as possible; True if it continued at all."""
         moved = False
         for waits_for in self._steps:
             if waits_for is not None:
@@ -143,7 +143,7 @@ class _Rank:
 
 
 class _Run:
-    """What is on its way between the stages."""
+    """Tracks the messages between stages in a simulation."""
 
     def __init__(self, schedule: Schedule, times: Sequence[Times], channel_size: int | None) -> None:
         self.schedule = schedule

@@ -106,7 +106,7 @@ def _ends(actions: tuple[Action, ...]) -> tuple[set[Action], set[Action]]:
 
 
 class _Buffers:
-    """Which buffer holds which micro-batch: the lowest free one, from its forward until its weights' gradient."""
+    """Assigns buffers to micro-batches: the lowest free one, from the forward until the weights' gradient."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
