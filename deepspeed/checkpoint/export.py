@@ -183,7 +183,7 @@ class Step:
 
 
 def rounds(listed: Roster, *, exclude_frozen: bool) -> Iterator[list[Step]]:
-    """Yields what travels, in rounds: in each, one bucket of every rank.
+    """Yields what is sent, in rounds: in each, one bucket of every rank.
 
     Args:
         listed: The model of all ranks.

@@ -109,7 +109,7 @@ class ChunkedStream:
 
 
 class _Staging:
-    """Two host buffers through which device tensors travel."""
+    """Two host buffers through which device tensors are sent."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []

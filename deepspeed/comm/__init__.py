@@ -3,7 +3,7 @@
 The functions take the arguments of their namesakes in :mod:`torch.distributed` and act on torch's process groups, so
 the two may be mixed freely. ``collectives`` has them; ``recorder`` and ``summary`` are the communication log. The
 rest stands in folders: ``start`` (how a process joins its job), ``job`` (which ranks share what), ``transports`` (how
-buffers travel), ``watch`` (waits that end in a sentence), ``codecs`` (values in fewer bits), and ``host`` (what makes
+buffers are sent), ``watch`` (waits that end in a sentence), ``codecs`` (values in fewer bits), and ``host`` (what makes
 ranks of one CPU host fast).
 """
 

@@ -21,7 +21,7 @@ _ASKED_FOR = frozenset(
         "zero_quantized_weights",
     }
 )
-"""Keys of stage 3 that change what travels between ranks; the others tune stage 3 and stand in files for any stage."""
+"""Keys of stage 3 that change what is sent between ranks; the others tune stage 3 and stand in files for any stage."""
 
 
 def note_effects(root: Root, findings: ConfigMessages) -> None:

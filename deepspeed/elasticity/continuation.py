@@ -449,8 +449,8 @@ class Continuation:
         if folder is None or self._engine.load_checkpoint(folder)[0] is None:
             where = "no folder of checkpoints was given" if folder is None else f"{folder} holds no checkpoint"
             raise CheckpointError(
-                f"elasticity.continue: {gone} held model states and their copies, and {where}, so the run cannot go "
-                "on. Give ElasticSteps(checkpoints=...) the folder that the run saves to"
+                f"elasticity.continue: {gone} held model states and their copies, and {where}, so the run cannot "
+                "continue. Give ElasticSteps(checkpoints=...) the folder that the run saves to"
             )
         log_dist(
             f"elastic: {gone} held model states and their copies; the run continues from the last checkpoint in "

@@ -1,7 +1,7 @@
 """Copies of model states in host memory: of this rank's own slices, and of those of its neighbour.
 
 After a step every rank copies its masters, optimizer states and small states, and sends the copy to another rank, its
-*buddy* (``CopyLayout.ring``). The two newest generations are kept, so that a death while copies travel leaves the one
+*buddy* (``CopyLayout.ring``). The two newest generations are kept, so that a death while copies are sent leaves the one
 before whole. Where other ranks have the same slices (MiCS) nothing is sent: their own copies serve. A buddy on the same
 host opens the memory itself, so that a copy is made once and not sent. Where every rank has everything (stage 0 of a
 model of one part) nothing is copied ahead: the states of any rank that is left will do.

@@ -35,9 +35,9 @@ def with_codecs(
     Args:
         groups: Of the engine.
         root: The configuration.
-        precision: Dtypes of what travels as it is.
+        precision: Dtypes of what is sent as it is.
         device: Where gradients are.
-        has_warm_up: Gradients travel in the warm-up of the optimizer only.
+        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
     """
     section = root.communication_compression
     reduce, measured = gradient_codec(section), ""
@@ -75,7 +75,7 @@ def gradient_codec(section: CommunicationCompression) -> Codec | None:
 
 
 def _early_codec(section: CommunicationCompression, *, has_warm_up: bool) -> Codec | None:
-    """Returns how gradients travel before those updates that ``gradients`` is for."""
+    """Returns how gradients are sent before those updates that ``gradients`` is for."""
     if section.warm_up is None:
         return None
     if not has_warm_up and not (section.gradients and section.start_step):
@@ -115,7 +115,7 @@ def _measured_codec(
 
 
 def gradient_bits(root: Root, precision: PrecisionPolicy) -> int:
-    """Bits of an element of a gradient that travels as it is; sums over micro-batches are wider."""
+    """Bits of an element of a gradient that is sent as it is; sums over micro-batches are wider."""
     gradient = precision.compute_dtype or torch.float32
     if root.zero_optimization.stage < 2 and (root.gradient_accumulation_steps or 1) > 1:
         gradient = precision.accumulate_dtype

@@ -177,7 +177,7 @@ def _tables_of_rows(setup: EngineSetup, *, has_warm_up: bool) -> dict[str, bool]
     """Puts the tables of embeddings into a group of their own, for ``sparse_gradients``; communicates nothing.
 
     Raises:
-        DeepSpeedConfigError: Gradients do not travel as sums over data-parallel ranks alone.
+        DeepSpeedConfigError: Gradients are not sent as sums over data-parallel ranks alone.
     """
     problem = None
     if setup.ranks.model_size > 1:
@@ -217,10 +217,10 @@ def make_groups(
     Args:
         setup: What was asked for.
         placement: Where model states live, as far as the configuration says it.
-        precision: Dtypes of what travels.
+        precision: Dtypes of what is sent.
         optimizer: The torch optimizer, or None.
         own: Groups of parameters that are sharded by themselves, and whether this rank counts in each.
-        has_warm_up: Gradients travel in the warm-up of the optimizer only.
+        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
 
     Returns:
         The groups, and the placement with the memory of frozen bases.

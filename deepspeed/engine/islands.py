@@ -55,7 +55,7 @@ class IslandTraining:
 
         Args:
             model: Of this rank.
-            device: Where the ranks communicate; values elsewhere travel through it.
+            device: Where the ranks communicate; values elsewhere are sent through it.
         """
         for tensor in (*model.parameters(), *model.buffers()):
             dense = tensor.detach().to(device).contiguous()

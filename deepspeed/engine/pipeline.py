@@ -196,7 +196,7 @@ class PipelineEngine(EngineBase):
         self.has_attention_mask = value
 
     def reset_activation_shape(self) -> None:
-        """Does nothing: shapes travel whenever they change."""
+        """Does nothing: shapes are sent whenever they change."""
 
     # -- data --------------------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class PipelineCompute:
         return self._module.num_stages == self._mesh.world_size and self._has_all_items
 
     def agree(self) -> bool:
-        """Waits until all ranks are known to have their items; returns whether labels travel from the first stage."""
+        """Waits until all ranks are known to have their items; returns whether labels are sent from the first stage."""
         assert self._agreed is not None
         agreed, self._agreed = self._agreed, None
         found = agreed()
@@ -291,7 +291,7 @@ class PipelineCompute:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Updates the weights. The losses travel in the update's exchange. Every rank must call it."""
+        """Updates the weights. The losses are sent in the update's exchange. Every rank must call it."""
         count = self._batches.gradient_accumulation_steps()
         self._has_run_first = False
         found = self._found if self.is_last else None
@@ -464,7 +464,7 @@ def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
 def read_rows(
     job: Transport, mesh: Mesh, rank: int, rows: torch.Tensor, found: MicroBatchLosses | None
 ) -> tuple[list[float], float, dict[str, float]]:
-    """Reads the rows of all ranks of the job. Every rank must call it: metrics travel if there are any.
+    """Reads the rows of all ranks of the job. Every rank must call it: metrics are sent if there are any.
 
     Args:
         job: All ranks.

@@ -84,7 +84,7 @@ class Feature:
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "the exchange of tokens by DeepEP",
-        "Tokens travel by the backend's own all-to-all.",
+        "Tokens are sent by the backend's own all-to-all.",
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(

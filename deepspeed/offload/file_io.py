@@ -1,8 +1,8 @@
 """Reads and writes of one file by many small requests on threads.
 
-``os.preadv`` and ``os.pwritev`` release the interpreter lock, so a few threads keep the disk busy while training goes
-on. The file is opened for direct access where the file system has it: data then moves between the disk and our page
-aligned buffers without passing through the page cache, which would copy it and push other things out.
+``os.preadv`` and ``os.pwritev`` release the interpreter lock, so a few threads keep the disk busy during
+training. The file is opened for direct access where the file system has it: data then moves between the disk and our
+page-aligned buffers without passing through the page cache, which would copy it and push other things out.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _MISSING = {
 
 _UNUSABLE = {
     "LBFGS": "it calls a closure several times per step, and the engine has none",
-    "SparseAdam": "it needs sparse gradients, and gradients travel in flat buffers",
+    "SparseAdam": "it needs sparse gradients, and gradients are sent in flat buffers",
 }
 
 #: What one class takes and the other of its kind need not: the value at which it changes nothing.

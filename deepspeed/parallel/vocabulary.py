@@ -11,7 +11,7 @@ from deepspeed.comm.transports.channel import Channel
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Negative log-likelihoods of rows of logits that are cut over the vocabulary; 3 numbers of each row travel."""
+    """Negative log-likelihoods of rows of logits that are cut over the vocabulary; 3 numbers of each row are sent."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, channel: Channel, low: int) -> torch.Tensor:

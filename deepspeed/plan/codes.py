@@ -66,7 +66,7 @@ class CodecCost:
 
 
 def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
-    """Bits of an element that travels as it is, as :attr:`CodecCost.bits` counts them.
+    """Bits of an element that is sent as it is, as :attr:`CodecCost.bits` counts them.
 
     Args:
         bits: Of a gradient.
@@ -94,7 +94,7 @@ def exchange_seconds(numel: int, ranks: int, link: NetworkLink, way: CodecCost, 
         numel: Elements.
         ranks: Among which they are summed.
         link: Of each rank.
-        way: How they travel.
+        way: How they are sent.
         whole: All get the sum; otherwise the owner of a slice does.
     """
     halves = 2 if whole else 1
@@ -134,7 +134,7 @@ class PlannedSum:
         members: The ranks whose gradients are summed, the planned one among them.
         rank: The planned one.
         whole: All get the sum; otherwise the owner of a slice does.
-        bits: Of an element that travels as it is.
+        bits: Of an element that is sent as it is.
         times: How often in a step.
         kept: Elements of the error that a rank keeps where codes feed back.
     """
@@ -217,7 +217,7 @@ def coded_costs(
     Args:
         sums: Of the step.
         machine: Its links, and what encodes.
-        native: Sums that travel as they are, by the backend's own collectives, not by gloo.
+        native: Sums that are sent as they are, by the backend's own collectives, not by gloo.
         may_skip: What codes lose is kept twice.
         codecs: The other ways; those that are not in ``comm.codecs.table.CODECS`` are left out.
     """

@@ -98,7 +98,7 @@ class PrecisionPolicy:
         return self.compute_dtype
 
     def reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which a gradient of ``gradient_dtype`` travels."""
+        """Dtype in which a gradient of ``gradient_dtype`` is sent."""
         return self.communication_dtype or gradient_dtype
 
     @property

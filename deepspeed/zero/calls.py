@@ -10,7 +10,7 @@ import torch
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DivergenceError
 
-_WORDS = 240  # bytes of a call's description that travel when calls differ
+_WORDS = 240  # bytes of a call's description that are sent when calls differ
 
 
 def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ()) -> list[list[int]]:

@@ -41,12 +41,12 @@ class BucketGroup:
         spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
             several stages of a pipeline): sums over them wait for the update, and code that edits one copy must edit
             all.
-        gather_codec: How parameters travel that are gathered for their uses; None: as they are.
+        gather_codec: How parameters are sent that are gathered for their uses; None: as they are.
         frozen_codec: The same of parameters that were frozen when their buckets were made.
-        early_codec: How gradients travel until the updates that ``reduce_codec`` is for; None: as they are.
-        reduce_codec: How gradients travel, between the ranks that share slices and then between those with the same
+        early_codec: How gradients are sent until the updates that ``reduce_codec`` is for; None: as they are.
+        reduce_codec: How gradients are sent, between the ranks that share slices and then between those with the same
             slices; None: as they are.
-        reduces_rows: Of gradients only the rows travel that are not all zeros.
+        reduces_rows: Of gradients only the rows are sent that are not all zeros.
     """
 
     name: str
@@ -207,8 +207,8 @@ class Groups:
         """Returns the same groups with codecs; every rank must call it. Makes a number for the engine again.
 
         Args:
-            gather: How sharded parameters travel to where they are used; None: as they are.
-            reduce: How gradients travel; None: as they are.
+            gather: How sharded parameters are sent to where they are used; None: as they are.
+            reduce: How gradients are sent; None: as they are.
             early: The codec of gradients in earlier updates; None: they are sent as they are.
             frozen: The same as ``gather`` of parameters that are frozen from the start; None: as others are.
         """

@@ -242,9 +242,9 @@ def first_values(
 ) -> torch.Tensor:
     """Returns the first values of an engine's bucket, wherever they are now. Every rank of the group must call it.
 
-    A parameter is either whole on every rank, and then rank 0's values count, or sharded already: by ``zero.Init``, or
-    by an engine that had the model before. Only parts that change their owner travel, all of a bucket in one round, and
-    no rank ever holds more of a sharded bucket than its slice.
+    A parameter is either whole on every rank, and then rank 0's values count, or sharded already, by ``zero.Init`` or
+    an earlier engine. Only parts that change their owner are sent, all of a bucket in one round; no
+    rank ever holds more of a sharded bucket than its slice.
 
     Args:
         layout: Of the bucket to fill.
@@ -396,7 +396,7 @@ class Move:
 
 
 def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
-    """Returns what travels when a tile that lies in the fragments ``old`` shall lie in the fragments ``new``.
+    """Returns what is sent when a tile that lies in the fragments ``old`` shall lie in the fragments ``new``.
 
     Args:
         old: Fragments that cover the tile, in order.

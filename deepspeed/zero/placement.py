@@ -9,7 +9,7 @@
 | 3       | sharded       | sharded    | sharded                    |
 +---------+---------------+------------+----------------------------+
 
-A fourth column, *private*, is there only where gradients travel in fewer bits than they have (``comm.codecs.codec``):
+A fourth column, *private*, is there only where gradients are sent in fewer bits than they have (``comm.codecs.codec``):
 the error that a rank keeps of what it has sent. It is as long as the whole at every stage, different on every rank, and
 never compared or gathered. Checkpoints keep it for runs of the same size.
 

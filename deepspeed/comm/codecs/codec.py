@@ -1,4 +1,4 @@
-"""Codecs: how values travel in fewer bits than they have, and what is done with what that loses.
+"""Codecs: how values are sent in fewer bits than they have, and what is done with what that loses.
 
 A codec turns a range of values into bytes (codes and scales together) and adds what bytes stand for to a sum. Which
 values come out depends on the bytes alone, so every rank that decodes the same bytes gets the same bits.

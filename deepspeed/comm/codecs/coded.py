@@ -1,9 +1,9 @@
-"""Collectives whose values travel as codes (``comm.codecs.codec``), over any transport.
+"""Collectives whose values are sent as codes (``comm.codecs.codec``), over any transport.
 
 A gather sends every rank the codes of each slice, and every rank, the slice's owner too, puts what they stand for in
 its place: ranks that held different values of one parameter would drift apart. A reduction sends each owner the codes
 of its slice from everybody and sums what they stand for in rank order in fp32; where all want the whole sum, the
-owner's sum travels as codes once more, and again its owner takes what these stand for. So results are bit for bit equal
+owner's sum is sent as codes once more, and again its owner takes what these stand for. So results are bit for bit equal
 on all ranks.
 """
 
@@ -19,7 +19,7 @@ from deepspeed.comm.transports.transport import LocalTransport, Reduction, Trans
 
 
 def coded(plain: Transport, codec: Codec | None) -> Transport:
-    """``plain`` with values as codes; ``plain`` itself without a codec, or where nothing travels."""
+    """``plain`` with values as codes; ``plain`` itself without a codec, or where nothing is sent."""
     return plain if codec is None or isinstance(plain, LocalTransport) else CodedTransport(plain, codec)
 
 
@@ -54,7 +54,7 @@ class CodedTransport(Transport):
             mine: Values of this rank's slice, 1-D; unchanged.
             flat: 1-D buffer of ``size`` equal slices; receives the decoded values of all of them.
             key: Number that is equal on all ranks for this gather and for no other one in flight.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         codes = self._codes(flat.numel() // self.size, flat.device)
         encode(self.codec, mine, None, codes[self.rank])

@@ -50,7 +50,7 @@ class OneBitExchange:
         numel: Elements of ``values`` that count.
         error: ``sent`` is as long as ``values``, ``owned`` one slice of it; both are replaced.
         key: Number that is equal on all ranks for this reduction and for no other one in flight.
-        label: What travels, for error messages.
+        label: What is transferred, for error messages.
         limit: The largest magnitude of what is coded, errors included, at both halves; with one rank of the result.
     """
 
@@ -74,7 +74,7 @@ class OneBitExchange:
         self._work: Work | None = None
         if isinstance(transport, LocalTransport):
             _clamp(values, limit)
-            return  # nothing travels, so nothing need be lost
+            return  # nothing is sent, so nothing need be lost
         sent = self._rows()
         _clamp(values.add_(error.sent), limit)
         scale = _scale(values[:numel], numel)

@@ -1,8 +1,8 @@
-"""Reductions of buffers most rows of which are zeros: the numbers of the others travel, and their values.
+"""Reductions of buffers most rows of which are zeros: the numbers of the others are sent, and their values.
 
 The gradient of an embedding is zero in every row that no sample names. Each rank says which rows it has, and sends
 these; what arrives is summed in rank order in the dtype of the result, as a reduction of the whole buffer does. Where
-the rows of all ranks together would take more bytes than that reduction, the whole buffer travels.
+the rows of all ranks together would take more bytes than that reduction, the whole buffer is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBER_BYTES = 8
 
 
 def by_rows(plain: Transport) -> Transport:
-    """Returns ``plain`` with reductions by rows; ``plain`` itself where nothing travels."""
+    """Returns ``plain`` with reductions by rows; ``plain`` itself where nothing is sent."""
     return plain if isinstance(plain, LocalTransport) else RowTransport(plain)
 
 

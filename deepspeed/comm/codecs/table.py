@@ -277,7 +277,7 @@ class IntegerCodec(BlockCodec):
         torch.div(largest, float(self.most), out=scales)
 
     def _rounded(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        # By the scale that travels. It may round to 0 under values that are almost nothing, which become 0, as does
+        # By the scale that is sent. It may round to 0 under values that are almost nothing, which become 0, as does
         # what is not finite.
         steps = torch.div(rows, scales).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return steps.round_().clamp_(-self.most, self.most).to(torch.int8)
@@ -315,7 +315,7 @@ class Int4Codec(IntegerCodec):
 
 class LocoCodec(Int4Codec):
     """Four bits for each value, with an error that is a running average of what was lost: `LoCo
-    <https://arxiv.org/abs/2407.04480>`_: ``e <- beta e + (1 - beta) (g + e - what travelled)``.
+    <https://arxiv.org/abs/2407.04480>`_: ``e <- beta e + (1 - beta) (g + e - what was sent)``.
 
     Args:
         beta: Between 0, where all that was lost is added to the next values, and 1, where the error stays as it is.

@@ -87,7 +87,7 @@ class _GlooExchange:
 
 
 class _GlooReduce:
-    """An exchange of slices chunk by chunk; the sum of a chunk runs while the next one travels."""
+    """An exchange of slices chunk by chunk; the sum of a chunk runs while the next one is sent."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class GlooTransport(Transport):
             flat: 1-D buffer of ``size`` equal slices; this rank's own slice must be in place.
             key: Number that is equal on all ranks for this gather.
             channel: The transport's channel on which it is counted.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         ticket = self.issue(channel, key)
         length = flat.numel() // self.size

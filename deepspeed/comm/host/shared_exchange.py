@@ -243,7 +243,7 @@ class SharedMemorySumBackend:
 
         Args:
             values: Contiguous, any shape: what :meth:`place` returned, or any other tensor, which receives the result.
-            label: What travels, for messages about ranks that do not come.
+            label: What is transferred, for messages about ranks that do not come.
         """
         mine, out, self._offered = self._offered, None, None
         if mine is None or mine.data_ptr() != values.data_ptr():

@@ -1,4 +1,4 @@
-"""The ranks along one axis of a job, and what travels between them."""
+"""The ranks along one axis of a job, and what is sent between them."""
 
 from __future__ import annotations
 

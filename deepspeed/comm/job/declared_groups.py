@@ -196,7 +196,7 @@ class DeclaredGroups:
         Args:
             defined: The groups.
             peers: The ranks that make the same calls.
-            use: What travels, in words.
+            use: What is sent, in words.
             device: Where the buffers live.
             timeout: Time limit of a communicator that is made.
             owner: Of that communicator.

@@ -176,8 +176,8 @@ class Job:
     ) -> Axis:
         """Returns an axis with a process group that the job owns. Every rank must call it, in one order.
 
-        What travels must be a call of the program that all ranks of a group make in one order, or its mirror in a
-        backward pass (``new_groups.Owner``); all who give the same lists and words share the group. An axis of all
+        Each transfer must belong to a call of the program that all ranks of a group make in one order, or to its mirror
+        in a backward pass (``new_groups.Owner``). All who give the same lists and words share the group. An axis of all
         ranks has the group of all ranks where that is gloo's.
 
         Args:

@@ -28,11 +28,11 @@ _TORCH_TIMEOUT = timedelta(minutes=30)  # torch's own for making a group
 Owner = Literal["engine", "job", "program"]
 """Who owns a process group of a backend in which the order of transfers matters (not gloo).
 
-- "engine": the open :class:`Lease`. What travels may be held back until the end of a backward pass, so that two users
+- "engine": the open :class:`Lease`. What is sent may be held back until the end of a backward pass, so that two users
   could not keep one order. One user at a time; the next one takes it when the lease has given it back.
 - "job": every transfer is a call of the program, or its mirror in a backward pass, and all ranks of the group make
   these calls in one order. All users share it, also at the same time.
-- "program": nothing of this package travels in it, and programs order their own collectives. It is made once.
+- "program": nothing of this package is sent in it, and programs order their own collectives. It is made once.
 """
 
 

@@ -1,1 +1,1 @@
-"""How flat buffers and activations travel between the ranks of one group, over any backend."""
+"""How flat buffers and activations are sent between the ranks of one group, over any backend."""

@@ -1,7 +1,7 @@
 """Sums, gathers and scattered sums of activations over the ranks of one axis.
 
 All of it goes through a transport of the job (``comm.transports.transport``), so a rank that computes something else is
-found by the watch and named, as in any other wait, and what travels is counted under its axis. The bits of a sum are
+found by the watch and named, as in any other wait, and what is sent is counted under its axis. The bits of a sum are
 equal on all ranks. ``comm.transports.differentiable`` has the same with gradients.
 """
 
@@ -119,7 +119,7 @@ class Channel:
 
         Args:
             values: Contiguous, floating; no view unless of :meth:`place`; belongs to the sum from now on.
-            label: What travels, shown if a rank waits in vain.
+            label: What is transferred, shown if a rank waits in vain.
 
         Returns:
             What to wait for; the result has the shape and dtype of ``values``.
@@ -152,7 +152,7 @@ class Channel:
         Args:
             values: This rank's.
             lengths: Last extent on each rank.
-            label: What travels.
+            label: What is transferred.
         """
         head, mine = values.shape[:-1], values.contiguous()
         if len(set(lengths)) == 1:
@@ -174,7 +174,7 @@ class Channel:
 
         Args:
             values: Contiguous; its first extent is a multiple of the number of ranks.
-            label: What travels.
+            label: What is transferred.
         """
         flat = values.view(-1)
         out = torch.empty(flat.numel() // self.size, dtype=flat.dtype, device=flat.device)

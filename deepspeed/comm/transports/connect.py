@@ -86,7 +86,7 @@ class Connector:
         """Returns a new transport over a group that exists; no other rank has to call.
 
         Args:
-            group: A torch process group. Where order matters (not gloo), what else travels in it must come in one order
+            group: A torch process group. Where order matters (not gloo), what else is sent in it must come in one order
                 on all of its ranks too.
             device: Where the tensors live.
             axis: Along which the ranks lie, as ``comm.job.mesh`` names it.

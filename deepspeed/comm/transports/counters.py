@@ -1,4 +1,4 @@
-"""Counts what travels, by collective and axis: what the schedule asked for, and what the backend ran for it.
+"""Counts what is sent, by collective and axis: what the schedule asked for, and what the backend ran for it.
 
 Both columns are kept because they differ where a backend has something faster than the collective of that name (on gloo
 an all-gather is a set of sends and receives).

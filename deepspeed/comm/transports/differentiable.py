@@ -130,7 +130,7 @@ def gather_from(
         dim: The dimension along which equally long parts lie one after the other; or what divides otherwise.
         is_partial: Gradients are summands and are summed; False: they are equal on all ranks, and each takes its part.
             Equal parts only.
-        label: What travels.
+        label: What is transferred.
     """
     return _GatherFunction.apply(values, channel, dim, is_partial, label)
 
@@ -160,7 +160,7 @@ def scatter_to(
         values: Any shape, equal on all ranks.
         channel: The ranks.
         dim: The dimension that is cut into equal parts, which the number of ranks divides; or what divides otherwise.
-        label: What travels in the backward pass.
+        label: What is transferred in the backward pass.
     """
     return _ScatterFunction.apply(values, channel, dim, label)
 
@@ -187,7 +187,7 @@ def reduce_scatter_to(
         values: This rank's summand; shapes are equal on all ranks, whose number divides the dimension ``dim``.
         channel: The ranks.
         dim: The dimension that is cut.
-        label: What travels.
+        label: What is transferred.
     """
     return _ReduceScatterFunction.apply(values, channel, dim, label)
 

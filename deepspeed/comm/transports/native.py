@@ -38,7 +38,7 @@ class NativeWork:
         work: The work.
         transport: What issued it.
         ticket: Of its channel.
-        label: What travels.
+        label: What is transferred.
         finish: Called after it; where the transport has a stream for that, at once, to queue what it does there.
         keep: Tensors that must live until then.
     """

@@ -1,4 +1,4 @@
-"""Tensors that travel one behind another, as one 1-D tensor."""
+"""Tensors that are sent one behind another, as one 1-D tensor."""
 
 from __future__ import annotations
 

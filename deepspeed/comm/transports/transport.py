@@ -1,4 +1,4 @@
-"""How slices of flat buffers travel between the ranks of one group.
+"""How slices of flat buffers are sent between the ranks of one group.
 
 Numeric code asks for three things: fill a buffer from everybody's slice (*gather*), reduce a buffer to the owner of
 each slice (*reduce-scatter*), reduce a buffer to everybody (*all-reduce*). Each returns a ``Work``, whose ``wait`` may
@@ -128,8 +128,8 @@ class Reduction:
     Attributes:
         scale: Factor on the sum (1 / size for a mean).
         key: Number that is equal on all ranks for this reduction and for no other one in flight.
-        label: What travels, for error messages.
-        limit: Most elements of the buffer that may travel at once.
+        label: What is transferred, for error messages.
+        limit: Most elements of the buffer that may be sent at once.
         visit: Called, at the latest in ``wait``, with parts that together are the result, each as soon as it is
             finished and a multiple of 64 elements long.
         error: What earlier reductions of this buffer have lost; for transports that are not exact.
@@ -331,7 +331,7 @@ class Transport:
         Args:
             flat: Buffer of ``size`` equal slices.
             key: Number that is equal on all ranks for this gather and for no other one in flight.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         raise NotImplementedError
 
@@ -363,7 +363,7 @@ class Transport:
             flat: 1-D buffer of ``size`` equal slices.
             out: 1-D, as long and of the same dtype; receives the slices for this rank, in rank order.
             key: Number that is equal on all ranks for this reduction and for no other one in flight.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         raise NotImplementedError
 
@@ -373,7 +373,7 @@ class Transport:
         Args:
             flat: Buffer of ``size`` equal slices; this rank's own slice must be in place.
             key: Number of the reduction.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         raise NotImplementedError
 
@@ -408,7 +408,7 @@ class Transport:
 
         Args:
             transfers: What is sent; a transfer from a rank to itself is left to the caller.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         raise NotImplementedError
 
@@ -424,7 +424,7 @@ class Transport:
             sent: How many rows go to each rank, in order; together they are all.
             out: Contiguous, of the same dtype and row length; not ``source``.
             received: How many rows come from each rank: what that rank says it sends.
-            label: What travels, for error messages.
+            label: What is transferred, for error messages.
         """
         raise NotImplementedError
 
@@ -452,8 +452,8 @@ class Transport:
             leaving: By rank, tensors of any strides; there may be none.
             arriving: By rank, memory for as many elements as that rank says leave for this one; for those of this rank
                 itself, tensors of the same shapes as leave.
-            like: Has the dtype in which they travel, which is that of ``arriving``, and their device.
-            label: What travels, for error messages.
+            like: Has the dtype in which they are sent, which is that of ``arriving``, and their device.
+            label: What is transferred, for error messages.
         """
         sent, received = ([numel_of(part) for part in parts] for parts in (leaving, arriving))
         flat = [tensor for part in leaving for tensor in part]
@@ -473,7 +473,7 @@ class Transport:
         """Returns the key of the next round of transfers.
 
         Args:
-            label: What travels, equal on all ranks. Rounds of different things then never meet: ranks that took
+            label: What is transferred, equal on all ranks. Rounds of different things then never meet: ranks that took
                 different branches wait, and are named, where tensors of other sizes would end the process.
         """
         self._moves += 1
@@ -511,7 +511,7 @@ def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit
 
 
 class LocalTransport(Transport):
-    """A group of one rank: nothing travels."""
+    """A group of one rank: nothing is sent."""
 
     name = "local"
 

@@ -56,7 +56,7 @@ def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.T
         name: Its name in torch; equal on all ranks that take part.
         start: Torch's function with all arguments but ``async_op``.
         group: The ranks that take part; None: all.
-        tensor: One that travels, of any shape; None where the call blocks the host whatever the backend.
+        tensor: One that is sent, of any shape; None where the call blocks the host whatever the backend.
         async_op: Return at once, with a handle.
 
     Raises:
@@ -97,7 +97,7 @@ def between(
         name: Its name in torch.
         start: Torch's function with all its arguments.
         group: The group; None: all ranks.
-        tensor: What travels, of any shape.
+        tensor: What is sent, of any shape.
         peer: The other rank, by its number in the job.
         sends: Whether this rank is the one that sends.
         tag: Of the transfer.

@@ -231,7 +231,7 @@ class Watch:
             blocking: Waits.
             channel: Of the transfer.
             index: Its number on the channel.
-            label: What travels.
+            label: What is transferred.
             members: The ranks that take part in it; none if any may.
             patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
             on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
@@ -266,7 +266,7 @@ class Watch:
             reached: Recorded on the stream, behind its wait for the transfer.
             channel: Of the transfer.
             index: Its number on the channel.
-            label: What travels.
+            label: What is transferred.
             members: The ranks that take part in it.
         """
         self._begin_watching()

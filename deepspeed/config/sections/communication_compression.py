@@ -1,4 +1,4 @@
-"""``communication_compression``: values that travel between ranks in fewer bits. This package's own, not upstream's."""
+"""``communication_compression``: values that are sent in fewer bits. This package's own, not upstream's."""
 
 from __future__ import annotations
 

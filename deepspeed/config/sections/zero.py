@@ -1,4 +1,4 @@
-"""``zero_optimization``: what is sharded over the data-parallel ranks, and in what portions it travels."""
+"""``zero_optimization``: what is sharded over the data-parallel ranks, and in what portions it is sent."""
 
 from __future__ import annotations
 

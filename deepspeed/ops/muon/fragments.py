@@ -3,7 +3,7 @@
 Momentum is elementwise and stays where the fragments are. The update of each matrix is gathered to its owner,
 orthogonalised there, and the fragments are sent back: two exchanges per round.
 
-Who orthogonalises which matrix, and what travels to get it there, is pure arithmetic, equal on all ranks.
+Who orthogonalises which matrix, and what is sent to get it there, is pure arithmetic, equal on all ranks.
 
 Every rank knows how the tensors are cut (``SharedTensor``), so every rank can say who holds what, and nothing has to
 be exchanged to agree. Ranks are meant by position here, in the order in which the buffers are cut.
@@ -30,7 +30,7 @@ from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
 ROUND_NUMEL_PER_RANK = 1 << 26
 
-_FP32 = 4  # bytes of an element that travels
+_FP32 = 4  # bytes of an element that is sent
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _views(buffer: Tensor, segments: list[MatrixSegment]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class MatrixSegment:
-    """Elements ``[start, stop)`` of the flattened ``tensor``, which travel from or to the rank at position ``peer``."""
+    """Elements ``[start, stop)`` of the flattened ``tensor``, sent from or to the rank at position ``peer``."""
 
     tensor: SharedTensor
     start: int

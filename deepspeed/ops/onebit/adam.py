@@ -90,11 +90,11 @@ class OneBitAdam(ElementwiseOptimizer):
         amsgrad: Must be False.
         cuda_aware: Of no use: messages are tensors of the process group's own backend.
         comm_backend_name: Of no use: the process group is the engine's.
-        precondition: Divide momentum by the root of the variance before it travels, and multiply what arrives, so that
-            what a sign gets wrong is of one size in all weights; and bound what travels, with what is still owed, by
+        precondition: Divide momentum by the root of the variance before it is sent, and multiply what arrives, so that
+            what a sign gets wrong is of one size in all weights; and bound what is sent, with what is still owed, by
             what Adam could move at most (``phases.largest_update``), so that an element whose frozen variance is far
             too small for a later gradient neither moves further nor raises the scale of all others. What is cut off
-            is lost, as of a gradient that is clipped. As published momentum travels as it is: one scale for elements
+            is lost, as of a gradient that is clipped. As published momentum is sent as it is: one scale for elements
             of all sizes, where the frozen variance then makes giants of the errors of small ones.
 
     Raises:
@@ -145,7 +145,7 @@ class OneBitAdam(ElementwiseOptimizer):
         self.phase = Phase.WARM_UP if before < self.freeze_step else Phase.MOMENTUM
 
     def coefficient(self, name: str) -> float:
-        """Returns the factor on the momentum of a tensor before it travels; it is divided by it afterwards."""
+        """Returns the factor on the momentum of a tensor before it is sent; it is divided by it afterwards."""
         return 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

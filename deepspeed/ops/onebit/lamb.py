@@ -125,7 +125,7 @@ class OneBitLamb(FusedLamb):
             self._find_scaling()
 
     def coefficient(self, name: str) -> float:
-        """Returns the factor on the momentum of a tensor before it travels; it is divided by it afterwards."""
+        """Returns the factor on the momentum of a tensor before it is sent; it is divided by it afterwards."""
         return self._remembered().get(name, _LambTensorState()).scaling or 1.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class OneBitLamb(FusedLamb):
         """Returns the factors that make momenta equally large: 1 / their root mean square.
 
         In the publication it is the mean of these over all tensors that is divided. That is one factor on everything
-        that travels, so it cancels out; without it stages of a pipeline need not ask each other.
+        that is sent, so it cancels out; without it stages of a pipeline need not ask each other.
         """
         table = self._attached()
         members = [param for group in self.param_groups for param in group["params"]]

@@ -24,7 +24,7 @@ class Phase(Enum):
 
     WARM_UP = "warm-up"  #: their mean, as every optimizer gets it
     LOCAL = "local"  #: each rank's own, which stays its own until ranks come together
-    MOMENTUM = "momentum"  #: each rank's own, whose momentum travels in one bit for each element
+    MOMENTUM = "momentum"  #: each rank's own, whose momentum is sent in one bit for each element
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class ExchangesMomentum(Protocol):
     phase: Phase
     """Of the update that :meth:`begin_update` announced."""
     precondition: bool
-    """Whether what travels is divided by the root of the variance, bounded, and multiplied by it as it arrives."""
+    """Whether what is sent is divided by the root of the variance, bounded, and multiplied by it as it arrives."""
     reminder: PhaseCheck
     """Says at the end that nothing was compressed, where that is so."""
 
@@ -47,7 +47,7 @@ class ExchangesMomentum(Protocol):
         ...
 
     def coefficient(self, name: str) -> float:
-        """Returns the factor on the momentum of a tensor before it travels; it is divided by it afterwards."""
+        """Returns the factor on the momentum of a tensor before it is sent; it is divided by it afterwards."""
         ...
 
 

@@ -28,7 +28,7 @@ class ZeroOneRule:
     kind, bit for bit. In other steps that are exchanged it is the new momentum. Later it is this rank's own gradient,
     or, as ranks come together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood
     when they last came together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor. Where movements are
-    bounded, that is at most what Adam could have moved in these steps: what travels later is
+    bounded, that is at most what Adam could have moved in these steps: what is sent later is
     (``zero.onebit.bucket_momentum``).
 
     Args:
@@ -169,7 +169,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
     steps. Such a step exchanges the exact mean gradient, which momentum and variance take, as Adam's do; the first step
     is AdamW's. The movement of every other step is averaged by the compressed all-reduce. Then ranks
     take steps of their own, and average what they have moved after ever more of them; in between their weights differ.
-    Weight decay is decoupled: no part of what travels. ZeRO stage 0 only. Without an engine it cannot step.
+    Weight decay is decoupled: no part of what is sent. ZeRO stage 0 only. Without an engine it cannot step.
 
     Where the publication updates the variance at the end of a step, it is here, as in Adam, updated before it is used:
     at the first step it would be 0.

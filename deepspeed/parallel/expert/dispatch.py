@@ -1,7 +1,7 @@
 """Tokens on their way to their experts and back: once for every kind of layer.
 
 Which routes there are has been decided before (``gate``, or a model's own router), and dropped routes are out. What is
-left is sorted by expert; the ranks exchange how many rows come (one small exchange), the rows travel once there
+left is sorted by expert; the ranks exchange how many rows come (one small exchange), the rows are sent once there
 and once back, and every token adds up what its experts made of it. Nothing is padded: with E experts spread over *ep*
 ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the capacity, and ranks may have any number
 of tokens, none included.
@@ -9,14 +9,14 @@ of tokens, none included.
 **Rows are touched little.** Forward they are written four times: gathered from the tokens, put in the order of experts,
 put in that of routes, and summed by token with their weights in one pass (``embedding_bag``); the first two of these
 are one where this rank has all experts. Backward likewise, and once for the gradient of the weights. On one host ranks
-read what the others wrote, so only the way back writes rows of others once more. Those leave first, and travel while
+read what the others wrote, so only the way back writes rows of others once more. Those leave first, and are sent while
 the own ones are being copied.
 
 **Ranks must take part alike.** A rank whose experts get no row still has a backward with two exchanges: the graph of
 what comes back hangs on an anchor, and that of no rows on the rows themselves. It also gathers its experts where they
 are sharded, at the same place as the others, though it has no use for them.
 
-**Rows may travel in 8 bits**: an integer per element and a factor for each block of a row. One factor per 128 elements
+**Rows may be sent in 8 bits**: an integer per element and a factor for each block of a row. One factor per 128 elements
 of a token is what DeepSeek-V3 sends to experts by (`technical report <https://arxiv.org/abs/2412.19437>`_, section
 3.3), where elements are fp8.
 """
@@ -56,7 +56,7 @@ class RoutePlan:
         arrived: By rank and expert of this rank: rows that come.
         load_there: :attr:`load` as ``[local E]`` int64 on the device of ``order``, where no host has to send it.
         transport: Between the ranks that share the experts.
-        is_coded: Rows on their way to experts travel in 8 bits, in forward and in backward.
+        is_coded: Rows on their way to experts are sent in 8 bits, in forward and in backward.
         waited: Seconds that the host waited for each exchange of rows so far, in order.
     """
 
@@ -170,7 +170,7 @@ def count_each(values: torch.Tensor, size: int) -> torch.Tensor:
 def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> RoutePlan:
     """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it.
 
-    The host waits for the device once, as the sizes of what travels must be known to it.
+    The host waits for the device once, as the sizes of what is sent must be known to it.
 
     Args:
         indices: ``[k, S]`` integers: the expert of each route; below 0 where there is none.
@@ -268,7 +268,7 @@ def _dtype_of(results: Sequence[torch.Tensor], x: torch.Tensor) -> torch.dtype:
 
 
 def _dtype_on_the_way(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of rows that travel. A rank without rows cannot know what the others' experts return."""
+    """Returns the dtype of rows that are sent. A rank without rows cannot know what the others' experts return."""
     is_cast = torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
@@ -376,7 +376,7 @@ def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor
     own, by_rank[transport.rank] = by_rank[transport.rank], ()  # which stay out of the exchange
     work = transport.exchange([[part] for part in leaving.split(plan.sent)], by_rank, x, label=label)
     staying = own[0] if len(own) == 1 else x.new_empty(num_own, width)
-    fill(slice(num_own), staying)  # while the others travel
+    fill(slice(num_own), staying)  # while the others are sent
     if len(own) > 1:
         packing.read(staying, own)
     plan.wait(work)
@@ -397,7 +397,7 @@ def _there_coded(
     parts[transport.rank] = arrivals[transport.rank] = ()
     work = transport.exchange(parts, arrivals, leaving, label="tokens sent to experts, in 8 bits")
     staying = x.new_empty(num_own, width)
-    fill(slice(num_own), staying)  # while the others travel
+    fill(slice(num_own), staying)  # while the others are sent
     places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
     packing.read(staying, places[transport.rank :: transport.size])
     plan.wait(work)
@@ -414,7 +414,7 @@ def _back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) 
     Args:
         plan: The routes.
         results: The rows of each expert, or one tensor with all of them.
-        dtype: In which they travel.
+        dtype: In which they are sent.
 
     Returns:
         ``[R, M']`` in the order of ``plan``.

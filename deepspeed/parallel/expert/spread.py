@@ -2,7 +2,7 @@
 
 Such a module gets tokens, the experts that the model's own router chose, and weights; the router, shared experts and
 losses are the model's and stay as they are. What changes is that this rank keeps its part of the stacked weights and
-that tokens travel to where their experts are.
+that tokens are sent to where their experts are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spread:
         ep_size: Ranks that share them.
         takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
         grouped: Use grouped products where they are faster.
-        is_coded: Tokens on their way to experts travel in 8 bits.
+        is_coded: Tokens on their way to experts are sent in 8 bits.
         balance: Where the routes of the last forward went; None before the first.
     """
 

@@ -1,6 +1,6 @@
 """Losses that layers of a pipeline add beside that of the last stage: collected in a forward, sent to the last stage.
 
-A loss travels with the activations, as one number per name, and its gradient comes back with theirs. So it is scaled,
+A loss is sent with the activations, as one number per name, and its gradient comes back with theirs. So it is scaled,
 divided by the accumulation steps and averaged over the copies of the model exactly as the loss of the last stage is.
 """
 

@@ -3,7 +3,7 @@
 A *channel* carries one kind of message (activations, gradients) in one direction between two stages, in the order of
 the schedule. A message is a *header* (its micro-batch, the length of the description where that has changed, how many
 messages the sender has taken that came the other way), the description where it has changed, and the tensors. Small
-tensors lie in one packet with the header; others travel one by one, byte by byte from where they lie.
+tensors lie in one packet with the header; others are sent one by one, byte by byte from where they lie.
 
 Receives are posted ahead: headers and packets for the next two messages, as no computation should wait for these, other
 tensors for the next message only, as their buffers are large. Both sides know from the messages so far what is posted:

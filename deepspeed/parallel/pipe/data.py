@@ -34,7 +34,7 @@ class DataAgreement(NamedTuple):
     """Holds what the ranks have agreed on about the data of a step.
 
     Attributes:
-        labels_travel: Labels travel from the first stage, as the last one has no data.
+        labels_travel: Labels are sent from the first stage, as the last one has no data.
         label_numel: Elements of the labels of one copy of the model, in the step; of the copy with most of them.
     """
 
@@ -159,7 +159,7 @@ def _agreement(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: s
         raise DataError(
             f"{call}: {wrong}. No weight has changed; load by engine.grid.data_parallel_id and shuffle by one seed on "
             "all ranks, as the loader of initialize(training_data=...) does, or give data to the first stage alone: "
-            "labels then travel. Where a stage does not need inputs or labels, None may stand for them"
+            "labels then are sent. Where a stage does not need inputs or labels, None may stand for them"
         )
     mine_at_last = mesh.group(rank, PIPE)[-1]
     labels_travel = last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE

@@ -46,7 +46,7 @@ class StageCompute(Protocol):
         """Returns this rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
 
     def agree(self) -> bool:
-        """Waits until all ranks are known to have their items; returns whether labels travel from the first stage."""
+        """Waits until all ranks are known to have their items; returns whether labels are sent from the first stage."""
 
     def may_begin(self) -> bool:
         """Returns whether the first forwards may run before :meth:`agree`."""
@@ -219,7 +219,7 @@ class Interpreter:
         first, last = self._has_ends
         self._items[micro_batch] = (
             to_device(inputs, self._device) if first else None,
-            to_device(labels, self._device) if last else labels,  # elsewhere they may travel
+            to_device(labels, self._device) if last else labels,  # elsewhere they may be sent
         )
 
     def _exec_forward_pass(self, buffer_id: int, **arguments: Any) -> None:

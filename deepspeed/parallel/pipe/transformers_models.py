@@ -2,13 +2,13 @@
 
 The model's own forward runs once per micro-batch with its blocks replaced by recorders: that gives what each block is
 called with (masks, positions, rotary tables), whatever the family computes for it. The blocks then run one by one, on
-whichever stage has them, with what was recorded, which travels along. The last layer runs the causal model's own
+whichever stage has them, with what was recorded, which is sent along. The last layer runs the causal model's own
 forward around a decoder that only hands over what the blocks have made, so what a family does to its logits is done.
 
 The row is: token embedding, everything before the blocks, the blocks, the last norm (and what follows it), the head. A
 head that shares the embedding's weight is tied to it.
 
-Where a mixture of experts counts its routers in the loss (``output_router_logits``), their outputs travel along too,
+Where a mixture of experts counts its routers in the loss (``output_router_logits``), their outputs are sent along too,
 and the model's own forward makes its balance loss of it at the head; its gradient goes back the same way.
 """
 

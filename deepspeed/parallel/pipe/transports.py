@@ -156,7 +156,7 @@ class StageTransports:
                     self._native[kind, upwards] = job.process_groups.mine(
                         pipes, backend=backend, timeout=timeout, why=why, owner="job"
                     )
-        # Copying into a packet is worth it where tensors are on the host and travel as headers do.
+        # Copying into a packet is worth it where tensors are on the host and are sent as headers do.
         self._packs = not self._native and device.type == "cpu"
         # Code that knows the group has opened it already; requested here, as every rank of a pipeline is.
         self._queue = open_message_queue(job.connector.over(self._axis.group, None))

@@ -1,7 +1,7 @@
 """Nested values as tensors and a description of the rest, so that any value can cross from one stage to another.
 
 Tuples (named ones too), lists, dicts and dataclasses may be nested; everything else that is not a tensor is part of the
-description and travels by pickle.
+description and is sent by pickle.
 """
 
 from __future__ import annotations

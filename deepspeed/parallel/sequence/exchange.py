@@ -110,7 +110,7 @@ class _AllToAll(torch.autograd.Function):
 def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Returns ``x`` after the exchange of heads for tokens, or back.
 
-    Each element is copied once when it is sent and once when it is received, those that stay only once. What travels
+    Each element is copied once when it is sent and once when it is received, those that stay only once. What is sent
     has its tokens first; so where they are first in memory too, tokens that leave or come are a range of it.
     """
     return _heads_together(x, move) if move.back else _heads_apart(x, move)

@@ -29,7 +29,7 @@ class PrefetchedTensors:
 
 
 class HostChunks:
-    """Copies of a device's tensors in host memory, which travel on streams of their own, one per direction.
+    """Copies of a device's tensors in host memory, which are sent on streams of their own, one per direction.
 
     Host memory comes from torch's pool of page-locked blocks, so after the first pass nothing is locked again.
 

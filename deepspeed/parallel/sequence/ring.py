@@ -185,7 +185,7 @@ class _Ring(torch.autograd.Function):
         many, gradient = grouped(query, key.size(1)), grouped(gradients[0].float(), key.size(1))
         delta = (gradient * grouped(out.float(), key.size(1))).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        # A block's gradient travels with it, one step behind, and is back at its rank after all ranks have added to it.
+        # A block's gradient is sent with it, one step behind, and is back at its rank after all ranks have added to it.
         block = [key, value]
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in block]
         for step in range(transport.size):

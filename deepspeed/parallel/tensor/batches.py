@@ -129,7 +129,7 @@ class BatchCheck:
 
 
 def _place(number: int) -> int:
-    """Returns where the fingerprint of an argument stands in what travels."""
+    """Returns where the fingerprint of an argument stands in what is sent."""
     return _HEAD + min(number, _NAMES - 1)
 
 

@@ -33,7 +33,7 @@ def connect_lists(
 
     Args:
         lists: Of ranks of the job, each in exactly one.
-        why: What travels, in words.
+        why: What is sent, in words.
         device: Where activations live.
         timeout: Time limit of a communicator that is made; None: torch's.
     """

@@ -27,7 +27,7 @@ class SharedInput:
 
     Args:
         channel: The ranks.
-        label: What travels, in words.
+        label: What is transferred, in words.
         on_backward: Called when the first gradient comes.
 
     Attributes:

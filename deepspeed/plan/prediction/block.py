@@ -226,7 +226,7 @@ class BlockCost:
                 backward.exposed["tensor"] = 2 * max(_WAIT_OF_CHUNKS * once, once - (of_input + of_weight) / 2)
             else:
                 forward.exposed["tensor"] = 2 * once
-                # The gradient of an input travels while the gradient of its weight is computed; with cut norms inputs
+                # The gradient of an input is sent while the gradient of its weight is computed; with cut norms inputs
                 # are gathered again too, and gradients of outputs beforehand.
                 hidden = min(once, of_weight / 2) * (0.5 if layout.cuts_norms else 1.0)
                 more = 2 * network.gather(nbytes, group) if layout.cuts_norms else 0.0

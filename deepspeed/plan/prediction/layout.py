@@ -44,7 +44,7 @@ class ParallelLayout:
         cuts_norms: With ``tensor``, norms and residual sums work on a part of the sequence.
         cuts_vocabulary: With ``tensor``, embedding, head and loss are cut over the vocabulary.
         overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in chunks.
-        overlaps_data: Gradients travel while backward runs; at stages 1 and 2 updated parameters while forward runs.
+        overlaps_data: Gradients are sent while backward runs; at stages 1 and 2 updated parameters while forward runs.
         gradient_bytes: Of an element of the gradients that are kept over a step.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
         imbalance: Rows of the busiest rank's experts over those of the mean.

@@ -1,6 +1,6 @@
 """Predicts the time and the memory of a training step from those of its blocks.
 
-Only what the engine overlaps overlaps here. Gathers of stage 3 run one layer ahead, gradients travel while backward
+Only what the engine overlaps overlaps here. Gathers of stage 3 run one layer ahead, gradients are sent while backward
 continues, and the update comes last. Every other exchange is waited for.
 """
 

@@ -180,7 +180,7 @@ class GatheredBlock:
                 bucket.owner.open_blocks += 1
 
     def _open_bucket(self, bucket: BucketBase, entries: list[Entry]) -> list[Entry]:
-        """Deals with one bucket; returns the parameters whose parts must travel."""
+        """Deals with one bucket; returns the parameters whose parts must be sent."""
         missing = [entry for entry in entries if _is_missing(entry)]
         if isinstance(bucket, Bucket) and bucket.is_sharded:
             if bucket.state is State.GATHERING:  # a prefetch; all ranks have it on its way
@@ -230,7 +230,7 @@ class GatheredBlock:
             self._loaned.append((parameter, address))
 
     def _words(self, what: str) -> str:
-        # States travel with the words: a rank for which a bucket is FULL would take another path than the others.
+        # States are sent with the words: a rank for which a bucket is FULL would take another path than the others.
         states = "".join(entry[1].bucket.state.value[0] for entry in self._entries)
         names = [(entry[1].name, entry[1].shape) for entry in self._entries]
         shown = ", ".join(name for name, _ in names[:3]) + (", ..." if len(names) > 3 else "")

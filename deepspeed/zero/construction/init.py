@@ -54,7 +54,7 @@ class Init:
         mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
         zero_quantized_weights: Accepted; has no effect here, where nothing computes. The configuration of
-            ``initialize`` says how weights travel from then on.
+            ``initialize`` says how weights are sent from then on.
         zero_quantized_nontrainable_weights: As ``zero_quantized_weights``.
         sequence_data_parallel_group: Used as ``data_parallel_group`` where that is None.
         param_swapper: Not supported; parameters are offloaded by the configuration.

@@ -37,14 +37,14 @@ class ReductionPolicy:
         sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
         narrows: What the update reads has ``accumulate_dtype``, whatever it is a sum of; wider parameters keep theirs.
         is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
-        divides_first: Divide a gradient before it travels (``prescale_gradients``).
-        predivide: What a gradient is divided by before it travels; the rest of the division follows
+        divides_first: Divide a gradient before it is sent (``prescale_gradients``).
+        predivide: What a gradient is divided by before it is sent; the rest of the division follows
             (``gradient_predivide_factor``).
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
         overlap: Start reducing during backward.
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
         may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
-        codes_from: Updates before those whose gradients travel as the codecs of their groups say.
+        codes_from: Updates before those whose gradients are sent as the codecs of their groups say.
         is_trial: From then on both ways take turns, and the faster one stays.
         forget_every: Updates after which what codes have lost is forgotten, of all buckets at once; 0: never.
     """
@@ -68,11 +68,11 @@ class ReductionPolicy:
 
     @property
     def begins_coded(self) -> bool:
-        """Returns whether the first update's gradients travel as codecs say."""
+        """Returns whether the first update's gradients are sent as codecs say."""
         return self.codes_from == 0 and not self.is_trial
 
     def factors(self, divisor: int) -> tuple[float, float]:
-        """Returns the factors on a gradient before it travels, and on the sum over ranks.
+        """Returns the factors on a gradient before it is sent, and on the sum over ranks.
 
         Args:
             divisor: Of the bucket's group.
@@ -100,7 +100,7 @@ class _Transfer:
 
     Attributes:
         work: The transfer.
-        source: What travels.
+        source: What is sent.
         incoming: Where the sum arrives.
     """
 
@@ -189,7 +189,7 @@ class GradientBucket:
             )
 
     def _open_rows(self) -> None:
-        """The rows of the bucket and, where sums of slices travel too, those of this rank's slice."""
+        """The rows of the bucket and, where sums of slices are sent too, those of this rank's slice."""
         layout, device = self.bucket.layout, self.bucket.device
         starts = row_starts(layout.starts, [tile.shape for tile in layout.tiles], layout.numel)
         self._rows = ZeroRows(starts, layout.numel, layout.num_slices, device)
@@ -355,7 +355,7 @@ class GradientBucket:
         """FILLING (packed) or an unreduced sum -> REDUCING.
 
         Args:
-            as_sum: Some rank may have a sum of earlier micro-batches; then what travels has the dtype of sums on every
+            as_sum: Some rank may have a sum of earlier micro-batches; then what is sent has the dtype of sums on every
                 rank, also on one that has none in this bucket. Equal on all ranks.
         """
         self.sum.begin_addition()  # from the start: when it is finished depends on the peers, and ranks must agree
@@ -395,9 +395,9 @@ class GradientBucket:
         self._transfer = _Transfer(work, source, incoming)
 
     def _take_local_sum(self) -> FlatBuffer:
-        """Returns the local sum, with a packed micro-batch added to it, in the dtype that travels.
+        """Returns the local sum, with a packed micro-batch added to it, in the dtype that is sent.
 
-        It travels once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
+        It is sent once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
         names a dtype for messages.
         """
         if self.state is GradientState.FILLING:
@@ -440,7 +440,7 @@ class GradientBucket:
         self.state = GradientState.REDUCED
 
     def _receive(self) -> FlatBuffer:
-        """Waits for the transfer and frees what travelled; what has arrived."""
+        """Waits for the transfer and frees what was sent; what has arrived."""
         assert self._transfer is not None
         transfer, self._transfer = self._transfer, None
         transfer.work.wait()

@@ -519,7 +519,7 @@ class GradientReducer:
             gradients.scale_feedback(factor)
 
     def begin_update(self, before: int) -> None:
-        """The phase of the next update: whether gradients travel as the codecs of their groups say.
+        """The phase of the next update: whether gradients are sent as the codecs of their groups say.
 
         Args:
             before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.

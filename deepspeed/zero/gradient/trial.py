@@ -1,4 +1,4 @@
-"""Updates with plain gradients in turn with updates whose gradients travel as codes: the faster way stays.
+"""Updates with plain gradients in turn with updates whose gradients are sent as codes: the faster way stays.
 
 What a link can do, and what of the waiting the computation hides, is not known before training runs. So both ways are
 timed where they will be used: whole updates, in blocks that take turns, so that whatever else the machine does hits
@@ -40,7 +40,7 @@ class Trial:
         self._decided: bool | None = None
 
     def next(self, peers: Transport) -> bool:
-        """Returns whether the next update's gradients travel as codes. Every rank must call it between two updates.
+        """Returns whether the next update's gradients are sent as codes. Every rank must call it between two updates.
 
         Args:
             peers: The ranks that decide together: the slowest counts.

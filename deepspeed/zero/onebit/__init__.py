@@ -1,4 +1,4 @@
-"""Drives the optimizers of ``ops.onebit``: what travels of them instead of gradients, and when."""
+"""Drives the optimizers of ``ops.onebit``: what is sent of them instead of gradients, and when."""
 
 from __future__ import annotations
 

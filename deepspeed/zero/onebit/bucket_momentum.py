@@ -1,6 +1,6 @@
 """The momentum of one bucket on its way between the ranks: what is sent of it, in which unit, and what comes of it.
 
-A message has one scale, so what travels is made of one size: momentum is divided by the root of the variance, and what
+A message has one scale, so what is sent is made of one size: momentum is divided by the root of the variance, and what
 has the learning rate in it by the share that its param group's has of the largest. Then one number bounds all of it:
 what Adam could move (``ops.onebit.phases.largest_update``).
 
@@ -50,7 +50,7 @@ class BucketMomentum:
         private: The errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums.
         momentum: The whole momentum as of the last update, in the order of the message; None where the optimizer's
             state has all of it.
-        root: In the same case, what momentum is divided by before it travels; None where it travels as it is.
+        root: In the same case, what momentum is divided by before it is sent; None where it is sent as it is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, memory_tracker: MemoryTracker) -> None:
@@ -145,7 +145,7 @@ class BucketMomentum:
             variance[tensor.place].add_(float(self._optimizer.param_groups[self._group(tensor)]["eps"]))
 
     def find_root(self, gradient: torch.Tensor | None = None, flags: Sequence[bool] = ()) -> torch.Tensor | None:
-        """Returns what the message is divided by before it travels; None: nothing. Do not change it.
+        """Returns what the message is divided by before it is sent; None: nothing. Do not change it.
 
         Args:
             gradient: 1-D, the whole bucket: as of a variance that is updated from it, which the states are not yet.
@@ -252,10 +252,10 @@ class BucketMomentum:
             gradient: 1-D, the whole bucket, this rank's own; None: it has none, which counts as zeros.
             factor: Multiplier of the gradient.
             flags: Per tile, whether any rank has a gradient of it; the others stay as they are.
-            multiply: By param group, what it is multiplied by before it travels.
+            multiply: By param group, what it is multiplied by before it is sent.
             add: By tile, what is added then.
-            only_added: Tiles of which nothing else travels.
-            rates: By param group, the sum of the learning rates that what travels has in it; None: momentum has none.
+            only_added: Tiles of which nothing else is sent.
+            rates: By param group, the sum of the learning rates that what is sent has in it; None: momentum has none.
                 A group of which it is 0 takes no part, as it is not to move, which a sign cannot say.
         """
         device = self.master.bucket.device

@@ -1,7 +1,7 @@
 """The exchanges of 0/1 Adam: of each step's movement, later of what ranks have moved in several steps of their own.
 
-See ``ops.onebit.zero_one`` for the arithmetic. What travels are movements, ``lr * momentum``, so errors are in their
-unit, whatever the learning rate does. Where the variance is updated, the exact mean of the gradients travels instead,
+See ``ops.onebit.zero_one`` for the arithmetic. What is sent are movements, ``lr * momentum``, so errors are in their
+unit, whatever the learning rate does. Where the variance is updated, the exact mean of the gradients is sent instead,
 and the update is Adam's with that gradient.
 """
 
@@ -185,7 +185,7 @@ class LocalSteps(MomentumExchange):
     ) -> None:
         """Sends the movement of this step; given ``still``, what was moved before too, and only that of its tiles.
 
-        ``lrs`` are those of this step, ``rates`` the sums of those of all that travels, by param group.
+        ``lrs`` are those of this step, ``rates`` the sums of those of all that is sent, by param group.
         """
         self._lower_errors(rates)
         before: BucketMomentum | None = None
@@ -246,8 +246,8 @@ class LocalSteps(MomentumExchange):
     def synchronise(self) -> None:
         """Brings ranks together now, without a step, so that they have the same weights; every rank must call it.
 
-        What each has moved since they last were becomes the exact mean of it, and so does momentum. The interval goes
-        on: the next exchange has all of it, and what is owed, which is of the size of a whole one, stays as it is.
+        What each has moved since they last were becomes the exact mean of it, and so does momentum. The interval
+        continues: the next exchange has all of it, and what is owed, as large as a whole one, stays as it is.
         """
         for index, flags in (self._apart or {}).items():
             bucket = self.buckets[index]

@@ -1,4 +1,4 @@
-"""The exchange of momenta: what travels of optimizers of the 1-bit family in the place of gradients.
+"""The exchange of momenta: what is sent of optimizers of the 1-bit family in the place of gradients.
 
 A rank's gradients stay its own until the update. Then all ranks agree that every one of them is finite, and only then
 anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce
@@ -283,7 +283,7 @@ def refuse_combinations(root: Root, placement: Placement, optimizer: torch.optim
     if root.communication_compression.warm_up is not None and isinstance(optimizer, ZeroOneAdam):
         raise DeepSpeedConfigError(
             f"optimizer {name} with communication_compression.warm_up: its variance is updated from exact mean "
-            "gradients, and nothing else of gradients travels; leave the key out"
+            "gradients, and nothing else of gradients is sent; leave the key out"
         )
     sparse = root.compression_training.sparse_pruning if root.compression_training is not None else None
     if sparse is not None and sparse.shared_parameters.enabled and sparse.shared_parameters.method == "snip_momentum":

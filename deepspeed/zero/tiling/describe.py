@@ -32,7 +32,7 @@ SHARED = "shared base"
 """Name of the group of frozen parameters that are sharded at every stage, as stage 3 shards all."""
 
 ROWS = "rows of embeddings"
-"""The group of tables whose gradients travel by rows (``sparse_gradients``)."""
+"""The group of tables whose gradients are sent by rows (``sparse_gradients``)."""
 OFFLOADED = "offloaded base"
 """Name of the group of frozen parameters that are sharded at every stage and, between uses, in another tier."""
 

@@ -27,7 +27,7 @@ from deepspeed.zero.update.masters import MasterBucket
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
-ERROR_FEEDBACK = "error feedback of what travels in fewer bits"
+ERROR_FEEDBACK = "error feedback of what is sent in fewer bits"
 """What private states of codecs are called in messages."""
 
 
@@ -95,8 +95,8 @@ class UpdateDriver(ABC):
     Made before the model is sharded, from the torch optimizer; :meth:`open` gives it what it works on.
 
     Attributes:
-        codec: How what travels instead of gradients is coded; None where gradients travel.
-        has_warm_up: Gradients travel in the first updates only.
+        codec: How what is sent instead of gradients is coded; None where gradients are sent.
+        has_warm_up: Gradients are sent in the first updates only.
         reads_mean_gradients: The update reads gradients as the reducer leaves them.
     """
 

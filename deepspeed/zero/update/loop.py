@@ -1,7 +1,7 @@
 """The loop of the update: one pass over chunks of masters, wherever they live.
 
 A *chunk* is a contiguous part of one master that is updated at once: the whole master on the device, a bounded part
-where it must travel. A :class:`UpdateStrategy` knows one tier: it brings the operands of a chunk to where the kernel
+where it must be sent. A :class:`UpdateStrategy` knows one tier: it brings the operands of a chunk to where the kernel
 runs and takes the results back. The loop is the same for all tiers::
 
     fetch chunk i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete

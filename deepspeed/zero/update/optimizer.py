@@ -387,7 +387,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self._skip(self.loss_scale)
         else:
             self._skipped_in_a_row = 0
-            # Of nearly every optimizer: 1 / loss scale times the clip factor, and nothing travels.
+            # Of nearly every optimizer: 1 / loss scale times the clip factor, and nothing is sent.
             exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
             self.last_report = report = StepReport(exchanged.norm, overflow=False, extra=rows)
             self._apply(exchanged.factor, exchanged.used)

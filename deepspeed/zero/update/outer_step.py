@@ -167,16 +167,16 @@ class OuterStep(UpdateDriver):
 
 
 def bits_sent(wire: str) -> float:
-    """Returns the bits of an element that travels as the key ``communication_compression.islands.wire`` says."""
+    """Returns the bits of an element that is sent as the key ``communication_compression.islands.wire`` says."""
     codec = _codec_of(wire)
     return 8.0 * _dtype_of(wire).itemsize if codec is None else bits_of(codec)
 
 
 def _codec_of(wire: str) -> Codec | None:
-    """Returns the codec that the key ``wire`` names; None where values travel as floating-point numbers."""
+    """Returns the codec that the key ``wire`` names; None where values are sent as floating-point numbers."""
     return CODECS[wire].codec(feeds_back=False) if wire in CODECS else None
 
 
 def _dtype_of(wire: str) -> torch.dtype:
-    """Returns the dtype of what travels, or of what the codec gets."""
+    """Returns the dtype of what is sent, or of what the codec gets."""
     return torch.bfloat16 if wire == "bf16" else torch.float32

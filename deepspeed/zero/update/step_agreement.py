@@ -15,7 +15,7 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.update.masters import MasterBucket
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
-_NAME = 240  # bytes of a parameter's name that travel
+_NAME = 240  # bytes of a parameter's name that are sent
 
 
 class StepAgreement:
@@ -41,7 +41,7 @@ class StepAgreement:
 
         The host waits for the device once, to read what all ranks have sent. One small exchange over the job also
         compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
-        ranks, others have other parameters, and the flags travel by themselves.
+        ranks, others have other parameters, and the flags are exchanged separately.
 
         Returns:
             Sum of squares of the whole gradient; per bucket and parameter, whether it got a gradient on any rank that
