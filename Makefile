@@ -26,7 +26,8 @@ RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is
 
 RAY_VENV := .venv-ray
 
-.PHONY: help quickstart generate test test-all test-older-transformers test-ray lint docs docs-check install clean
+.PHONY: help quickstart generate test test-all test-older-transformers test-ray lint check-tree docs docs-check install \
+  clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
@@ -35,6 +36,7 @@ help:
 	@echo "make test-all     the same with the slow tests, and the Hugging Face tests with transformers $(OLDER) too"
 	@echo "make test-ray     Ray Train with two and three workers on this machine (some minutes; installs ray[train])"
 	@echo "make lint         ruff and mypy only"
+	@echo "make check-tree   imports between layers, and what may lie in the tree"
 	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
 	@echo "make docs-check   documents against the code they describe"
 	@echo "make install      the development environment in $(VENV)"
@@ -65,6 +67,9 @@ lint: $(VENV)/.for-tests
 	$(STEP) "ruff check" $(BIN)/ruff check .
 	$(STEP) "ruff format --check" $(BIN)/ruff format --check .
 	$(STEP) "mypy" $(BIN)/mypy
+
+check-tree: $(VENV)/.for-tests
+	$(STEP) "layers and files" $(TEST_ENV) $(BIN)/python -m pytest -q tests/project/test_imports.py tests/project/test_tree.py
 
 docs: $(VENV)/.for-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from tests.project.graph import ROOT
 
 pytestmark = pytest.mark.docs
 
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = sorted([*GUIDES, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 
 def _anchors(path: Path) -> set[str]:
@@ -39,19 +41,38 @@ def _readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_make_targets_of_the_readme_exist():
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_make_targets_exist(guide):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", _readme()))
-    assert {"quickstart", "test"} <= named
+    named = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", guide.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert "test" in named
     missing = [target for target in named if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)]
     assert not missing, missing
 
 
-def test_paths_of_the_readme_exist():
-    paths = re.findall(r"`((?:deepspeed|tests|docs|examples|benchmarks)/[\w./-]+)`", _readme())
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_paths_exist(guide):
+    paths = re.findall(r"`((?:deepspeed|tests|docs|examples|benchmarks)/[\w./-]+)`", guide.read_text(encoding="utf-8"))
     assert len(paths) >= 6
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, missing
+
+
+def test_worked_examples_name_what_is_there():
+    """Files, names and commands of CONTRIBUTING.md; a name counts where the code or a test has it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    sources = [*(ROOT / "deepspeed").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    spans = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    files = {span for span in spans if re.fullmatch(r"[\w/]+\.py", span)}
+    missing = {file for file in files if not any(path.as_posix().endswith(f"/{file}") for path in sources)}
+    missing |= {span for span in spans if re.fullmatch(r"[A-Za-z_]\w+", span) and span not in words}
+    for module in re.findall(r"python -m (deepspeed[\w.]*|tests[\w.]*)", text):
+        missing |= {module} if importlib.util.find_spec(module) is None else set()
+    for path, word in re.findall(r"pytest (tests/\S+\.py) -k (\w+)", text):
+        if not re.search(rf"def test_\w*{word}", (ROOT / path).read_text(encoding="utf-8")):
+            missing.add(f"{path} -k {word}")
+    assert len(files) > 8 and not missing, sorted(missing)
 
 
 def test_python_of_the_readme_parses():

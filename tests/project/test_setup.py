@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 
+import yaml
+
 from tests.project.graph import ROOT
 
 QUIETLY = str(ROOT / ".ci" / "quietly")
@@ -45,3 +47,12 @@ def test_whatever_make_sets_up_is_such_a_step():
         if re.match(r"\t.*(\binstall -c\b|-m venv \$\(VENV\)|/ruff|/mypy)", line) and not line.startswith("\t$(STEP) ")
     ]
     assert not loud
+
+
+def test_hooks_of_pre_commit_need_nothing_that_make_does_not_set_up():
+    """Each calls a target, all of which create the environment they use."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for hook in hooks:
+        target = re.fullmatch(r"make --no-print-directory ([a-z-]+)", hook["entry"])
+        assert target and re.search(rf"^{target[1]}: \$\(VENV\)/\.for-tests$", makefile, flags=re.MULTILINE), hook
