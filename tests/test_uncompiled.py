@@ -48,7 +48,7 @@ def test_graphs_are_those_of_torchs_decorator(recursive):
     assert ("sin" in str(operations)) is not recursive
 
 
-def test_the_reason_is_told():
+def test_the_reason_is_named():
     @partial(uncompiled, reason="it talks to other ranks")
     def middle(x):
         return x + 1

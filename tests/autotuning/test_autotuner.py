@@ -113,7 +113,7 @@ def test_an_exception_is_not_called_an_early_end(error, tmp_path, monkeypatch):
     assert reason_of(tmp_path, 1) == "ValueError: bad"
 
 
-def test_a_program_that_is_killed_has_failed_and_the_search_goes_on(tmp_path):
+def test_a_program_that_is_killed_has_failed_and_the_search_continues(tmp_path):
     program = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     assert autotuner._run_to_end(program, {}, tmp_path) == -9
 

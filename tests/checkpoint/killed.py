@@ -180,7 +180,7 @@ def train_rank(folder: Path, cell: str, rank: int, meeting: Path, resumes: bool)
 
 
 def runs(folder: Path, cells: list[str]) -> None:
-    """Kills training jobs, goes on from their checkpoints, and compares with what they did before they died."""
+    """Kills training jobs, continues from their checkpoints, and compares with what they did before they died."""
     for cell in cells:
         here = folder / cell
         here.mkdir(parents=True)

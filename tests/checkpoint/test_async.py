@@ -94,7 +94,7 @@ def failing_beside(folder: str, failing: int, then: str):
     run.save_checkpoint(folder, tag="good")
     with faults(2 if comm.get_rank() == failing else None):
         run.save_checkpoint(folder, tag="bad", async_save=True)
-        train(run, range(2))  # goes on meanwhile
+        train(run, range(2))  # continues meanwhile
         with pytest.raises(CheckpointError, match="the last save, in the background, failed") as raised:
             {
                 "save": lambda: run.save_checkpoint(folder, tag="next"),

@@ -1,4 +1,4 @@
-"""A resumed run goes on with the batch that would have come next."""
+"""A resumed run continues with the batch that would have come next."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def resume(folder: str):
     return straight, train(engine, batches, 8)
 
 
-def test_training_goes_on_with_the_same_data(tmp_path):
+def test_training_continues_with_the_same_data(tmp_path):
     for straight, resumed in run_ranks(resume, 2, str(tmp_path)):
         assert straight == resumed
 
@@ -161,7 +161,7 @@ def load_on_other_ranks(folder):
     return loader.given, [record for record in lines.buffer if "the position in the data is not" in record.getMessage()]
 
 
-def test_a_loader_of_others_goes_on_where_it_stood_or_a_line_says_that_it_does_not(tmp_path):
+def test_a_loader_of_others_continues_where_it_stood_or_a_line_says_that_it_does_not(tmp_path):
     assert run_ranks(save_with_a_loader_of_others, 2, str(tmp_path)) == [(3, [4.0, 4.0])] * 2
     ((given, lines),) = run_ranks(load_on_other_ranks, 1, str(tmp_path))
     assert given == 0
@@ -192,7 +192,7 @@ class Positioned:
 
 
 def in_parts(folder, stops, loads_first):
-    """Batches of several runs, of which each goes on where the one before has stopped."""
+    """Batches of several runs, of which each continues where the one before has stopped."""
     found, loads = [], False
     for stop in stops:
         loader = Positioned()
@@ -215,7 +215,7 @@ def runs_in_parts(folder):
             assert in_parts(folder, stops, loads_first) == whole, (loads_first, stops)
 
 
-def test_a_loader_of_others_goes_on_in_the_order_of_its_pass_for_the_second_time_too(tmp_path):
+def test_a_loader_of_others_continues_in_the_order_of_its_pass_for_the_second_time_too(tmp_path):
     run_ranks(runs_in_parts, 2, str(tmp_path))
 
 
@@ -247,7 +247,7 @@ def _loaders(ranks, size, count=50, shuffle=True, drop_last=False):
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 2)), ((4, 2), (1, 4)), ((1, 6), (2, 3)), ((2, 3), (2, 1))])
-def test_any_number_of_ranks_goes_on_with_the_samples_that_come_next(before, after, shuffle, drop_last):
+def test_any_number_of_ranks_continues_with_the_samples_that_come_next(before, after, shuffle, drop_last):
     """Micro-batches of all ranks together have the same size before and after, or a multiple of it."""
     first = _loaders(*before, shuffle=shuffle, drop_last=drop_last)
     endless = [RepeatingLoader(each) for each in first]

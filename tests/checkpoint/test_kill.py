@@ -72,7 +72,7 @@ CELLS = [
         pytest.param(CELLS, id="all", marks=[SLOW, pytest.mark.timeout(900)]),
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(cells, folder):
+def test_a_killed_run_continues_bit_for_bit(cells, folder):
     """Losses, weights, masters, moments: as if it had not been killed; for every stage, precision and tier."""
     shown = run(folder, "runs", *cells, timeout=800)
     assert shown.count("cell ") == len(cells)

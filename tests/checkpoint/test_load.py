@@ -1,4 +1,4 @@
-"""A load matches by name, leaves alone what it cannot fill, and goes on bit for bit where parameters were unfrozen."""
+"""A load matches by name, leaves alone what it cannot fill, and continues bitwise when parameters were unfrozen."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def check_loaded(name: str, folder: Path, ranks: int, stages: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_training_goes_on_from_it(name, unpack):
+def test_training_continues_from_it(name, unpack):
     """At another topology: the other number of ranks, stages on either side."""
     ranks = {1: 2, 2: 1}[FIXTURES[name][0]]
     check_loaded(name, unpack(name), ranks, (1, 3))
@@ -122,7 +122,7 @@ def test_training_goes_on_from_it(name, unpack):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1-stage2-bf16", "2-stage2-bf16", "2-stage3-bf16", "2-stage3-universal"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_training_goes_on_at_any_topology(name, ranks, unpack):
+def test_training_continues_at_any_topology(name, ranks, unpack):
     check_loaded(name, unpack(name), ranks, (0, 1, 2, 3))
 
 

@@ -55,7 +55,7 @@ def _continue(folder, tag, stages, stage, precision, **more):
         pytest.param("pipe2x2-stage1-fp32", "tag", 3, 3, 1, marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_from_it(name, tag, ranks, stages, stage, unpack):
+def test_training_continues_from_it(name, tag, ranks, stages, stage, unpack):
     folder = unpack(name)
     precision = name.rsplit("-", 1)[1]
     more = {}
@@ -208,7 +208,7 @@ def test_the_universal_form_of_layers_that_tensor_parallel_ranks_cut(unpack):
         _everything(folder, "tag_universal")
 
 
-def test_cut_layers_of_which_nothing_is_said_are_refused(unpack):
+def test_cut_layers_without_a_description_are_refused(unpack):
     folder = unpack("pipe2-stage1-bf16")
     _cut(folder / "tag", None)
     with pytest.raises(CheckpointError, match="nothing in it says how"):

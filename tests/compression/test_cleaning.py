@@ -180,7 +180,7 @@ def test_the_published_patterns_on_bert():
     clean(ids).logits.sum().backward()  # what is not quantised trains on
 
 
-def test_what_cannot_be_cleaned_is_said():
+def test_what_cannot_be_cleaned_is_named():
     config = {"compression_training": SECTION}
     with pytest.raises(CallOrderError, match="no layer of the model is compressed"):
         redundancy_clean(gpt(), config)

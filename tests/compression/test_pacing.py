@@ -236,5 +236,5 @@ def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
     run_ranks(_one_process, 1)
 
 
-def test_compression_training_is_paced_too_and_fused_attention_is_said() -> None:
+def test_compression_training_is_paced_too_and_fused_attention_is_named() -> None:
     run_ranks(_attending, 1)

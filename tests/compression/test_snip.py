@@ -234,7 +234,7 @@ def test_tied_weights_have_one_mask() -> None:
     assert head.sparse_pruning_mask.float().mean() == pytest.approx(0.3, abs=0.01)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     scheduler = compression_scheduler(init_compression(gpt(), section()))
     with pytest.raises(CallOrderError, match="before_update"):
         scheduler.step()
@@ -261,7 +261,7 @@ def test_settings_that_contradict_each_other(more: dict[str, Any], message: str)
         parse({"train_batch_size": 1, **section(**more)})
 
 
-def test_settings_of_another_method_are_said() -> None:
+def test_settings_of_another_method_are_named() -> None:
     group = {"only": {"params": {"dense_ratio": 0.5}, "modules": ["*"]}}
     technique = {"shared_parameters": {"enabled": True, "block_pattern": "4x1"}, "different_groups": group}
     config = {"train_batch_size": 1, "compression_training": {"sparse_pruning": technique}}

@@ -72,7 +72,7 @@ def test_ranks_that_accelerate_has_not_counted_are_explained(monkeypatch: pytest
     ("config", "ranks", "fit"),
     [({TOTAL: 30, MICRO: 4}, 2, "24 or 32"), ({TOTAL: 30}, 4, "28 or 32"), ({TOTAL: 3, STEPS: 2}, 2, "4 would fit")],
 )
-def test_what_would_fit_is_said(config: dict[str, int], ranks: int, fit: str) -> None:
+def test_the_error_names_sizes_that_would_fit(config: dict[str, int], ranks: int, fit: str) -> None:
     assert fit in only_problem(config, batch=False, dp_world_size=ranks)
 
 
@@ -120,7 +120,7 @@ def test_resolve_batch_raises_by_itself() -> None:
         resolve_batch(5, None, None, 2)
 
 
-def test_a_product_over_all_ranks_is_told_from_one_over_those_that_see_other_samples() -> None:
+def test_a_product_over_all_ranks_differs_from_one_over_ranks_with_other_samples() -> None:
     """Accelerate and the Trainer multiply all ranks, also those that share layers."""
     shared = {"tensor_parallel": {"autotp_size": 2}}
     parsed = parse({TOTAL: 24, MICRO: 3, STEPS: 2, **shared}, dp_world_size=2)

@@ -150,7 +150,7 @@ def test_several_metrics_intersect(tmp_path):
     assert set(drawn) == set(range(COUNT)), "in the end all are allowed"
 
 
-def test_a_state_goes_on_bit_for_bit_and_on_other_ranks(tmp_path):
+def test_a_state_continues_bit_for_bit_and_on_other_ranks(tmp_path):
     config = section({"length": index(tmp_path)})
     ranks = samplers(config)
     iterators = [iter(sampler) for sampler in ranks]
@@ -273,7 +273,7 @@ def _resumed_alone(folder, config):
     return state["consumed_samples"], state["current_difficulties"]
 
 
-def test_another_number_of_ranks_goes_on(tmp_path):
+def test_another_number_of_ranks_continues(tmp_path):
     config = section({"length": index(tmp_path)})
     run_ranks(_training, 2, tmp_path / "saved", config, 1)
     assert run_ranks(_resumed_alone, 1, tmp_path / "saved", config) == [(24, {"length": 10})]

@@ -93,5 +93,5 @@ def _refused():
     assert engine_of(tower(), 0).curriculum_params_legacy() is None
 
 
-def test_a_model_that_takes_no_length_is_told_so():
+def test_a_model_that_takes_no_length_is_named():
     run_ranks(_refused, 1)

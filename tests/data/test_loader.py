@@ -61,7 +61,7 @@ def test_drop_last_by_either_name():
     assert len(DeepSpeedDataLoader(Numbers(5), 2)) == 3
 
 
-def test_each_pass_is_shuffled_anew_and_repeatably():
+def test_each_pass_is_shuffled_again_and_repeatably():
     first = DeepSpeedDataLoader(Numbers(50), 5, data_parallel_world_size=2, data_parallel_rank=1)
     passes = [samples(first), samples(first)]
     assert passes[0] != passes[1] and passes[0] != sorted(passes[0])

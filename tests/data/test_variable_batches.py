@@ -85,7 +85,7 @@ def test_rates_over_a_schedule_and_from_a_state(kind):
         plain = WarmupLR(optimizer, 0.0, 0.8, 6, "linear")
         if kind == "torch":
             optimizer.param_groups[0]["lr"] = 0.8
-            plain = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # goes on from the rate it finds
+            plain = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # continues from the rate it finds
         return plain, optimizer
 
     plain, optimizer = made()

@@ -250,7 +250,7 @@ def test_a_finding_is_a_sentence_with_both_places() -> None:
     assert "the write on stream 1 (zero_" in sentence
 
 
-def test_a_pair_of_places_is_told_once() -> None:
+def test_a_pair_of_places_is_reported_once() -> None:
     def run(device: Device) -> None:
         s = Streams(is_ordered=False)
         for _ in range(3):

@@ -101,7 +101,7 @@ ORDERINGS: tuple[tuple[Program, int, Undoing], ...] = (
     (states_that_are_read_while_away, 1, nothing(SimulatedAccelerator, "synchronize")),
     # locked pages are given back after the copies from them
     (states_that_come_back, 2, nothing(SimulatedAccelerator, "synchronize")),
-    # the copy for a background save is over when training goes on
+    # the copy for a background save is over when training continues
     (a_save_in_the_background, 1, nothing(SimulatedAccelerator, "synchronize")),
     # a gather sends this rank's slice after it has come up
     (three_updates(3, "both on the host"), 2, no_context(HostMemory)),

@@ -85,7 +85,7 @@ def test_entries_of_a_table_of_contents_are_distinct(site):
         assert len(entries) == len(set(entries)), path.relative_to(site)
 
 
-def test_a_list_goes_on_counting_after_a_code_box(site):
+def test_a_list_continues_counting_after_a_code_box(site):
     text = (site / "migrating" / "from-upstream.html").read_text(encoding="utf-8")
     assert re.search(r'<ol start="3">\s*<li>Start it as before', text)
 

@@ -111,7 +111,7 @@ def test_a_forked_child_does_not_hide_the_end_of_its_parent(linked):
         os.waitpid(pid, 0)
 
 
-def test_who_is_dropped_by_the_others_does_not_go_on_alone(linked):
+def test_who_is_dropped_by_the_others_does_not_continue_alone(linked):
     """The network between 0 and 2 breaks; 1 hears of it from 0 and leaves 2 out, which could go on with its copies."""
     linked[1].drop(2)
     linked[0].drop(2)
@@ -213,7 +213,7 @@ def test_who_does_not_come_is_named(linked):
 
 
 def test_a_machine_that_is_silent_needs_a_majority(linked):
-    """Half of the members cannot know whether the other half goes on."""
+    """Half of the members cannot know whether the other half continues."""
     with linked[0]._changed:
         for number in (1, 2):
             linked[0]._lost[number] = LostMember(linked[0]._members[number], time.monotonic(), is_certain=False)

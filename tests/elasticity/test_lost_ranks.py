@@ -111,7 +111,7 @@ def test_states_on_disk(tmp_path, stage):
 
 @pytest.mark.parametrize("stage", [2, slow(0)])
 def test_a_loss_right_after_a_checkpoint_was_loaded(tmp_path, stage):
-    """The run goes on from what was loaded, not from the states before."""
+    """The run continues from what was loaded, not from the states before."""
     arguments = {"config": make_config(stage), "total": 2, "save": 2, "checkpoints": str(tmp_path / "saved")}
     for part in ("a", "b"):
         (tmp_path / part).mkdir()
@@ -226,7 +226,7 @@ def cut_job(folder, ranks, stage, die, total=TOTAL, more=None, **options) -> Job
 
 @pytest.mark.parametrize("stage", [3, slow(0), slow(1), slow(2)])
 def test_a_rank_that_shares_layers_is_killed_and_a_spare_takes_the_next_ones_place(tmp_path, stage):
-    """Two copies of the model become one and a spare process, which goes on where a rank of that one is killed."""
+    """Two copies of the model become one and a spare process, which continues where a rank of that one is killed."""
     result = cut_job(tmp_path, 4, stage, {"r0": [(2, "backward")], "r3": [(5, "forward")]})
     assert result.codes == {"r0": -9, "r1": 0, "r2": 0, "r3": -9}, result.errors
     check(result, kind="awkward")

@@ -133,7 +133,7 @@ def weights_too() -> None:
     assert isinstance(sharded[0]._compute_transport.codec, Int8Codec)
 
 
-def test_weights_travel_as_codes_at_stage_3() -> None:
+def test_weights_are_sent_as_codes_at_stage_3() -> None:
     run_ranks(weights_too, 2)
 
 
@@ -145,7 +145,7 @@ def alone() -> None:
     engine.destroy()
 
 
-def test_one_rank_says_that_nothing_travels() -> None:
+def test_one_rank_says_that_nothing_is_sent() -> None:
     run_ranks(alone, 1)
 
 

@@ -111,7 +111,7 @@ def attacks(names: list[str], folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_not_finite_changes_nothing_and_phases_go_on(ranks: int, tmp_path: Path) -> None:
+def test_what_is_not_finite_changes_nothing_and_phases_continue(ranks: int, tmp_path: Path) -> None:
     run_ranks(attacks, ranks, list(WAYS), str(tmp_path), timeout=180)
 
 

@@ -158,7 +158,7 @@ def _one_rank_repeats(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_one_rank_may_repeat_what_had_not_travelled(stage):
+def test_one_rank_may_repeat_what_had_not_been_sent(stage):
     run_ranks(_one_rank_repeats, 2, stage)
 
 

@@ -178,5 +178,5 @@ def refusals():
         start(make(), 0, enabled=True, inference_tp_size=2)
 
 
-def test_bad_input_is_said():
+def test_bad_input_raises():
     run_ranks(refusals, 1)

@@ -160,7 +160,7 @@ def _only_rank_0_counts_first():
     assert str(caught.value).endswith("Pass count on every rank, 0 where a rank has no tokens, or on none")
 
 
-def test_a_rank_that_alone_counts_its_first_loss_is_told_so():
+def test_a_rank_that_alone_counts_its_first_loss_raises():
     run_ranks(_only_rank_0_counts_first, 2)
 
 

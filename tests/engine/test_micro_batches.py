@@ -140,7 +140,7 @@ def mistakes_of_a_driver() -> None:
         assert engine.global_steps == 1 + number
 
 
-def test_a_driver_that_says_something_else_is_told() -> None:
+def test_a_driver_that_announces_something_else_raises() -> None:
     run_ranks(mistakes_of_a_driver, 1)
 
 

@@ -107,7 +107,7 @@ def _skip(stage, precision, poison, accumulation):
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_step_is_skipped_everywhere(precision, poison):
-    """Weights, moments, step counts, schedule: nothing moves. Afterwards training goes on, alike at every stage."""
+    """Weights, moments, step counts, schedule: nothing moves. Afterwards training continues, alike at every stage."""
     results = [run_ranks(_skip, 2, stage, precision, poison, 1) for stage in range(4)]
     for result in results:
         assert_states_equal(result[1], result[0])

@@ -76,5 +76,5 @@ def not_taken_back() -> None:
     engine.destroy()
 
 
-def test_what_cannot_be_taken_back_is_said() -> None:
+def test_what_cannot_be_taken_back_raises() -> None:
     run_ranks(not_taken_back, 1)

@@ -268,7 +268,7 @@ def traffic_between_groups() -> None:
     assert near > 0.27 * plain  # so it is not the neighbours alone
 
 
-def test_between_groups_travels_a_quarter_of_stage_3() -> None:
+def test_between_groups_a_quarter_is_sent_of_stage_3() -> None:
     run_ranks(traffic_between_groups, 4)
 
 

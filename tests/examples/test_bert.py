@@ -42,7 +42,7 @@ def _both(folder):
         "plain": _shown("train_bert.py", "--checkpoint_dir", f"plain-{os.environ['RANK']}", *short),
         "ds": _shown("train_bert_ds.py", "--checkpoint_dir", "ds", *short),
     }
-    # Both stop after four steps and go on: the later losses are the same.
+    # Both stop after four steps and continue: the later losses are the same.
     for kind, script in (("plain", "train_bert.py"), ("ds", "train_bert_ds.py")):
         place = "ds" if kind == "ds" else f"plain-{os.environ['RANK']}"
         if kind == "ds":

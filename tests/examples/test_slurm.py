@@ -133,7 +133,7 @@ def test_gpus_per_task_show_each_task_one_device():
 
 # --- a real cluster ---------------------------------------------------------------------------------------------------
 
-# The example, with the number of steps from a file: a run goes on until the test has seen enough of it.
+# The example, with the number of steps from a file: a run continues until the test has seen enough of it.
 STEPS = """
 import runpy, sys
 sys.argv += ["--steps", open("steps").read()]
@@ -200,7 +200,7 @@ on_a_cluster = [pytest.mark.slow, pytest.mark.timeout(1200), needs_machines, nee
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=on_a_cluster) for name in ("tasks.sbatch", "nodes.sbatch")]
 )
-def test_slurm_requeues_a_job_on_two_nodes_and_it_goes_on(script, cluster, job):
+def test_slurm_requeues_a_job_on_two_nodes_and_it_continues(script, cluster, job):
     slurm, _ = cluster
     # The second asks for devices only, so that the tasks share one processor per node.
     options = ["--ntasks-per-node=2"] if script == "tasks.sbatch" else ["--ntasks-per-node=1", "--gpus-per-node=2"]

@@ -182,7 +182,7 @@ def _raise_unpicklable():
     raise _NeedsTwo(1, 2)
 
 
-def test_an_exception_that_cannot_travel_is_still_described():
+def test_an_exception_that_cannot_be_sent_is_still_described():
     with pytest.raises(RanksFailed, match="_NeedsTwo: 1 and 2") as caught:
         run_ranks(_raise_unpicklable, 1)
     assert caught.value.first.exception is None
@@ -263,7 +263,7 @@ def _skip():
     pytest.skip("no such device")
 
 
-def test_a_skip_travels():
+def test_a_skip_is_sent():
     with pytest.raises(pytest.skip.Exception, match="no such device"):
         run_ranks(_skip, 2)
 
@@ -297,7 +297,7 @@ def _alive(pid):
         return False
 
 
-def test_tensors_travel_without_their_neighbours():
+def test_tensors_are_sent_without_their_neighbours():
     big = torch.zeros(1_000_000)
     assert len(wire.dumps(big[:3])) < 1000
     linear = torch.nn.Linear(3, 2)

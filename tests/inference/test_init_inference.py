@@ -100,7 +100,7 @@ def test_the_callers_dict_stays_as_it_is_and_may_be_a_file(tmp_path):
         ({"injection_policy_tuple": ["o"], "injection_policy": {"A": "b"}}, {}, "give one of them"),
     ],
 )
-def test_bad_input_is_said(config, keywords, text):
+def test_bad_input_raises(config, keywords, text):
     model = make()
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(DeepSpeedConfigError, match=text):
@@ -108,7 +108,7 @@ def test_bad_input_is_said(config, keywords, text):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_bad_models_policies_and_prompts_are_said():
+def test_bad_models_policies_and_prompts_raise():
     for config, text in (
         ({"injection_policy": {"GPT2Block": "c_proj"}}, "the model has no GPT2Block; its classes are LlamaAttention"),
         ({"injection_policy": {"LlamaMLP": 3}}, "LlamaMLP: expected names of its layers.*found 3"),

@@ -204,5 +204,5 @@ def refused():
         engine(**different)
 
 
-def test_bad_input_is_said():
+def test_bad_input_raises():
     run_ranks(refused, 2)

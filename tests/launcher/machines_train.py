@@ -1,7 +1,7 @@
 """One rank of the runs of test_machines.py: ``machines_train.py STAGE FOLDER FIRST LAST [up]``.
 
 Trains from step FIRST to LAST, from the checkpoint in FOLDER unless FIRST is 0, saves there, and writes what it has
-seen to ``rank<number>.json``. With ``up`` it touches ``up<number>`` after its first step, and goes on much longer.
+seen to ``rank<number>.json``. With ``up`` it touches ``up<number>`` after its first step, and continues much longer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
 
 
-def test_the_agent_is_told_what_was_asked():
+def test_the_agent_gets_what_was_asked():
     command = agent_command(Elastic(1, 3), 4, "host-a", 77, "name", ("x.py", "--a"), ("--no_python",))
     assert command[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
     assert {"--nnodes=1:3", "--nproc-per-node=4", "--rdzv-endpoint=host-a:77", "--no-python"} <= set(command)
@@ -91,7 +91,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=3")
         ),
     ],
 )  # fmt: skip
-def test_training_goes_on_from_the_checkpoint_after_each_restart(tmp_path, command, agents, killed):
+def test_training_continues_from_the_checkpoint_after_each_restart(tmp_path, command, agents, killed):
     """A rank is killed at each of the steps ``killed``; all are started again and end with what they would have had."""
     (tmp_path / "job.py").write_text(RESUMES)
     port = free_port()
@@ -116,7 +116,7 @@ def test_training_goes_on_from_the_checkpoint_after_each_restart(tmp_path, comma
 
 @pytest.mark.slow
 def test_a_machine_that_is_lost_leaves_a_smaller_run(tmp_path):
-    """Two machines on the loopback; the second is killed, and the first goes on alone."""
+    """Two machines on the loopback; the second is killed, and the first continues alone."""
     script = """
         import pathlib, torch, deepspeed
         deepspeed.init_distributed()

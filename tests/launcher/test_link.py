@@ -225,7 +225,7 @@ def test_the_hub_listens_where_the_others_reach_it(monkeypatch):
         listener.close()
 
 
-def test_a_launcher_that_does_not_know_the_first_machine_says_so_and_goes_on(monkeypatch):
+def test_a_launcher_that_does_not_know_the_first_machine_says_so_and_continues(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 

@@ -188,7 +188,7 @@ def test_machines_without_a_shared_folder_keep_their_own_ranks_files(stage, tmp_
         parts = [machine.path("/tmp/checkpoints") for machine in machines.all]
         names = [{str(path.relative_to(part)) for path in part.rglob("*") if path.is_file()} for part in parts]
         assert names[0] != names[1] and all(any("rank" in name for name in some) for some in names), names
-        # The same ranks on the same machines go on from their own parts.
+        # The same ranks on the same machines continue from their own parts.
         succeed(form.start(machines, [*arguments, "5", "8"], (0, 1)))
         for one in seen(tmp_path, 4):
             assert one["losses"] == pytest.approx(losses[5:], rel=1e-5)
@@ -203,9 +203,9 @@ def test_machines_without_a_shared_folder_keep_their_own_ranks_files(stage, tmp_
             assert one["losses"] == pytest.approx(expected(9)[8:], rel=1e-5)
 
 
-# Under mpirun the ranks end too, but Open MPI 4.1 goes on waiting for its daemon on the lost machine.
+# Under mpirun the ranks end too, but Open MPI 4.1 continues waiting for its daemon on the lost machine.
 @pytest.mark.parametrize("form", [FORMS["torchrun"], FORMS["ssh"]])
-def test_a_machine_that_is_lost_ends_the_run_and_one_machine_goes_on(form, tmp_path):
+def test_a_machine_that_is_lost_ends_the_run_and_one_machine_continues(form, tmp_path):
     """No word comes from the lost machine, and no connection to it is closed: its packets just stop."""
     folder = str(tmp_path / "checkpoints")
     with Machines(tmp_path, 2, **SHAPE) as machines:

@@ -108,7 +108,7 @@ def test_a_plain_mpirun_line_is_found_by_init_distributed(tmp_path):
 
 @needs_program("mpirun.openmpi")
 @pytest.mark.slow
-def test_mpirun_at_the_port_of_another_run_is_told_whose_it_is(tmp_path):
+def test_mpirun_at_the_port_of_another_run_names_that_run(tmp_path):
     script = """
         import pathlib, torch, deepspeed.comm as dist
         dist.init_distributed()

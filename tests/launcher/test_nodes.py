@@ -128,7 +128,7 @@ def test_the_first_waits_for_the_last_and_learns_of_a_late_failure(tmp_path):
     assert [node.finish()[0] for node in nodes] == [2, 2]
 
 
-def test_a_failure_before_the_other_launcher_has_started_is_still_told(tmp_path):
+def test_a_failure_before_the_other_launcher_has_started_still_reaches_it(tmp_path):
     port = free_port()
     late = ("--no_ssh", "--num_nodes=2", "--master_addr=127.0.0.1", f"--master_port={port}", "--num_gpus=1")
     early = Launcher(tmp_path, "time.sleep(300) if rank == 0 else sys.exit(7)", *late, "--node_rank=1")

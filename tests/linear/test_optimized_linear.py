@@ -43,7 +43,7 @@ def test_a_quantised_base_takes_the_weights_of_a_plain_layer():
     assert torch.equal(again(x), layer(x))
 
 
-def test_adapters_can_come_later_and_bad_input_is_said():
+def test_adapters_can_come_later_and_bad_input_raises():
     layer = OptimizedLinear(4, 4, lora_config=LoRAConfig(lora_r=2, delay_lora_init=True), dtype=torch.float32)
     with pytest.raises(CallOrderError, match="call init_lora"):
         layer(torch.ones(1, 4))

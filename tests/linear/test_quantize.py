@@ -93,7 +93,7 @@ def test_adapters_train_through_a_quantised_base():
     assert model[1].codes.grad is None and not model[1].codes.requires_grad
 
 
-def test_bad_input_is_said_and_changes_nothing():
+def test_bad_input_raises_and_changes_nothing():
     with pytest.raises(DeepSpeedConfigError, match="QuantizedLinear\\(48, 8\\): its 48 input features"):
         QuantizedLinear(48, 8, quantization_config=QuantizationConfig(q_bits=4, group_size=32))
     with pytest.raises(DeepSpeedConfigError, match="q_bits=6"):

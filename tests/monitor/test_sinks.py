@@ -40,7 +40,7 @@ def test_csv(tmp_path):
     assert (folder / "Train_Samples_train_loss.csv").read_text() == "step,train_loss\n8,0.5\n16,nan\n"
     assert (folder / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.001\n"
     master.close()
-    again = MonitorMaster(config)  # a resumed run goes on in the same files
+    again = MonitorMaster(config)  # a resumed run continues in the same files
     again.write_events([("Train/Samples/lr", 0.002, 24)])
     assert (folder / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.001\n24,0.002\n"
 
@@ -98,7 +98,7 @@ def test_comet(monkeypatch):
     assert experiment.logged == [(8, {"a": 8.0, "b": 0.0}), (32, {"a": 32.0, "b": 0.0})]
     master.close()
     assert experiment.is_ended
-    master.write_events([("a", 1.0, 56)])  # after a close it goes on with the same experiment
+    master.write_events([("a", 1.0, 56)])  # after a close it continues with the same experiment
     assert module.made[1].settings == {"project": "p", "online": False, "experiment_key": "key-1"}
 
 
@@ -113,7 +113,7 @@ def test_a_missing_package_is_named(section, package, monkeypatch):
     assert not MonitorMaster({section: {"enabled": False}}).enabled
 
 
-def test_a_failure_is_said_once_and_ends_the_monitor_not_the_training(tmp_path, warnings):
+def test_a_failure_is_logged_once_and_ends_the_monitor_not_the_training(tmp_path, warnings):
     (tmp_path / "job").write_text("a file where a folder is needed")
     other = tmp_path / "other"
     config = {

@@ -149,7 +149,7 @@ def _say(backward, fp16):
     assert waiting._readers == readers + (rank() == 0)
     engine.destroy()
     engine.destroy()
-    assert waiting._readers == readers, "the clock goes on without a reader"
+    assert waiting._readers == readers, "the clock continues without a reader"
     return started, lines, losses
 
 

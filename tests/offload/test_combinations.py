@@ -19,7 +19,7 @@ from tests.offload.training import collect, config, make_engine, train, train_so
 
 
 def across_checkpoint(saving: dict[str, Any], loading: dict[str, Any], folder: str) -> None:
-    """Saves in the middle with one placement, goes on with another."""
+    """Saves in the middle with one placement, continues with another."""
     straight = make_engine(saving)
     train_some(straight, range(2))
     straight.save_checkpoint(folder)

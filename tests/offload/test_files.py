@@ -288,7 +288,7 @@ def test_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_transfers_that_the_system_cuts_short_go_on(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_continue(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(os, call)
 
     def a_page(handle: int, buffers: list[memoryview], offset: int) -> int:

@@ -1,4 +1,4 @@
-"""``offload_states`` and ``reload_states``: training goes on bit for bit, memory leaves and comes back."""
+"""``offload_states`` and ``reload_states``: training continues bit for bit, memory leaves and comes back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def interrupted(settings: dict[str, Any], kinds: list[Any] | None) -> tuple[Trai
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_training_goes_on(ranks: int, stage: int) -> None:
+def test_training_continues(ranks: int, stage: int) -> None:
     precision = "bf16" if stage != 2 else "fp32"
     for got, expected in run_ranks(interrupted, ranks, config(stage, precision=precision), None):
         for part in ("norms", "compute", "masters", "states"):

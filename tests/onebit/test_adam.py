@@ -307,7 +307,7 @@ def test_masks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
 
 
 def resume(folder: str, stages: tuple[int, ...]) -> None:
-    """The same size goes on bit for bit, from both phases."""
+    """The same size continues bit for bit, from both phases."""
     for stage in stages:
         for at in (1, 4):
             engine = make(stage)
@@ -361,7 +361,7 @@ def other_unit(folder: str) -> None:
     logger.removeHandler(lines)
 
 
-def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_continues(tmp_path: Path) -> None:
     run_ranks(resume, 2, str(tmp_path), (0, 2))
     run_ranks(other_unit, 2, str(tmp_path))
     run_ranks(elsewhere, 3, str(tmp_path), (0, 2))

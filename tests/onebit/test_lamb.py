@@ -95,6 +95,6 @@ def elsewhere(folder: str) -> None:
     assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
 
 
-def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_continues(tmp_path: Path) -> None:
     run_ranks(resume, 2, str(tmp_path), (0, 2))
     run_ranks(elsewhere, 3, str(tmp_path))

@@ -138,7 +138,7 @@ def elsewhere(folder: str) -> None:
     assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
 
 
-def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_continues(tmp_path: Path) -> None:
     run_ranks(resume, 2, str(tmp_path))
     run_ranks(elsewhere, 3, str(tmp_path))
 

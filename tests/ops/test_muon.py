@@ -253,7 +253,7 @@ def test_matrices_of_one_stack_are_shared_out(monkeypatch):
     assert group.run(body) == [(0, 2)] * 4, "whole matrices stay where they are"
 
 
-def test_stacks_and_convolutions_are_told_apart():
+def test_stacks_and_convolutions_are_distinguished():
     model = torch.nn.Module()
     model.experts = torch.nn.Parameter(torch.ones(4, 3, 5))
     model.experts_bias = torch.nn.Parameter(torch.ones(4, 3))
@@ -417,7 +417,7 @@ def test_matrices_that_lie_on_one_rank_are_shared_out():
     assert [len(found.owned_by(position)) for position in range(2)] == [4, 4]
 
 
-def test_uncut_balanced_matrices_do_not_travel():
+def test_uncut_balanced_matrices_are_not_sent():
     (found,) = planned(Layout([(64, 64)] * 8, 2))
     assert all(segment.peer == position for position in range(2) for segment in found.sent_by(position))
 
@@ -546,7 +546,7 @@ def test_what_is_refused():
     assert not supports_flat_update(optimizer)
 
 
-def test_state_travels():
+def test_state_is_sent():
     weights, gradients = data()
     expected = whole(weights, gradients)
     params = [torch.nn.Parameter(weight.clone()) for weight in weights]

@@ -155,7 +155,7 @@ def test_groups_of_a_torch_optimizer_are_taken(cls):
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("how", ["state_dict", "saved", "deepcopy", "pickle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_on_alike(cls, how, dtype):
+def test_training_continues_alike(cls, how, dtype):
     params = parameters(dtype)
     expected = train(cls(params, lr=0.01), params, steps=4)
     params = parameters(dtype)

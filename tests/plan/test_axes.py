@@ -69,7 +69,7 @@ def test_against_real_ranks_at_every_stage():
     _compare([(Cell(stage, accumulation=2), *size) for stage in range(4) for size in sizes])
 
 
-def test_what_travels_is_the_formula():
+def test_what_is_sent_is_the_formula():
     hidden, kv = SHAPE.hidden, SHAPE.hidden // 2
     plain = _planned(Cell(1), 1, 1)
     for sequence in (2, 4):

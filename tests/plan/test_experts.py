@@ -131,7 +131,7 @@ def test_against_real_ranks_at_every_stage():
     _compare([(Cell(stage, accumulation=2), ep) for ep in (4, 2, 1) for stage in range(4)])
 
 
-def test_what_travels_is_the_formula():
+def test_what_is_sent_is_the_formula():
     """2 k S M (1 - 1 / ep) each way, in forward and in backward, and the counts of the routes."""
     for ep in (2, 4):
         calls, nbytes = _planned(Cell(1), ep).simulated.flow.asked_along["all_to_all", "expert"]

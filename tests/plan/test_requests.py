@@ -483,11 +483,11 @@ def refuses_checkpointing(supports):
         ("64GiB", "with 64.00 GiB"),
     ],
 )
-def test_the_memory_of_a_device_is_told_as_given(given, expected):
+def test_the_memory_of_a_device_is_shown_as_given(given, expected):
     assert expected in plan(device="other", device_memory=given, suggest=False).table()
 
 
-def test_activations_are_told_for_both_settings_of_checkpointing():
+def test_activations_are_shown_for_both_settings_of_checkpointing():
     """Whichever is planned; the other one takes one more forward of the same engine."""
     both = functools.partial(plan, compare_checkpointing=True)
     transformers = pytest.importorskip("transformers")

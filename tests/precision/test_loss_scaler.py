@@ -120,7 +120,7 @@ def test_scale_never_falls_below_the_minimum():
 
 
 @pytest.mark.parametrize("carry", ["state_dict", "pickle", "deepcopy"])
-def test_a_restored_scaler_goes_on_alike(carry):
+def test_a_restored_scaler_continues_alike(carry):
     script = [False, True, False, False, True, True, False, False, False, False]
     whole = dynamic(scale_window=3, delayed_shift=2)
     for overflow in script:

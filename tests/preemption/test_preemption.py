@@ -1,4 +1,4 @@
-"""A signal finishes the step, saves and leaves with a code; the same command goes on, on any number of ranks."""
+"""A signal finishes the step, saves and leaves with a code; the same command continues, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _by_step(results):
     return [sorted(sum((used for used in step), [])) for step in zip(*(found[1] for found in results), strict=True)]
 
 
-def test_the_same_command_goes_on_at_another_number_of_ranks(tmp_path):
+def test_the_same_command_continues_at_another_number_of_ranks(tmp_path):
     whole = run_ranks(_train, 2, tmp_path / "whole", None)
     first = run_ranks(_train, 2, tmp_path / "losses", (3, 1))
     assert [(found[0], found[3]) for found in first] == [(75, 4)] * 2

@@ -78,13 +78,13 @@ def _check(documented: list[Function], silent: list[Function], least: float, wha
     assert share >= least, f"{share:.3f} of the functions say {what}, {least} did before. These do not:\n{places}"
 
 
-def test_shapes_are_said():
+def test_docstrings_give_shapes():
     taking = [each for each in functions() if each.takes_tensors]
     documented = [each for each in taking if _SHAPE.search(each.docstring)]
     _check(documented, [each for each in taking if each not in documented], SHAPES, "a shape")
 
 
-def test_errors_are_said():
+def test_docstrings_name_errors():
     raising = [each for each in functions() if each.raised]
     documented = [each for each in raising if "raise" in each.docstring.lower()]
     _check(documented, [each for each in raising if each not in documented], RAISES, "what they raise")

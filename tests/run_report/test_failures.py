@@ -74,7 +74,7 @@ def _failures(folder):
     return [(f["rank"], f.get("step")) for f in json.loads((folder / "report.json").read_text())["failures"]]
 
 
-def test_a_rank_of_another_machine_is_lost_if_the_others_failed_or_went_on(tmp_path):
+def test_a_rank_of_another_machine_is_lost_if_the_others_failed_or_continued(tmp_path):
     write_rank(tmp_path, 0, [step_line(1), step_line(2)])
     write_rank(tmp_path, 1, [step_line(1), step_line(2)], has_ended=False, pid=1)
     assert _failures(tmp_path) == [], "it may be about to write its end"

@@ -68,7 +68,7 @@ def test_phases_waits_and_what_lies_outside_make_up_the_step(tmp_path):
     assert not waiting.is_running
 
 
-def test_a_phase_that_an_exception_left_is_begun_anew(tmp_path):
+def test_a_phase_that_an_exception_left_begins_again(tmp_path):
     clock = Ticks()
     recorder = StepRecorder(tmp_path, 0, {}, clock)
     recorder.begin("forward")

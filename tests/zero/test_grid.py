@@ -145,7 +145,7 @@ def _count_sends(transport, name, sent):
     transport.send = counting
 
 
-def test_where_bytes_lie_and_where_they_travel():
+def test_where_bytes_lie_and_where_they_are_sent():
     """In bytes; Psi elements in bf16, gradients summed in fp32, accumulation 2, the second step.
 
     hpZ: what travels between groups is the sum of gradients per micro-batch (half of Psi / 2 in fp32) and the new

@@ -77,7 +77,7 @@ def test_multiples_of_the_parameters_per_step(stage, expected, ranks):
     assert psi - result["used"] <= 4 * (64 * 20 + 64 * ranks * result["buckets"])
 
 
-def test_accumulation_multiplies_what_travels_per_micro_batch():
+def test_accumulation_multiplies_what_is_sent_per_micro_batch():
     """Stages 0 and 1 reduce once per step; 2 reduces, and 3 also gathers, per micro-batch."""
     found = {}
     for stage in range(4):

@@ -122,7 +122,7 @@ def test_what_is_owed_stays_bounded(codec: Codec) -> None:
     assert furthest[10_000] < 1.5 * furthest[1_000] < 1.5 * 6.0 * 96**0.5
 
 
-def test_nothing_is_coded_where_nothing_travels() -> None:
+def test_nothing_is_coded_where_nothing_is_sent() -> None:
     alone = LocalTransport()
     assert coded(alone, SignCodec()) is alone and alone.is_exact
 

@@ -321,12 +321,12 @@ def _other_hosts() -> None:
     assert len(os.listdir("/proc/self/fd")) < open_before + 12
 
 
-def test_ranks_of_several_hosts_go_on_over_gloo():
+def test_ranks_of_several_hosts_continue_over_gloo():
     run_ranks(_other_hosts, 2, fresh=True)
 
 
 def _groups_come_and_go() -> None:
-    """A group that is destroyed takes its connections along, while the job goes on with others."""
+    """A group that is destroyed takes its connections along, while the job continues with others."""
     world = Job.current().axis_of().transport()
     warm_up(world)
     kept, counts, aborts = [], [], []

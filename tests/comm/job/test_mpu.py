@@ -95,7 +95,7 @@ def _left_out():
         coordinates(mpu)
 
 
-def test_a_unit_that_leaves_out_what_matters_is_told_so():
+def test_a_unit_that_leaves_out_what_matters_raises():
     run_ranks(_left_out, 2)
 
 

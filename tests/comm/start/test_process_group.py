@@ -343,7 +343,7 @@ def test_names_of_two_families_are_left_for_the_interface_on_all_machines(two_in
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen
 
 
-def test_a_machine_without_a_route_is_told_what_to_set(two_interfaces, monkeypatch):
+def test_a_machine_without_a_route_is_named_with_what_to_set(two_interfaces, monkeypatch):
     monkeypatch.setattr(process_group, "address_towards", lambda host: None)
     warned = []
     monkeypatch.setattr(process_group.logger, "warning", warned.append)

@@ -115,7 +115,7 @@ def test_rank_0_needs_no_name_and_the_others_reach_it_by_the_address_that_answer
         (["127.0.0.1"], "nobody listens at master, which is 127.0.0.1 on host {host} (Connection refused)"),
     ],
 )
-def test_what_is_never_reached_is_said_with_what_the_name_means_here(names, known, words):
+def test_an_address_that_is_never_reached_is_named_with_what_it_resolves_to(names, known, words):
     names(unknown_for=0 if known else 10**9, master=known)
     with pytest.raises(RuntimeError) as error:
         open_store(None, place(1, "master", ports.free_port()), SHORT)

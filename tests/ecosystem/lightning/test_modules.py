@@ -174,7 +174,7 @@ def _refusals(folder):
             trainer(strategy(2)).fit(Two(), loader())
         with pytest.raises(MisconfigurationException, match="by value"):
             trainer(strategy(2), gradient_clip_algorithm="value", gradient_clip_val=1.0).fit(Lit(), loader())
-        # The same process goes on with a model that trains.
+        # The same process continues with a model that trains.
         model = Lit()
         trainer(strategy(2)).fit(model, loader())
         assert model.losses[-1] < model.losses[0]

@@ -136,7 +136,7 @@ def test_a_cell_may_run_again_and_be_interrupted(kernel, stage):
         time.sleep(pause)
         error, printed = kernel.interrupt(message)
         assert error == "KeyboardInterrupt", printed
-        succeed(kernel.run("print('loss', train(engine, 5, 9))"))  # the same engine goes on
+        succeed(kernel.run("print('loss', train(engine, 5, 9))"))  # the same engine continues
     assert succeed(kernel.run(START.format(stage=stage))) == [first]
     assert succeed(kernel.run("print('loss', train(engine, 5, 9))")) == [more]
 

@@ -37,7 +37,7 @@ def texts(count: int = 48) -> Any:
 
 
 def pairs(count: int = 48) -> Any:
-    """Prompts whose right answer goes on with the pattern."""
+    """Prompts whose right answer continues with the pattern."""
     from datasets import Dataset
 
     rows = []

@@ -35,7 +35,7 @@ def _generated(folder):
             assert model is trainer.model and all(p.numel() for p in model.parameters())
             assert torch.equal(model.generate(prompt, **wish), plain.generate(prompt, **wish))
         assert all(p.numel() == 0 for p in trainer.model.parameters() if not getattr(p, "ds_persist", False))
-    # Training goes on as if nothing had been.
+    # Training continues as if nothing had been.
     batches = [torch.tensor([[5, 6, 7, 8, 9]]) + 20 * rank for rank in range(dist.get_world_size())]
     engine.train()
     loss = engine(input_ids=batches[dist.get_rank()], labels=batches[dist.get_rank()]).loss

@@ -29,7 +29,7 @@ class _Queued:
         group.unfinished.append(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Later work of the current stream comes after it; the host goes on."""
+        """Later work of the current stream comes after it; the host continues."""
         self._group.clocks.current.wait_event(self._done)
         self._tensors = None
         if self in self._group.unfinished:

@@ -3,7 +3,7 @@
 A *finding* is a read that is not ordered after the last write, a write that is not ordered after the last write and the
 reads since, a read of what nobody has written, or memory that may be given to somebody else while it is in use. It is a
 sentence that names both places. Findings are collected, not raised: the values are right (everything runs at once on
-the CPU), so the program goes on and one run shows all there are.
+the CPU), so the program continues and one run shows all there are.
 """
 
 from __future__ import annotations

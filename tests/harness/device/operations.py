@@ -3,7 +3,7 @@
 What an operation reads and writes is in its schema. Where it runs follows from its tensors: with one in device memory
 it is a kernel on the current stream, else it is host code. The kernels really run at once, on the CPU. Where the stream
 waits for a transfer between ranks that is not over, the host waits for it first, or, on every stream but the default
-one, leaves the kernel to a thread of the stream and goes on.
+one, leaves the kernel to a thread of the stream and continues.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def _dies(text: str) -> None:
         raise
 
 
-def test_a_rank_that_ends_is_told_of(tmp_path: Path) -> None:
+def test_a_rank_that_ends_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankDied):
         run_ranks(_dies, 2, str(tmp_path / "text"), fresh=True)
     seconds, _, text = (tmp_path / "text").read_text().partition(" ")
@@ -299,7 +299,7 @@ def test_a_rank_that_ends_is_told_of(tmp_path: Path) -> None:
 
 
 def _evaluates_alone() -> tuple[str, float]:
-    """Rank 0 evaluates by itself, while the other goes on training."""
+    """Rank 0 evaluates by itself, while the other continues training."""
     engine = engine_of(_net(2, k=1), 2)
     x = tokens(0, 0, rank())
 

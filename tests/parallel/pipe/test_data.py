@@ -48,7 +48,7 @@ def _another_order():
     engine = engine_of(linears(2), 2, 2, loss_fn=functional.mse_loss)
     order = SAMPLES if engine.is_first_stage() else SAMPLES[::-1]
     text = raised_by(lambda: engine.train_batch(iter(order)))
-    return text, engine.train_batch(iter(SAMPLES)).item()  # nothing was computed, so the engine goes on
+    return text, engine.train_batch(iter(SAMPLES)).item()  # nothing was computed, so the engine continues
 
 
 def test_loaders_in_another_order():
@@ -74,6 +74,6 @@ def _loaders():
     return seen
 
 
-def test_a_loader_goes_on_and_a_list_begins_again():
+def test_a_loader_continues_and_a_list_begins_again():
     expected = [0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 1, 2, 0, 0, 1, 1, 2]
     assert run_ranks(_loaders, 2) == [expected, expected]

@@ -46,7 +46,7 @@ def _forms(stages, **given):
     average = engine.eval_batch(iter(equal), compute_loss=False, num_micro_batches=2)
     if here:
         _close(average, outputs[0])
-    # other micro-batches than in training, and training goes on as if nothing had been
+    # other micro-batches than in training, and training continues as if nothing had been
     engine.eval_batch(iter(support.items(8, 0, 5)), num_micro_batches=5)
     return mean.item(), before + support.train(engine, 3, 2, first=1)
 

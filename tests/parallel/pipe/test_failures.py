@@ -34,13 +34,13 @@ def _missing_data(world):
     number = _error_of(lambda: engine.train_batch(iter(support.items(0, copy, 4))))
     if engine.is_first_stage():
         engine.set_train_batch_size(2 * 4)
-    # No weight has changed, so the training goes on.
+    # No weight has changed, so the training continues.
     engine.set_dataiterator(None)
     losses = support.train(engine, 4, 3)
     return error[0], without[0], number[0], losses
 
 
-def test_missing_data_is_told_before_the_step():
+def test_missing_data_raises_before_the_step():
     results = run_ranks(_missing_data, 2, 2)
     error, without, number, losses = results[0]
     assert all(result[0] == error and result[1] == without and result[3] == losses for result in results)
@@ -84,7 +84,7 @@ def _raises(stages, where):
 
 
 @pytest.mark.parametrize(("where", "stage", "what"), [("forward", 0, "bad sample"), ("backward", 1, "bad gradient")])
-def test_an_exception_is_told_to_all(where, stage, what):
+def test_an_exception_reaches_all_ranks(where, stage, what):
     error = run_ranks(_raises, 2, 2, where, fresh=True)
     assert len(set(error)) == 1
     layer = ", layer 1, Raises, input ((2, 6, 7), (2, 6))" if where == "forward" else ""

@@ -118,7 +118,7 @@ def _raising() -> tuple[str, float]:
     return raised_by(lambda: engine.train_batch(iter(items(*[ROWS] * 30))))
 
 
-def test_a_loss_that_fails_while_sockets_are_full_is_told_to_all():
+def test_a_loss_that_fails_while_sockets_are_full_raises_on_all_ranks():
     for text, seconds in run_ranks(_raising, 3):
         assert text.startswith("PipelineError: train_batch: stage 2 (rank 2)") and "no such loss" in text, text
         assert seconds < SOON

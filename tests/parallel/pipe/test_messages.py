@@ -115,7 +115,7 @@ def _warnings_of_rows(rows, configured, pipeline):
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
-def test_other_rows_than_the_micro_batch_are_told_once(pipeline):
+def test_other_rows_than_the_micro_batch_are_warned_of_once(pipeline):
     assert run_ranks(_warnings_of_rows, 1, 2, 2, pipeline) == [[]]
     ((line,),) = run_ranks(_warnings_of_rows, 1, 4, 2, pipeline)
     assert "expected inputs of 2 row(s), found 4 in the first training batch" in line and "batch_size" in line

@@ -99,7 +99,7 @@ def run_out_of_data() -> list[tuple[str, float] | float]:
     engine = engine_of(linears(2), 2, 3)
     here = engine.is_first_stage()
     text: list[Any] = [raised_by(lambda: engine.train_batch(iter(items(2, 2) if here else items(2, 2, 2))))]
-    # No weight has changed: the engine goes on.
+    # No weight has changed: the engine continues.
     text.append(engine.train_batch(iter(items(2, 2, 2))).item())
     text.append(raised_by(lambda: engine.train_batch(iter(items(2, 2, 2)) if here else iter(_broken()))))
     return text
@@ -214,7 +214,7 @@ def call_differently() -> list[Any]:
     engine = engine_of(linears(2), 2, 2)
     call = engine.train_batch if engine.is_first_stage() else engine.eval_batch
     text = raised_by(lambda: call(iter(items(2, 2))))
-    return [text, engine.train_batch(iter(items(2, 2))).item()]  # nothing was computed: the engine goes on
+    return [text, engine.train_batch(iter(items(2, 2))).item()]  # nothing was computed: the engine continues
 
 
 def test_another_call_on_one_stage():

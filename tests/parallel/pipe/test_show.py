@@ -52,6 +52,6 @@ def test_a_picture_has_a_bar_for_each_computation(tmp_path):
         (["--picture", "no/such/folder.svg"], "cannot be written"),
     ],
 )
-def test_what_is_not_possible_is_said_in_a_sentence(args, message, capsys):
+def test_what_is_not_possible_is_refused_in_a_sentence(args, message, capsys):
     assert show.main(args) == 2
     assert message in capsys.readouterr().err

@@ -74,7 +74,7 @@ def _trained(size: int, stages: tuple[int, ...]):
             _check_weights(engine, expected)
             if make is llama:
                 _whole_are_equal(engine, size)
-            with torch.no_grad():  # an evaluation of any length goes on with whole activations
+            with torch.no_grad():  # an evaluation of any length continues with whole activations
                 logits = engine(input_ids=ids(0, rank // size, 9)).logits
             assert logits.shape == (2, 9, 67) and logits.isfinite().all()
             with pytest.raises(DeepSpeedConfigError, match="has 9 positions, which 2 ranks do not divide"):

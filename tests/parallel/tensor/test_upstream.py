@@ -68,7 +68,7 @@ def _go_on(folder: str, tag: str, size: int, stage: int):
         pytest.param("tensor2x2-stage3", "tag", 4, 2, 1, marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_from_it_with_any_cut(name, tag, ranks, size, stage, tmp_path):
+def test_training_continues_from_it_with_any_cut(name, tag, ranks, size, stage, tmp_path):
     folder = _unpack(name, tmp_path)
     found = run_ranks(_go_on, ranks, str(folder), tag, size, stage)[0]
     written = upstream_run.FIXTURES[name][0]

@@ -301,7 +301,7 @@ def _one_module_at_a_time():
     assert held <= depth * (module // 2 + 64)
 
 
-def test_only_shares_travel():
+def test_only_shares_are_sent():
     run_ranks(_one_module_at_a_time, 2)
 
 

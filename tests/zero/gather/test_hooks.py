@@ -129,7 +129,7 @@ def test_two_forwards_before_their_backwards() -> None:
             losses = [rank.model(batch(0, transport.rank)), rank.model(batch(1, transport.rank))]
             rank.backward(losses[1], 0)
             if limits is not None:
-                assert "F" in states(rank)  # which the other forward goes on needing
+                assert "F" in states(rank)  # which the other forward continues needing
             rank.backward(losses[0], 1)
             assert states(rank) == "SSSS"
             found = {one.bucket.label: one.result for one in rank.reducer.buckets}
@@ -138,7 +138,7 @@ def test_two_forwards_before_their_backwards() -> None:
     run_threads(body, 2)
 
 
-def test_ranks_keep_alike_what_only_some_of_them_go_on_using() -> None:
+def test_ranks_keep_alike_what_only_some_of_them_still_use() -> None:
     def second(model: nn.Module, rank: int) -> torch.Tensor:
         return model(batch(1, rank), skip=[1] if rank else [])
 

@@ -112,7 +112,7 @@ def _leave_out_early(stage, settles):
     return full_masters(engine)
 
 
-def test_a_bucket_without_a_sum_travels_as_those_with_one():
+def test_a_bucket_without_a_sum_is_sent_as_those_with_one():
     """Sums are fp32 and gradients bf16: ranks that sent different ones killed each other."""
     truth = run_ranks(_leave_out_early, 2, 2, False)[0]
     for stage in (0, 1):

@@ -110,7 +110,7 @@ def check_too_late() -> None:
     assert any("mark leaf modules before deepspeed.initialize" in line for line in lines)
 
 
-def test_too_late_is_said():
+def test_a_call_that_is_too_late_raises():
     run_ranks(check_too_late, 1)
 
 

@@ -259,7 +259,7 @@ def save(folder: str, stages: tuple[int, ...]) -> None:
         before = _errors(engine)
         _train(engine, range(2, 4), rank())
 
-        # The same size goes on bit for bit, which it does not where the errors are left out.
+        # The same size continues bit for bit, which it does not where the errors are left out.
         again = make(stage, tower(seed=8))
         again.load_checkpoint(f"{folder}/{stage}")
         assert all(torch.equal(one, other) for one, other in zip(before, _errors(again), strict=True))

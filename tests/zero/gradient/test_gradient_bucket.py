@@ -266,7 +266,7 @@ def test_a_skipped_update_leaves_the_errors_as_they_were() -> None:
     run_threads(body, 2)
 
 
-def test_early_gradients_travel_as_they_are() -> None:
+def test_early_gradients_are_sent_as_they_are() -> None:
     def body(transport: LoopbackTransport) -> None:
         filling = Filling(transport, 1, codec="sign", codes_from=1)
         assert not filling.gradients.is_coded

@@ -223,7 +223,7 @@ def test_no_sync_leaves_sums_that_settle_reduces() -> None:
     run_threads(body, 2)
 
 
-def test_sums_of_some_ranks_travel_in_the_dtype_of_sums_from_all() -> None:
+def test_sums_of_some_ranks_are_sent_in_the_dtype_of_sums_from_all() -> None:
     def body(transport: LoopbackTransport) -> None:
         ranks = Reducing(transport, stage=2, dtype=torch.bfloat16)
         for _ in range(2):
@@ -253,7 +253,7 @@ def test_gradients_that_were_put_by_hand_are_settled_too() -> None:
     run_threads(body, 2)
 
 
-def test_where_ranks_keep_their_own_nothing_travels() -> None:
+def test_where_ranks_keep_their_own_nothing_is_sent() -> None:
     def body(transport: LoopbackTransport) -> None:
         ranks = Reducing(transport, stage=2)
         ranks.reducer.keeps_own = True

@@ -171,7 +171,7 @@ def resume_in_fp32(folder):
     return before
 
 
-def test_a_checkpoint_goes_on_anywhere_with_the_same_bits(reference, tmp_path):
+def test_a_checkpoint_continues_anywhere_with_the_same_bits(reference, tmp_path):
     run_ranks(save_rank, 2, str(tmp_path), 3)
     for found in run_ranks(resume_rank, 3, str(tmp_path), 1, True):
         same(found, reference[1])

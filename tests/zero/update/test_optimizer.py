@@ -172,7 +172,7 @@ def test_unused_parameters_may_be_refused() -> None:
     run_threads(body, 2)
 
 
-def test_ranks_with_other_orders_or_written_gradients_are_told_apart() -> None:
+def test_ranks_with_other_orders_or_written_gradients_are_distinguished() -> None:
     def body(transport: LoopbackTransport) -> None:
         rank = rank_of(transport, 1)
         rank.backward(rank.model(batch(0)))
