@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -21,7 +22,12 @@ from rich.table import Table
 
 from deepspeed.accelerator.devices import DEVICES, in_words
 from deepspeed.cli.measure import measure_in_ranks
-from deepspeed.cli.predict import add_prediction_options, refuse_without_prediction, run_prediction
+from deepspeed.cli.predict import (
+    PredictionOutput,
+    add_prediction_options,
+    refuse_without_prediction,
+    run_prediction,
+)
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.plan.advice import advise
@@ -75,7 +81,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if options.predict or options.search is not None:
             _refuse_below_one(options)
             config = read_config(options.config if options.config is not None else _plain_config())
-            return run_prediction(options, _model(options), _machine(options), config, _show, _width(120))
+            output = PredictionOutput(_show, _width(120), functools.partial(_save, "picture", options.picture))
+            return run_prediction(options, _model(options), _machine(options), config, output)
         return _sweep(options) if options.sweep else _plan(options)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_plan: {error}\n")
@@ -162,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--write", metavar="FILE", help="write the cheapest configuration that fits to this file")
     out.add_argument(
-        "--picture", metavar="FILE", help="draw the sweep, or the streams of the step (.svg; .json for Perfetto)"
+        "--picture", metavar="FILE", help="draw the sweep, or the streams of the step (.svg; .json for Perfetto), with --search those of the fastest layout"
     )
     out.add_argument("--codes", action="store_true", help="show the cost of gradients with each codec")
     out.add_argument("--no-suggestions", action="store_true", help="do not search for changes with which the job fits")
@@ -171,8 +178,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_targets(options: argparse.Namespace) -> None:
     """Refuses files that cannot be written before anything is planned."""
-    if options.picture and not options.sweep and (options.predict or options.search is not None):
-        raise DeepSpeedConfigError("--picture draws a sweep or a simulated step; leave --predict and --search out")
     for option in ("write", "picture", "measure"):
         target = getattr(options, option)
         if target is not None:
@@ -315,7 +320,8 @@ def _picture(plan: Plan, target: str) -> str:
             "table, or give a --machine file"
         )
     title = f"{plan.request.source.name}, rank {plan.rank} of {plan.machine.ranks:,}"
-    return step_trace_json(step) if target.endswith(".json") else step_svg(step, title)
+    ranks = {"": step.spans}
+    return step_trace_json(ranks) if target.endswith(".json") else step_svg(step, ranks, title)
 
 
 def _sweep(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -20,6 +20,8 @@ from deepspeed.plan.prediction.layout import RECOMPUTATIONS, layout_of
 from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
 from deepspeed.plan.prediction.step import ERROR, PredictedStep, StepSetup, costs_turned_off, predict_step
 from deepspeed.plan.show import as_text, seconds_in_words, times_table
+from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
+from deepspeed.plan.timeline.predicted_streams import predicted_streams
 
 _FLAGS = {
     "fp8": ("is_fp8", "linear layers compute in fp8"),
@@ -81,13 +83,27 @@ def refuse_without_prediction(options: argparse.Namespace) -> None:
         raise DeepSpeedConfigError(f"{', '.join(given)}: only with --predict or --search; add one of them")
 
 
+@dataclass(frozen=True)
+class PredictionOutput:
+    """Where results go.
+
+    Attributes:
+        show: Prints.
+        width: Columns.
+        save: Writes the file of ``--picture``.
+    """
+
+    show: Callable[[str], None]
+    width: int
+    save: Callable[[str], None]
+
+
 def run_prediction(
     options: argparse.Namespace,
     shape: Any,
     machine: Machine,
     config: dict[str, Any],
-    show: Callable[[str], None],
-    width: int,
+    output: PredictionOutput,
 ) -> int:
     """Predicts or searches, and prints.
 
@@ -96,8 +112,7 @@ def run_prediction(
         shape: The model.
         machine: Where it runs.
         config: The configuration.
-        show: Prints.
-        width: Columns.
+        output: Where results go.
 
     Returns:
         0 if the step, or any layout, fits; 1 if not.
@@ -134,12 +149,37 @@ def run_prediction(
     if options.search is not None:
         base = replace(found, cuts_norms=True)
         ranking = search_layouts(shape, machine, options.sequence_length, options.search, base=base)
-        show(json.dumps(_ranking_dict(ranking), indent=2) + "\n" if options.json else ranking_text(ranking, width))
+        if options.picture:
+            output.save(prediction_picture(ranking.best[0].step, is_trace=options.picture.endswith(".json")))
+        text = json.dumps(_ranking_dict(ranking), indent=2) + "\n"
+        output.show(text if options.json else ranking_text(ranking, output.width))
         return 0
     step = predict_step(StepSetup(shape, found, machine, options.sequence_length))
     facts = {**step.to_dict(), "would_help_seconds": dict(costs_turned_off(step))}
-    show(json.dumps(facts, indent=2) + "\n" if options.json else step_text(step, width))
+    if options.picture:
+        output.save(prediction_picture(step, is_trace=options.picture.endswith(".json")))
+    output.show(json.dumps(facts, indent=2) + "\n" if options.json else step_text(step, output.width))
     return 0 if step.fits else 1
+
+
+def prediction_picture(step: PredictedStep, *, is_trace: bool) -> str:
+    """Returns the streams of a predicted step, drawn.
+
+    Args:
+        step: The step.
+        is_trace: As a trace for Perfetto instead of SVG.
+    """
+    streams = predicted_streams(step)
+    if is_trace:
+        return step_trace_json(streams.ranks)
+    setup = step.setup
+    title = (
+        f"decoder of {setup.shape.parameters:,} parameters, {setup.machine.ranks:,} x {setup.machine.device.name}, "
+        f"{setup.layout.describe()}"
+    )
+    if streams.drawn < streams.accumulation:
+        title += f"; {streams.drawn} of {streams.accumulation} micro-batches are drawn"
+    return step_svg(step, streams.ranks, title)
 
 
 def _ranking_dict(ranking: LayoutSearch) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import math
+import re
 import statistics
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,6 +17,7 @@ import deepspeed
 from benchmarks.scale import HELD, RECORDS, constants, limits_of, predicted, reached_of, read_records, read_runs, split
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
+from deepspeed.cli.predict import prediction_picture
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step, search_layouts
 from deepspeed.plan.machine import Machine, read_machine_file, read_network, write_machine_file
@@ -21,6 +26,8 @@ from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import layout_of
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.prediction.step import costs_turned_off, layers_of_chunks
+from deepspeed.plan.timeline.predicted_streams import predicted_streams
+from deepspeed.plan.timeline.replay import COMPUTE, HOST
 
 LLAMA_8B = DecoderShape(32, 4096, 32, 128256, kv_heads=8, intermediate=14336)
 LLAMA_70B = DecoderShape(80, 8192, 64, 128256, kv_heads=8, intermediate=28672)
@@ -408,3 +415,74 @@ def test_schedules_that_split_the_backward_are_searched():
     for each in ranking.best:
         layout = each.step.setup.layout
         assert layout.pipe == 1 or layout.schedule in ("1f1b", "interleaved") or layout.schedule in layout.describe()
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def drawn_parts(spans):
+    """Seconds of the stream of computation, by what a table of the step calls them."""
+    found = collections.Counter()
+    for span in spans:
+        if span.stream == COMPUTE:
+            found[re.sub(r"^.*: (?=matrix|attention|elementwise)|^slowed: |^waits: ", "", span.name)] += (
+                span.end - span.start
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"accumulation": 3},
+        {"stage": 1, "accumulation": 2, "overlaps_data": False},
+        {"stage": 2, "data": 4, "tensor": 2, "offload": True, "recompute": "full"},
+        {"stage": 1, "data": 2, "pipe": 4, "accumulation": 40},
+        {"stage": 1, "data": 1, "tensor": 2, "pipe": 4, "schedule": "zb-h1", "accumulation": 8},
+        {"stage": 1, "data": 2, "pipe": 4, "chunks": 2, "schedule": "interleaved", "accumulation": 8},
+        {"stage": 3, "data": 2, "context": 2, "tensor": 2},
+    ],
+)
+def test_the_drawn_busiest_rank_takes_the_seconds_of_the_table(layout):
+    made = step(**layout)
+    streams = predicted_streams(made)
+    spans = next(spans for name, spans in streams.ranks.items() if name in ("",) or "busiest" in name)
+    assert max(span.end for span in spans) == pytest.approx(made.seconds)
+    own = sorted((span for span in spans if span.stream == COMPUTE), key=lambda span: span.start)
+    assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(own)), "one thing at a time"
+    parts = drawn_parts(spans)
+    wanted = {"matrix products": made.matmul, "attention": made.attention, "elementwise operations": made.traffic}
+    wanted |= {**made.exposed, "other stages": made.bubble, "host": made.host}
+    wanted["update on the host" if made.setup.layout.offload else "update"] = made.update
+    assert parts == pytest.approx({name: seconds for name, seconds in wanted.items() if seconds > 0})
+    rows = {span.stream for span in spans} - {COMPUTE, HOST}
+    assert rows >= {axis for axis, seconds in made.exposed.items() if seconds > 0}
+    for axis in rows:  # exchanges of an axis take at least what is waited for and not merely slowed by them
+        waits = sum(s.end - s.start for s in spans if s.name == f"waits: {axis}")
+        assert sum(s.end - s.start for s in spans if s.stream == axis) >= waits * 0.999
+
+
+def test_long_steps_are_drawn_with_fewer_micro_batches():
+    made = step(stage=1, data=2, pipe=4, accumulation=2048)
+    streams = predicted_streams(made)
+    assert streams.drawn < 100 and streams.accumulation == 2048
+    assert set(streams.ranks) == {"stage 0", "stage 3, busiest"}
+    assert "of 2048 micro-batches are drawn" in prediction_picture(made, is_trace=False)
+
+
+def test_pictures_of_a_predicted_step_from_the_command_line(tmp_path, capsys):
+    sizes = "--layers 4 --hidden 256 --heads 4 --vocab 512 --sequence-length 128 --devices 8".split()
+    svg, trace = tmp_path / "step.svg", tmp_path / "step.json"
+    assert main([*sizes, "--predict", "--pipe", "2", "--accumulation", "4", "--picture", str(svg)]) == 0
+    root = ElementTree.fromstring(svg.read_text())
+    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"stage 0: compute", "stage 1, busiest: compute", "stage 0: data"} <= texts
+    fills = collections.Counter(element.get("fill") for element in root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert fills["#c8553d"] > 0, "exposed exchanges are red"
+    assert main([*sizes, "--search", "8", "--picture", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
+    assert {"exposed", "product", "exchange"} <= {event["cat"] for event in events if event["ph"] == "X"}
+    capsys.readouterr()
+    assert main([*sizes, "--predict", "--picture", str(tmp_path / "no" / "step.svg")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

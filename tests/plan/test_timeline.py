@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -273,10 +274,14 @@ def test_no_timeline_without_rates():
 
 def test_pictures(tmp_path):
     step = planned(3, nodes=2).timed_step
-    picture = step_svg(step, "a <title>")
-    assert picture.startswith("<svg") and "a &lt;title&gt;" in picture and "#c8553d" in picture
-    read = json.loads(step_trace_json(step))["traceEvents"]
-    names = {event["args"]["name"] for event in read if event["ph"] == "M"}
+    ranks = {"rank <0>": step.spans}
+    picture = step_svg(step, ranks, "a <title>")
+    root = ElementTree.fromstring(picture)  # well-formed
+    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"a <title>", "rank <0>: compute", "rank <0>: data"} <= texts and "#c8553d" in picture
+    read = json.loads(step_trace_json(ranks))["traceEvents"]
+    assert [event["args"]["name"] for event in read if event["name"] == "process_name"] == ["rank <0>"]
+    names = {event["args"]["name"] for event in read if event["name"] == "thread_name"}
     assert names == {"compute", "data", "stream 1"}
     assert all(event["dur"] >= 0 for event in read if event["ph"] == "X")
 
@@ -286,7 +291,6 @@ def test_pictures_from_the_command_line(tmp_path, capsys):
     for name, begin in (("step.svg", "<svg"), ("step.json", '{"traceEvents"')):
         assert main([*sizes, "--picture", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_text().startswith(begin)
-    assert main([*sizes, "--predict", "--picture", str(tmp_path / "x.svg")]) == 2
     assert main([*sizes, "--device", "other", "--device-memory", "8GB", "--picture", str(tmp_path / "x.svg")]) == 2
     assert "rates" in capsys.readouterr().err
     assert DEVICES["h100"].flops > 0

@@ -30,6 +30,7 @@ class WorkTimes:
         attention: Attention.
         traffic: Elementwise operations.
         exposed: Exchanges that the next operation waits for, by axis.
+        travels: Exchanges, by axis, as long as they take, waited for or not.
         flops: Number of floating-point operations.
         launches: Number of operations that the host starts.
     """
@@ -38,6 +39,7 @@ class WorkTimes:
     attention: float = 0.0
     traffic: float = 0.0
     exposed: dict[str, float] = field(default_factory=dict)
+    travels: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
     launches: int = 0
 
@@ -53,15 +55,29 @@ class WorkTimes:
 
     def plus(self, other: WorkTimes, times: float = 1.0) -> WorkTimes:
         """Returns this and ``times`` the other."""
-        axes = self.exposed.keys() | other.exposed.keys()
         return WorkTimes(
             self.matmul + times * other.matmul,
             self.attention + times * other.attention,
             self.traffic + times * other.traffic,
-            {axis: self.exposed.get(axis, 0.0) + times * other.exposed.get(axis, 0.0) for axis in axes},
+            _sum_by_axis(self.exposed, other.exposed, times),
+            _sum_by_axis(self.travels, other.travels, times),
             self.flops + times * other.flops,
             self.launches + round(times * other.launches),
         )
+
+    def wait_along(self, axis: str, exposed: float, travels: float) -> None:
+        """Sets the exchanges along an axis.
+
+        Args:
+            axis: Its name.
+            exposed: Seconds that the next operation waits for them.
+            travels: Seconds that they take.
+        """
+        self.exposed[axis], self.travels[axis] = exposed, travels
+
+
+def _sum_by_axis(one: dict[str, float], other: dict[str, float], times: float) -> dict[str, float]:
+    return {axis: one.get(axis, 0.0) + times * other.get(axis, 0.0) for axis in one.keys() | other.keys()}
 
 
 @dataclass(frozen=True)
@@ -222,22 +238,26 @@ class BlockCost:
             group = layout.tensor_group
             once = 2 * network.gather(nbytes, group) if layout.cuts_norms else network.all_reduce(nbytes, group)
             if layout.overlaps_tensor:
-                forward.exposed["tensor"] = 2 * max(_WAIT_OF_CHUNKS * once, once - of_output / 2)
-                backward.exposed["tensor"] = 2 * max(_WAIT_OF_CHUNKS * once, once - (of_input + of_weight) / 2)
+                there, back = (
+                    max(_WAIT_OF_CHUNKS * once, once - products / 2) for products in (of_output, of_input + of_weight)
+                )
+                forward.wait_along("tensor", 2 * there, 2 * once)
+                backward.wait_along("tensor", 2 * back, 2 * once)
             else:
-                forward.exposed["tensor"] = 2 * once
+                forward.wait_along("tensor", 2 * once, 2 * once)
                 # The gradient of an input is sent while the gradient of its weight is computed; with cut norms inputs
                 # are gathered again too, and gradients of outputs beforehand.
                 hidden = min(once, of_weight / 2) * (0.5 if layout.cuts_norms else 1.0)
                 more = 2 * network.gather(nbytes, group) if layout.cuts_norms else 0.0
-                backward.exposed["tensor"] = 2 * (once - hidden) + max(0.0, more - hidden)
+                backward.wait_along("tensor", 2 * (once - hidden) + max(0.0, more - hidden), 2 * once + more)
         if layout.context > 1:
-            forward.exposed["context"], backward.exposed["context"] = self._context_exchanges(forward, backward)
+            self._add_context_exchanges(forward, backward)
         if self._shape.experts and layout.experts > 1:
             once = 2 * network.all_to_all(2 * self._rows * self._shape.hidden, layout.expert_group)
-            forward.exposed["expert"] = backward.exposed["expert"] = once
+            forward.wait_along("expert", once, once)
+            backward.wait_along("expert", once, once)
 
-    def _context_exchanges(self, forward: WorkTimes, backward: WorkTimes) -> tuple[float, float]:
+    def _add_context_exchanges(self, forward: WorkTimes, backward: WorkTimes) -> None:
         layout, network = self._layout, self._network
         pair = 2 * 2 * self._tokens * self._kv_heads * self._head  # keys and values
         if layout.is_ring:
@@ -245,9 +265,12 @@ class BlockCost:
             beside = forward.attention + (0.0 if self._shape.has_fused_attention else forward.matmul)
             there = max(0.0, hop - beside / layout.context)
             back = max(0.0, 2 * hop - _BACKWARD_FLOPS * beside / layout.context)
-            return steps * there, steps * back
+            forward.wait_along("context", steps * there, steps * hop)
+            backward.wait_along("context", steps * back, steps * 2 * hop)
+            return
         once = network.all_to_all(pair + 2 * 2 * self._tokens * self._heads * self._head, layout.context_group)
-        return once, once
+        forward.wait_along("context", once, once)
+        backward.wait_along("context", once, once)
 
     # -- what runs again, and what is kept ---------------------------------------------------------------------------
 
@@ -318,8 +341,9 @@ class BlockCost:
             nbytes = 2 * self._tokens * shape.hidden
             group = layout.tensor_group
             once = self._network.gather(nbytes, group) if layout.cuts_norms else self._network.all_reduce(nbytes, group)
-            forward.exposed["tensor"] = once
-            backward.exposed["tensor"] = self._network.gather(nbytes, group) if layout.cuts_norms else 0.0
+            forward.wait_along("tensor", once, once)
+            back = self._network.gather(nbytes, group) if layout.cuts_norms else 0.0
+            backward.wait_along("tensor", back, back)
         return BlockTimes(forward, backward, 0.0, 0.0, 0.0, own)
 
     def head(self) -> BlockTimes:
@@ -346,8 +370,9 @@ class BlockCost:
         if self._vocabulary_ranks > 1:
             nbytes = 2 * self._tokens * shape.hidden
             once = self._network.all_reduce(nbytes, layout.tensor_group)
-            forward.exposed["tensor"] = once / 2 if layout.cuts_norms else 0.0
-            backward.exposed["tensor"] = max(0.0, once - of_weight)
+            there = once / 2 if layout.cuts_norms else 0.0
+            forward.wait_along("tensor", there, there)
+            backward.wait_along("tensor", max(0.0, once - of_weight), once)
         of_score, more = (2, 2) if layout.has_fused_loss else (6, 8)
         if self._vocabulary_ranks > 1 and not layout.has_fused_loss:
             more += _CUT_LOSS

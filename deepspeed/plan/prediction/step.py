@@ -144,21 +144,59 @@ def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) 
 
 
 @dataclass(frozen=True)
-class _ChunkTimes:
+class ChunkTimes:
+    """The layers of a chunk, for one micro-batch.
+
+    Attributes:
+        parts: What it consists of, in the order of a forward, and how many there are of each.
+        forward: Forward.
+        backward: Whole backward.
+        weight: Seconds of that backward that compute gradients of weights.
+        kept: Bytes that forward keeps for backward.
+        host: Waits for the host in forward and in backward, in seconds.
+    """
+
+    parts: tuple[tuple[str, BlockTimes, int], ...]
     forward: WorkTimes
     backward: WorkTimes
     weight: float
     kept: float
-    host: tuple[float, float]  # forward, backward: waits for the host
+    host: tuple[float, float]
 
     @property
     def times(self) -> Times:
+        """Seconds of a schedule's computations."""
         return Times(self.forward.seconds + self.host[0], self.backward.seconds + self.host[1], self.weight)
 
 
+@dataclass(frozen=True)
+class DataExchanges:
+    """Exchanges along the data axis, in seconds: of a block at stage 3, of a whole step at the other stages.
+
+    Attributes:
+        gather: The gather of parameters.
+        reduce: The reduction of gradients.
+        gather_wait: Of ``gather``, what computation waits for; not used for a block.
+        reduce_wait: The same of ``reduce``.
+        is_beside: They run beside computation, which they slow.
+    """
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    gather_wait: float = 0.0
+    reduce_wait: float = 0.0
+    is_beside: bool = True
+
+
 @dataclass
-class _StageState:
-    """Elements of parameters that one stage has."""
+class StageState:
+    """What one stage has.
+
+    Attributes:
+        parameters: Elements of parameters.
+        experts: Elements of experts among them.
+        chunks: Its chunks.
+    """
 
     parameters: float = 0.0
     experts: float = 0.0
@@ -188,20 +226,17 @@ class StepModel:
     @property
     def least_bytes(self) -> float:
         """Bytes of the states on the stage that has most: the step needs at least these."""
-        return max(self._state_bytes(stage) for stage in self._stages())
+        return max(self._state_bytes(stage) for stage in self.stages())
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Stages and schedule."""
+        return self._pipeline
 
     def predict(self) -> PredictedStep:
         """Returns the predicted step."""
-        last = len(self._counts) - 1
-        known: dict[tuple[int, bool, bool], _ChunkTimes] = {}
-        chunks = []
-        for place, layers in enumerate(self._counts):
-            key = (layers, place == 0, place == last)
-            if key not in known:
-                known[key] = self._chunk(place)
-            chunks.append(known[key])
-        stages = self._stages()
-        busy = [sum(chunks[place].times.forward + chunks[place].times.backward for place in s.chunks) for s in stages]
+        chunks, stages = self.chunks(), self.stages()
+        busy = self.busy(chunks)
         critical = max(range(len(stages)), key=busy.__getitem__)
         own = [chunks[place] for place in stages[critical].chunks]
         count = self._layout.accumulation
@@ -210,7 +245,7 @@ class StepModel:
             total = total.plus(chunk.forward, count).plus(chunk.backward, count)
         host = count * sum(sum(chunk.host) for chunk in own)
         exposed = dict(total.exposed)
-        exposed["data"] = exposed.get("data", 0.0) + self._exposed_data(stages[critical], own)
+        exposed["data"] = exposed.get("data", 0.0) + self._exposed_data(stages[critical], chunks)
         bubble = self._bubble(chunks, busy, critical)
         state, activations, peak = self._memory(stages, chunks)
         return PredictedStep(
@@ -221,7 +256,7 @@ class StepModel:
             exposed={axis: seconds for axis, seconds in exposed.items() if seconds > 0},
             host=host,
             bubble=bubble,
-            update=self._update(max(stages, key=lambda s: s.parameters)),
+            update=self.update_seconds(max(stages, key=lambda s: s.parameters)),
             flops=total.flops,
             device_bytes=peak,
             state_bytes=state,
@@ -230,43 +265,82 @@ class StepModel:
 
     # -- chunks and stages -------------------------------------------------------------------------------------------
 
-    def _chunk(self, place: int) -> _ChunkTimes:
-        parts: list[tuple[BlockTimes, int]] = [(self._block, self._counts[place])]
+    def chunks(self) -> list[ChunkTimes]:
+        """Returns the chunks of the model, in order."""
+        last = len(self._counts) - 1
+        known: dict[tuple[int, bool, bool], ChunkTimes] = {}
+        found = []
+        for place, layers in enumerate(self._counts):
+            key = (layers, place == 0, place == last)
+            if key not in known:
+                known[key] = self._chunk(place)
+            found.append(known[key])
+        return found
+
+    def busy(self, chunks: Sequence[ChunkTimes]) -> list[float]:
+        """Returns the seconds of one micro-batch on each stage.
+
+        Args:
+            chunks: Those of :meth:`chunks`.
+        """
+        times = [chunk.times for chunk in chunks]
+        return [sum(times[place].forward + times[place].backward for place in stage.chunks) for stage in self.stages()]
+
+    def _chunk(self, place: int) -> ChunkTimes:
+        parts = [("block", self._block, self._counts[place])]
         if place == 0:
-            parts.append((self._first, 1))
+            parts.insert(0, ("embedding", self._first, 1))
         if place == len(self._counts) - 1:
-            parts.append((self._last, 1))
+            parts.append(("head and loss", self._last, 1))
         forward, backward, weight, kept = WorkTimes(), WorkTimes(), 0.0, 0.0
         host = [0.0, 0.0]
-        launch = self._setup.machine.device.efficiency.launch
-        for part, times in parts:
+        for _, part, times in parts:
             forward, backward = forward.plus(part.forward, times), backward.plus(part.backward, times)
             weight, kept = weight + times * part.weight, kept + times * part.kept
             for which, work in enumerate((part.forward, part.backward)):
-                host[which] += times * max(0.0, work.launches * launch - work.seconds)
+                host[which] += times * self.host_wait(work)
         if self._layout.stage == 3:
             self._add_gathers(forward, backward, self._counts[place])
-        return _ChunkTimes(forward, backward, weight, kept, (host[0], host[1]))
+        return ChunkTimes(tuple(parts), forward, backward, weight, kept, (host[0], host[1]))
+
+    def host_wait(self, work: WorkTimes) -> float:
+        """Returns the seconds in which the device waits for the host, which starts its operations too slowly."""
+        return max(0.0, work.launches * self._setup.machine.device.efficiency.launch - work.seconds)
+
+    def layer_exchanges(self) -> DataExchanges | None:
+        """Returns the exchanges that stage 3 makes for each block; None at other stages."""
+        layout, block = self._layout, self._block
+        if layout.stage != 3:
+            return None
+        dense = block.parameters - block.expert_parameters
+        reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
+        reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
+        return DataExchanges(self._network.gather(2 * dense, layout.shard_group), reduce)
 
     def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> None:
         """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
-        layout, block = self._layout, self._block
-        dense = block.parameters - block.expert_parameters
-        gather = self._network.gather(2 * dense, layout.shard_group)
-        reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
-        reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
-        there, back = block.forward.seconds, block.backward.seconds
-        forward.exposed["data"] = self._beside(layers * gather, gather + max(0, layers - 1) * max(0.0, gather - there))
-        waits = layers * max(0.0, gather + reduce - back) + reduce
-        backward.exposed["data"] = self._beside(layers * (gather + reduce), waits)
+        each = self.layer_exchanges()
+        assert each is not None
+        gather, both = each.gather, each.gather + each.reduce
+        there, back = self._block.forward.seconds, self._block.backward.seconds
+        waits = gather + max(0, layers - 1) * max(0.0, gather - there)
+        forward.wait_along("data", self.cost_beside(layers * gather, waits), layers * gather)
+        waits = layers * max(0.0, both - back) + each.reduce
+        backward.wait_along("data", self.cost_beside(layers * both, waits), layers * both)
 
-    def _beside(self, travels: float, waits: float) -> float:
-        """Returns the seconds that collectives cost: waits, and the slowdown of computation beside the rest of them."""
+    def cost_beside(self, travels: float, waits: float) -> float:
+        """Returns the seconds that collectives cost: waits, and the slowdown of computation beside the rest of them.
+
+        Args:
+            travels: Seconds that they take.
+            waits: Seconds that computation waits for them.
+        """
         waits = min(waits, travels)
         return waits + self._network.slowdown(travels, waits)
 
-    def _stages(self) -> list[_StageState]:
-        found = [_StageState() for _ in range(self._layout.pipe)]
+    def stages(self) -> list[StageState]:
+        """Returns the stages of the pipeline, in order."""
+        found = [StageState() for _ in range(self._layout.pipe)]
         for place, stage in enumerate(self._pipeline.stage_of):
             state = found[stage]
             state.chunks.append(place)
@@ -280,11 +354,22 @@ class StepModel:
 
     # -- what comes once per step ------------------------------------------------------------------------------------
 
-    def _exposed_data(self, stage: _StageState, own: Sequence[_ChunkTimes]) -> float:
+    def _exposed_data(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> float:
         """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
+        found = self.data_exchanges(stage, chunks)
+        travels, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
+        return self.cost_beside(travels, waits) if found.is_beside else waits
+
+    def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchanges:
+        """Returns the sums of gradients and gathers of updated parameters of a step; zeros at stage 3.
+
+        Args:
+            stage: One of :meth:`stages`.
+            chunks: Those of :meth:`chunks`.
+        """
         layout, network = self._layout, self._network
         if layout.stage == 3 or layout.shard_group.size * layout.replica_group.size == 1:
-            return 0.0
+            return DataExchanges()
         dense, width = stage.parameters - stage.experts, layout.gradient_bytes
         group, gather = layout.shard_group, 0.0
         if layout.stage == 0:
@@ -294,13 +379,22 @@ class StepModel:
             gather = network.gather(2 * dense, group)
         reduce += network.all_reduce(width * dense / layout.shards, layout.replica_group)
         if not layout.overlaps_data:
-            return reduce + gather
+            return DataExchanges(gather, reduce, gather, reduce, is_beside=False)
         layers = sum(self._counts[place] for place in stage.chunks)
-        backward, forward = sum(chunk.backward.seconds for chunk in own), sum(chunk.forward.seconds for chunk in own)
-        waits = max(reduce / layers, reduce - backward) + max(gather / layers, gather - forward)
-        return self._beside(reduce + gather, waits)
+        backward, forward = (
+            sum(work.seconds for work in works)
+            for works in zip(*((chunks[place].backward, chunks[place].forward) for place in stage.chunks), strict=True)
+        )
+        return DataExchanges(
+            gather, reduce, max(gather / layers, gather - forward), max(reduce / layers, reduce - backward)
+        )
 
-    def _update(self, stage: _StageState) -> float:
+    def update_seconds(self, stage: StageState) -> float:
+        """Returns the seconds of the update on a stage.
+
+        Args:
+            stage: One of :meth:`stages`.
+        """
         layout = self._layout
         each = (stage.parameters - stage.experts) / layout.shards + stage.experts / layout.expert_shards
         if layout.offload:
@@ -314,28 +408,40 @@ class StepModel:
             + _UPDATE_LAUNCHES * self._setup.machine.device.efficiency.launch
         )
 
-    def _bubble(self, chunks: Sequence[_ChunkTimes], busy: Sequence[float], critical: int) -> float:
+    def _bubble(self, chunks: Sequence[ChunkTimes], busy: Sequence[float], critical: int) -> float:
         layout, count = self._layout, self._layout.accumulation
+        if layout.pipe == 1:
+            return 0.0
+        if self._is_quick or layout.pipe * layout.chunks * min(count, 8 * layout.pipe) > _MOST_COMPUTATIONS:
+            mean = sum(busy) / len(busy)
+            hops = 2 * (layout.pipe - 1) * self._transfer
+            if layout.schedule in _SPLIT_BACKWARD:
+                mean /= 3
+            return (layout.pipe - 1) / layout.chunks * mean + hops
+        times = dict(enumerate(self.schedule_times(chunks)))
+        return max(0.0, idle_time(self._pipeline, times, count).seconds - count * busy[critical])
+
+    @property
+    def _transfer(self) -> float:
+        """Seconds from the end of a computation until the next stage has its result."""
+        layout = self._layout
         if layout.pipe == 1:
             return 0.0
         tensor = layout.tensor if layout.cuts_norms else 1
         nbytes = 2 * layout.micro_batch * self._setup.tokens / layout.context * self._shape.hidden / tensor
-        transfer = self._network.send(nbytes, layout.stage_stride)
-        if self._is_quick or layout.pipe * layout.chunks * min(count, 8 * layout.pipe) > _MOST_COMPUTATIONS:
-            mean = sum(busy) / len(busy)
-            hops = 2 * (layout.pipe - 1) * transfer
-            if layout.schedule in _SPLIT_BACKWARD:
-                mean /= 3
-            return (layout.pipe - 1) / layout.chunks * mean + hops
-        times = {
-            place: Times(chunk.times.forward, chunk.times.backward, chunk.weight, transfer)
-            for place, chunk in enumerate(chunks)
-        }
-        return max(0.0, idle_time(self._pipeline, times, count).seconds - count * busy[critical])
+        return self._network.send(nbytes, layout.stage_stride)
+
+    def schedule_times(self, chunks: Sequence[ChunkTimes]) -> list[Times]:
+        """Returns the seconds of the schedule's computations, by chunk.
+
+        Args:
+            chunks: Those of :meth:`chunks`.
+        """
+        return [replace(chunk.times, transfer=self._transfer) for chunk in chunks]
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _memory(self, stages: Sequence[_StageState], chunks: Sequence[_ChunkTimes]) -> tuple[float, float, float]:
+    def _memory(self, stages: Sequence[StageState], chunks: Sequence[ChunkTimes]) -> tuple[float, float, float]:
         """Returns the bytes of states, of activations and of the peak, on the stage that needs most."""
         found = []
         for number, stage in enumerate(stages):
@@ -362,7 +468,7 @@ class StepModel:
             return min((pipe - stage - 1) * 2 + (chunks - 1) * pipe + 1, count * chunks)
         return min(pipe - stage, count)
 
-    def _state_bytes(self, stage: _StageState) -> float:
+    def _state_bytes(self, stage: StageState) -> float:
         layout = self._layout
         total = 0.0
         for elements, shards in (

@@ -3,71 +3,94 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
+from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.plan.timeline.replay import COMPUTE, COPY_DOWN, COPY_UP, HOST, StreamSpan
-from deepspeed.plan.timeline.timed_step import TimedStep
 
-_LEFT, _WIDTH, _ROW, _TOP = 150, 1100, 34, 60
-_COLOURS = {"product": "#1b6ca8", "attention": "#588157", "other": "#a8c5da", "waits": "#c8553d", "exchange": "#b08900"}
+_LEFT, _NAMED, _WIDTH, _ROW, _TOP = 150, 100, 1100, 34, 60
+_COLOURS = {
+    "product": "#1b6ca8",
+    "attention": "#588157",
+    "other": "#a8c5da",
+    "update": "#8d5a97",
+    "exposed": "#c8553d",
+    "idle": "#dddddd",
+    "exchange": "#b08900",
+}
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
+_IDLE = ("host", "other stages", "another stream", "copies", "update on the host")  # waits for no exchange
 _LEAST = 0.4  # pixels: neighbours of one colour are drawn as one rectangle up to this gap
 
 
-def step_svg(step: TimedStep, title: str) -> str:
-    """Returns the streams of a step as SVG; what computation waits for is red.
+def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: str) -> str:
+    """Returns the streams of a step as SVG; exchanges that computation waits for are red.
 
     Args:
-        step: The step.
+        step: Its times stand above.
+        ranks: By name of a rank, what its streams do; one rank may have no name.
         title: Stands above.
     """
-    streams = _streams(step.spans)
-    end = max((span.end for span in step.spans), default=0.0) or 1.0
+    rows = [(name, stream) for name, spans in ranks.items() for stream in _streams(spans)]
+    end = max((span.end for spans in ranks.values() for span in spans), default=0.0) or 1.0
     scale = _WIDTH / end
-    height = _TOP + _ROW * len(streams) + 50
+    left = _LEFT + (_NAMED if any(ranks) else 0)
+    height = _TOP + _ROW * len(rows) + 50
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + _WIDTH + 40}" height="{height}" '
         f'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="10" y="22" font-size="15">{escape(title)}</text>',
         f'<text x="10" y="42">{escape(_legend(step))}</text>',
     ]
-    for number, stream in enumerate(streams):
+    for number, (name, stream) in enumerate(rows):
         y = _TOP + _ROW * number
-        parts.append(f'<text x="10" y="{y + 18}">{escape(stream)}</text>')
-        parts.append(f'<line x1="{_LEFT}" y1="{y + 26}" x2="{_LEFT + _WIDTH}" y2="{y + 26}" stroke="#ddd"/>')
-        for kind, first, last in _merged([span for span in step.spans if span.stream == stream], _LEAST / scale):
+        label = f"{name}: {stream}" if name else stream
+        parts.append(f'<text x="10" y="{y + 18}">{escape(label)}</text>')
+        parts.append(f'<line x1="{left}" y1="{y + 26}" x2="{left + _WIDTH}" y2="{y + 26}" stroke="#ddd"/>')
+        for kind, first, last in _merged([span for span in ranks[name] if span.stream == stream], _LEAST / scale):
             width = max((last - first) * scale, 0.2)
             parts.append(
-                f'<rect x="{_LEFT + first * scale:.1f}" y="{y + 4}" width="{width:.1f}" height="22" '
+                f'<rect x="{left + first * scale:.1f}" y="{y + 4}" width="{width:.1f}" height="22" '
                 f'fill="{_COLOURS[kind]}"/>'
             )
-    y = _TOP + _ROW * len(streams) + 20
+    y = _TOP + _ROW * len(rows) + 20
     for tick in range(6):
-        x = _LEFT + _WIDTH * tick / 5
+        x = left + _WIDTH * tick / 5
         parts.append(f'<text x="{x:.0f}" y="{y}" text-anchor="middle">{1e3 * end * tick / 5:,.1f} ms</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-def step_trace_json(step: TimedStep) -> str:
-    """Returns the streams of a step as Chrome's trace events, times in microseconds."""
-    streams = _streams(step.spans)
-    events: list[dict[str, object]] = [
-        {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": stream}}
-        for number, stream in enumerate(streams)
-    ]
-    for span in step.spans:
-        events.append(
+def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]]) -> str:
+    """Returns the streams of a step as Chrome's trace events, times in microseconds.
+
+    What computation waits for has the category ``exposed`` where it is an exchange, else ``idle``.
+
+    Args:
+        ranks: By name of a rank, what its streams do; one rank may have no name.
+    """
+    events: list[dict[str, object]] = []
+    for rank, (name, spans) in enumerate(ranks.items()):
+        streams = _streams(spans)
+        if name:
+            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}})
+        events += [
+            {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": stream}}
+            for number, stream in enumerate(streams)
+        ]
+        events += [
             {
                 "ph": "X",
-                "pid": 0,
+                "pid": rank,
                 "tid": streams.index(span.stream),
                 "name": span.name,
                 "ts": round(1e6 * span.start, 3),
                 "dur": round(1e6 * (span.end - span.start), 3),
                 "cat": _kind(span),
             }
-        )
+            for span in spans
+        ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
@@ -80,13 +103,17 @@ def _streams(spans: Sequence[StreamSpan]) -> list[str]:
 def _kind(span: StreamSpan) -> str:
     if span.stream.startswith("stream "):
         return "other"
+    if span.stream == HOST:
+        return "update"
     if span.stream != COMPUTE:
         return "exchange"
-    if span.name.startswith("waits"):
-        return "waits"
+    if span.name.startswith(("waits: ", "slowed: ")):
+        return "idle" if span.name.removeprefix("waits: ") in _IDLE else "exposed"
+    if span.name == "update":
+        return "update"
     if "attention" in span.name:
         return "attention"
-    return "product" if span.name in ("mm", "addmm", "bmm", "baddbmm", "addmm_") else "other"
+    return "product" if span.name in _PRODUCTS or span.name.endswith("matrix products") else "other"
 
 
 def _merged(spans: Sequence[StreamSpan], gap: float) -> list[tuple[str, float, float]]:
@@ -100,9 +127,12 @@ def _merged(spans: Sequence[StreamSpan], gap: float) -> list[tuple[str, float, f
     return found
 
 
-def _legend(step: TimedStep) -> str:
+def _legend(step: StepTimes) -> str:
     waits = ", ".join(
         f"{axis} {1e3 * seconds:,.1f} ms" for axis, seconds in sorted(step.exposed.items()) if seconds > 0
     )
-    text = "blue: matrix products, green: attention, light: elementwise, red: waits for exchanges, ochre: exchanges"
+    text = (
+        "blue: matrix products, green: attention, light: elementwise, purple: update, ochre: exchanges, red: exposed "
+        "exchanges, grey: other waits"
+    )
     return f"{text}. Whole step: {1e3 * step.seconds:,.1f} ms" + (f"; exposed: {waits}" if waits else "")

@@ -160,6 +160,8 @@ class ReplayRunner:
         begin = max(self._compute, self._host)
         updated, self._updated = min(self._updated, begin - self._compute), 0.0
         self._found.host += begin - self._compute - updated
+        self._draw(COMPUTE, "waits: update on the host", self._compute, self._compute + updated)
+        self._draw(COMPUTE, "waits: host", self._compute + updated, begin)
         self._compute = begin + seconds
         if not self._is_asynchronous:
             self._host = self._compute
@@ -236,8 +238,14 @@ class ReplayRunner:
             self._add_wait(last, unexplained)
         if until > start:
             name = last or "another stream"
-            self._found.spans.append(StreamSpan(COMPUTE, f"waits: {name}", self._compute, until))
+            self._draw(COMPUTE, f"waits: {name}", self._compute, until)
         self._compute = max(self._compute, until) + taken
+        self._draw(COMPUTE, f"slowed: {last}", self._compute - taken, self._compute)
+
+    def _draw(self, stream: str, name: str, begin: float, end: float) -> None:
+        """Adds a span to the picture, if there is one."""
+        if end > begin:
+            self._found.spans.append(StreamSpan(stream, name, begin, end))
 
     def _add_wait(self, axis: str, seconds: float) -> None:
         if axis:
@@ -252,6 +260,7 @@ class ReplayRunner:
             begin = max(self._up, self._host)
             self._up = begin + seconds
             self._found.copies += max(0.0, self._up - self._compute)
+            self._draw(COMPUTE, "waits: copies", self._compute, self._up)
             self._compute = max(self._compute, self._up)
             self._found.spans.append(StreamSpan(COPY_UP, "copy", begin, self._up))
         else:

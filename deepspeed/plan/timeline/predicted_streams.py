@@ -1,0 +1,225 @@
+"""The streams of a step that was predicted from its layout: of the busiest stage, and of the first and the last one.
+
+Every pass of a micro-batch through a chunk is drawn block by block, where the schedule puts it. Within a block the kinds
+of work stand one after another, then what the block waits for: how they alternate is not part of a prediction by layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deepspeed.parallel.pipe.schedule.lists import Kind
+from deepspeed.parallel.pipe.schedule.simulate import Timeline, simulate
+from deepspeed.plan.pipeline import Pipeline
+from deepspeed.plan.prediction.block import BlockTimes, WorkTimes
+from deepspeed.plan.prediction.step import ChunkTimes, DataExchanges, PredictedStep, StepModel
+from deepspeed.plan.timeline.replay import COMPUTE, HOST, StreamSpan
+
+_MOST_PASSES = 4_000  # of blocks on a stage; of longer steps fewer micro-batches are drawn
+
+
+@dataclass(frozen=True)
+class StepStreams:
+    """What the streams of some ranks do in a step.
+
+    Attributes:
+        ranks: By name of the rank, what its streams do; one rank may have no name.
+        drawn: Micro-batches that are there.
+        accumulation: Micro-batches of the step.
+    """
+
+    ranks: Mapping[str, Sequence[StreamSpan]]
+    drawn: int
+    accumulation: int
+
+
+@dataclass
+class _Drawing:
+    """Puts spans one after another on the stream of computation."""
+
+    spans: list[StreamSpan] = field(default_factory=list)
+    clock: float = 0.0
+
+    def add(self, name: str, seconds: float) -> None:
+        if seconds > 0:
+            self.spans.append(StreamSpan(COMPUTE, name, self.clock, self.clock + seconds))
+            self.clock += seconds
+
+    def beside(self, stream: str, name: str, begin: float, seconds: float) -> None:
+        if seconds > 0:
+            self.spans.append(StreamSpan(stream, name, begin, begin + seconds))
+
+
+def place_passes(
+    timeline: Timeline, stage: int, passes: Mapping[tuple[int, Kind], Iterable[StreamSpan]], start: float = 0.0
+) -> list[StreamSpan]:
+    """Returns the spans of a stage's passes where its schedule puts them, with its waits for other stages.
+
+    Args:
+        timeline: Of the schedule.
+        stage: Number of the stage.
+        passes: By chunk and kind of computation, the spans of one pass, which begins at 0.
+        start: When the schedule begins.
+    """
+    found: list[StreamSpan] = []
+    free = 0.0
+    for action, begin, end in timeline.spans[stage]:
+        if begin > free:
+            found.append(StreamSpan(COMPUTE, "waits: other stages", start + free, start + begin))
+        for span in passes[action.chunk, action.kind]:
+            found.append(span._replace(start=start + begin + span.start, end=start + begin + span.end))
+        free = end
+    if timeline.makespan > free:
+        found.append(StreamSpan(COMPUTE, "waits: other stages", start + free, start + timeline.makespan))
+    return found
+
+
+def predicted_streams(step: PredictedStep) -> StepStreams:
+    """Returns the streams of a predicted step.
+
+    Args:
+        step: The step.
+    """
+    model = StepModel(step.setup)
+    layout, pipeline = step.setup.layout, model.pipeline
+    chunks, stages = model.chunks(), model.stages()
+    shown = _shown(pipeline, layout.accumulation, step.setup.shape.layers)
+    timeline = simulate(pipeline.of(shown), model.schedule_times(chunks))
+    passes = {
+        (place, kind): _pass(model, chunk, kind)
+        for place, chunk in enumerate(chunks)
+        for kind in {action.kind for actions in pipeline.of(shown).actions for action in actions}
+    }
+    busy = model.busy(chunks)
+    critical = max(range(len(stages)), key=busy.__getitem__)
+    begins = _slowed(model, model.data_exchanges(stages[critical], chunks))[0]
+    ranks: dict[str, list[StreamSpan]] = {}
+    for number in sorted({0, critical, len(stages) - 1}):
+        exchanges = model.data_exchanges(stages[number], chunks)
+        drawing = _Drawing()
+        _begin(drawing, exchanges, begins)
+        drawing.spans += place_passes(timeline, number, passes, drawing.clock)
+        drawing.clock += timeline.makespan
+        update = step.update if number == critical else model.update_seconds(stages[number])
+        _end(drawing, exchanges, _slowed(model, exchanges), update, is_on_host=layout.offload)
+        name = f"stage {number}" + (", busiest" if number == critical else "") if layout.pipe > 1 else ""
+        ranks[name] = drawing.spans
+    return StepStreams(ranks, shown, layout.accumulation)
+
+
+def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
+    passes = accumulation * max(1, layers // pipeline.stages)
+    return accumulation if passes <= _MOST_PASSES else pipeline.enough(accumulation)
+
+
+def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
+    """The spans of one micro-batch in a chunk, from 0 on."""
+    drawing = _Drawing()
+    parts = chunk.parts if kind is Kind.FORWARD else chunk.parts[::-1]
+    units = [(name, times, number) for name, times, count in parts for number in range(count)]
+    if kind is Kind.BACKWARD_WEIGHT:
+        for name, times, _ in units:
+            drawing.add(f"{name}: matrix products", times.weight)
+        return drawing.spans
+    whole = chunk.forward if kind is Kind.FORWARD else chunk.backward
+    layers, each = sum(name == "block" for name, _, _ in units), model.layer_exchanges()
+    waits = _layer_waits(each, units, layers, kind)
+    # Where exchanges take less than their waits, as in a prediction, and what they slow beside them.
+    exposed = whole.exposed.get("data", 0.0)
+    wait = min(1.0, whole.travels.get("data", 0.0) / waits.total) if waits.total else 0.0
+    slowed = max(0.0, exposed - wait * waits.total) / max(layers, 1)
+    for name, times, number in units:
+        work = times.forward if kind is Kind.FORWARD else times.backward
+        if name == "block" and each is not None:
+            if number == 0:
+                drawing.beside("data", "exchange of parameters", drawing.clock, wait * waits.before)
+                drawing.add("waits: data", wait * waits.before)
+            is_last = number == layers - 1
+            if kind is not Kind.FORWARD or not is_last:
+                seconds = each.gather + (0.0 if kind is Kind.FORWARD else each.reduce)
+                drawing.beside("data", "exchange of a block", drawing.clock, seconds)
+        _unit(drawing, name, work, times, kind)
+        drawing.add("waits: host", model.host_wait(work))
+        if name == "block" and each is not None:
+            drawing.add("waits: data", wait * waits.between if number < layers - 1 or kind is not Kind.FORWARD else 0.0)
+            drawing.add("slowed: data", slowed)
+            if number == layers - 1:
+                drawing.beside("data", "exchange of gradients", drawing.clock, wait * waits.after)
+                drawing.add("waits: data", wait * waits.after)
+    return drawing.spans
+
+
+@dataclass(frozen=True)
+class _LayerWaits:
+    """Waits of stage 3 in a pass: before the blocks, behind each one, and after them, in seconds."""
+
+    before: float = 0.0
+    between: float = 0.0
+    after: float = 0.0
+    total: float = 0.0
+
+
+def _layer_waits(
+    each: DataExchanges | None, units: Sequence[tuple[str, BlockTimes, int]], layers: int, kind: Kind
+) -> _LayerWaits:
+    if each is None or not layers:
+        return _LayerWaits()
+    block = next(times for name, times, _ in units if name == "block")
+    if kind is Kind.FORWARD:
+        between = max(0.0, each.gather - block.forward.seconds)
+        return _LayerWaits(each.gather, between, 0.0, each.gather + (layers - 1) * between)
+    between = max(0.0, each.gather + each.reduce - block.backward.seconds)
+    return _LayerWaits(0.0, between, each.reduce, layers * between + each.reduce)
+
+
+def _unit(drawing: _Drawing, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
+    """A block, the embedding or the head: what it computes, then what it waits for."""
+    begin = drawing.clock
+    drawing.add(f"{name}: elementwise operations", work.traffic)
+    drawing.add(f"{name}: matrix products", work.matmul - (times.weight if kind is Kind.BACKWARD_INPUT else 0.0))
+    drawing.add(f"{name}: attention", work.attention)
+    for axis, seconds in sorted(work.exposed.items()):
+        drawing.add(f"waits: {axis}", seconds)
+        travels = work.travels.get(axis, 0.0)
+        drawing.beside(axis, f"exchanges of a {name}", max(begin, drawing.clock - travels), travels)
+
+
+def _slowed(model: StepModel, exchanges: DataExchanges) -> tuple[float, float]:
+    """Seconds that a gather of updated parameters costs at the beginning of a step, and a reduction at the end."""
+    if not exchanges.is_beside:
+        return 0.0, 0.0
+    return (
+        model.cost_beside(exchanges.gather, exchanges.gather_wait),
+        model.cost_beside(exchanges.reduce, exchanges.reduce_wait),
+    )
+
+
+def _begin(drawing: _Drawing, exchanges: DataExchanges, seconds: float) -> None:
+    if not exchanges.is_beside:
+        return
+    waits = min(exchanges.gather_wait, seconds)
+    drawing.beside("data", "gather of updated parameters", 0.0, exchanges.gather)
+    drawing.add("waits: data", waits)
+    drawing.add("slowed: data", seconds - waits)
+
+
+def _end(
+    drawing: _Drawing, exchanges: DataExchanges, slowed: tuple[float, float], update: float, *, is_on_host: bool
+) -> None:
+    begin = drawing.clock
+    waits = exchanges.reduce_wait
+    if exchanges.is_beside:
+        waits = min(waits, slowed[1])
+        drawing.add("slowed: data", slowed[1] - waits)
+    drawing.add("waits: data", waits)
+    start = drawing.clock - exchanges.reduce
+    drawing.beside("data", "reduction of gradients", max(0.0, min(begin, start)), exchanges.reduce)
+    if is_on_host:
+        drawing.beside(HOST, "update", drawing.clock, update)
+        drawing.add("waits: update on the host", update)
+    else:
+        drawing.add("update", update)
+    if not exchanges.is_beside:
+        drawing.beside("data", "gather of updated parameters", drawing.clock, exchanges.gather)
+        drawing.add("waits: data", exchanges.gather_wait)
