@@ -170,7 +170,7 @@ class ChunkTimes:
 
 
 @dataclass(frozen=True)
-class DataExchanges:
+class DataExchangeTimes:
     """Exchanges along the data axis, in seconds: of a block at stage 3, of a whole step at the other stages.
 
     Attributes:
@@ -307,7 +307,7 @@ class StepModel:
         """Returns the seconds in which the device waits for the host, which starts its operations too slowly."""
         return max(0.0, work.launches * self._setup.machine.device.efficiency.launch - work.seconds)
 
-    def layer_exchanges(self) -> DataExchanges | None:
+    def layer_exchanges(self) -> DataExchangeTimes | None:
         """Returns the exchanges that stage 3 makes for each block; None at other stages."""
         layout, block = self._layout, self._block
         if layout.stage != 3:
@@ -315,7 +315,7 @@ class StepModel:
         dense = block.parameters - block.expert_parameters
         reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
         reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
-        return DataExchanges(self._network.gather(2 * dense, layout.shard_group), reduce)
+        return DataExchangeTimes(self._network.gather(2 * dense, layout.shard_group), reduce)
 
     def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> None:
         """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
@@ -360,7 +360,7 @@ class StepModel:
         travels, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
         return self.cost_beside(travels, waits) if found.is_beside else waits
 
-    def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchanges:
+    def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
         """Returns the sums of gradients and gathers of updated parameters of a step; zeros at stage 3.
 
         Args:
@@ -369,7 +369,7 @@ class StepModel:
         """
         layout, network = self._layout, self._network
         if layout.stage == 3 or layout.shard_group.size * layout.replica_group.size == 1:
-            return DataExchanges()
+            return DataExchangeTimes()
         dense, width = stage.parameters - stage.experts, layout.gradient_bytes
         group, gather = layout.shard_group, 0.0
         if layout.stage == 0:
@@ -379,13 +379,13 @@ class StepModel:
             gather = network.gather(2 * dense, group)
         reduce += network.all_reduce(width * dense / layout.shards, layout.replica_group)
         if not layout.overlaps_data:
-            return DataExchanges(gather, reduce, gather, reduce, is_beside=False)
+            return DataExchangeTimes(gather, reduce, gather, reduce, is_beside=False)
         layers = sum(self._counts[place] for place in stage.chunks)
         backward, forward = (
             sum(work.seconds for work in works)
             for works in zip(*((chunks[place].backward, chunks[place].forward) for place in stage.chunks), strict=True)
         )
-        return DataExchanges(
+        return DataExchangeTimes(
             gather, reduce, max(gather / layers, gather - forward), max(reduce / layers, reduce - backward)
         )
 

@@ -1,7 +1,8 @@
 """The streams of a step that was predicted from its layout: of the busiest stage, and of the first and the last one.
 
-Every pass of a micro-batch through a chunk is drawn block by block, where the schedule puts it. Within a block the kinds
-of work stand one after another, then what the block waits for: how they alternate is not part of a prediction by layout.
+Every pass of a micro-batch through a chunk is drawn block by block, where the schedule puts it. Within a block the
+kinds of work stand one after another, then what the block waits for: a prediction by layout does not say how they
+alternate.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from deepspeed.parallel.pipe.schedule.lists import Kind
 from deepspeed.parallel.pipe.schedule.simulate import Timeline, simulate
 from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.block import BlockTimes, WorkTimes
-from deepspeed.plan.prediction.step import ChunkTimes, DataExchanges, PredictedStep, StepModel
+from deepspeed.plan.prediction.step import ChunkTimes, DataExchangeTimes, PredictedStep, StepModel
 from deepspeed.plan.timeline.replay import COMPUTE, HOST, StreamSpan
 
 _MOST_PASSES = 4_000  # of blocks on a stage; of longer steps fewer micro-batches are drawn
 
 
 @dataclass(frozen=True)
-class StepStreams:
+class PredictedTimeline:
     """What the streams of some ranks do in a step.
 
     Attributes:
@@ -35,7 +36,7 @@ class StepStreams:
 
 
 @dataclass
-class _Drawing:
+class _SpanBuilder:
     """Puts spans one after another on the stream of computation."""
 
     spans: list[StreamSpan] = field(default_factory=list)
@@ -75,7 +76,7 @@ def place_passes(
     return found
 
 
-def predicted_streams(step: PredictedStep) -> StepStreams:
+def predicted_streams(step: PredictedStep) -> PredictedTimeline:
     """Returns the streams of a predicted step.
 
     Args:
@@ -97,7 +98,7 @@ def predicted_streams(step: PredictedStep) -> StepStreams:
     ranks: dict[str, list[StreamSpan]] = {}
     for number in sorted({0, critical, len(stages) - 1}):
         exchanges = model.data_exchanges(stages[number], chunks)
-        drawing = _Drawing()
+        drawing = _SpanBuilder()
         _begin(drawing, exchanges, begins)
         drawing.spans += place_passes(timeline, number, passes, drawing.clock)
         drawing.clock += timeline.makespan
@@ -105,7 +106,7 @@ def predicted_streams(step: PredictedStep) -> StepStreams:
         _end(drawing, exchanges, _slowed(model, exchanges), update, is_on_host=layout.offload)
         name = f"stage {number}" + (", busiest" if number == critical else "") if layout.pipe > 1 else ""
         ranks[name] = drawing.spans
-    return StepStreams(ranks, shown, layout.accumulation)
+    return PredictedTimeline(ranks, shown, layout.accumulation)
 
 
 def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
@@ -115,7 +116,7 @@ def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
 
 def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
     """The spans of one micro-batch in a chunk, from 0 on."""
-    drawing = _Drawing()
+    drawing = _SpanBuilder()
     parts = chunk.parts if kind is Kind.FORWARD else chunk.parts[::-1]
     units = [(name, times, number) for name, times, count in parts for number in range(count)]
     if kind is Kind.BACKWARD_WEIGHT:
@@ -151,7 +152,7 @@ def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
 
 
 @dataclass(frozen=True)
-class _LayerWaits:
+class _LayerWaitTimes:
     """Waits of stage 3 in a pass: before the blocks, behind each one, and after them, in seconds."""
 
     before: float = 0.0
@@ -161,19 +162,19 @@ class _LayerWaits:
 
 
 def _layer_waits(
-    each: DataExchanges | None, units: Sequence[tuple[str, BlockTimes, int]], layers: int, kind: Kind
-) -> _LayerWaits:
+    each: DataExchangeTimes | None, units: Sequence[tuple[str, BlockTimes, int]], layers: int, kind: Kind
+) -> _LayerWaitTimes:
     if each is None or not layers:
-        return _LayerWaits()
+        return _LayerWaitTimes()
     block = next(times for name, times, _ in units if name == "block")
     if kind is Kind.FORWARD:
         between = max(0.0, each.gather - block.forward.seconds)
-        return _LayerWaits(each.gather, between, 0.0, each.gather + (layers - 1) * between)
+        return _LayerWaitTimes(each.gather, between, 0.0, each.gather + (layers - 1) * between)
     between = max(0.0, each.gather + each.reduce - block.backward.seconds)
-    return _LayerWaits(0.0, between, each.reduce, layers * between + each.reduce)
+    return _LayerWaitTimes(0.0, between, each.reduce, layers * between + each.reduce)
 
 
-def _unit(drawing: _Drawing, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
+def _unit(drawing: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
     """A block, the embedding or the head: what it computes, then what it waits for."""
     begin = drawing.clock
     drawing.add(f"{name}: elementwise operations", work.traffic)
@@ -185,7 +186,7 @@ def _unit(drawing: _Drawing, name: str, work: WorkTimes, times: BlockTimes, kind
         drawing.beside(axis, f"exchanges of a {name}", max(begin, drawing.clock - travels), travels)
 
 
-def _slowed(model: StepModel, exchanges: DataExchanges) -> tuple[float, float]:
+def _slowed(model: StepModel, exchanges: DataExchangeTimes) -> tuple[float, float]:
     """Seconds that a gather of updated parameters costs at the beginning of a step, and a reduction at the end."""
     if not exchanges.is_beside:
         return 0.0, 0.0
@@ -195,7 +196,7 @@ def _slowed(model: StepModel, exchanges: DataExchanges) -> tuple[float, float]:
     )
 
 
-def _begin(drawing: _Drawing, exchanges: DataExchanges, seconds: float) -> None:
+def _begin(drawing: _SpanBuilder, exchanges: DataExchangeTimes, seconds: float) -> None:
     if not exchanges.is_beside:
         return
     waits = min(exchanges.gather_wait, seconds)
@@ -205,7 +206,7 @@ def _begin(drawing: _Drawing, exchanges: DataExchanges, seconds: float) -> None:
 
 
 def _end(
-    drawing: _Drawing, exchanges: DataExchanges, slowed: tuple[float, float], update: float, *, is_on_host: bool
+    drawing: _SpanBuilder, exchanges: DataExchangeTimes, slowed: tuple[float, float], update: float, *, is_on_host: bool
 ) -> None:
     begin = drawing.clock
     waits = exchanges.reduce_wait
