@@ -171,7 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--picture",
         metavar="FILE",
-        help="draw the sweep, or the streams of the step (.svg; .json for Perfetto), with --search those of the fastest layout",
+        help="draw the sweep, or the streams of the step (.svg; .json for Perfetto), with --search those of the "
+        "fastest layout",
     )
     out.add_argument("--codes", action="store_true", help="show the cost of gradients with each codec")
     out.add_argument("--no-suggestions", action="store_true", help="do not search for changes with which the job fits")

@@ -30,7 +30,7 @@ class WorkTimes:
         attention: Attention.
         traffic: Elementwise operations.
         exposed: Exchanges that the next operation waits for, by axis.
-        travels: Exchanges, by axis, as long as they take, waited for or not.
+        exchanged: Exchanges, by axis, as long as they take, waited for or not.
         flops: Number of floating-point operations.
         launches: Number of operations that the host starts.
     """
@@ -39,7 +39,7 @@ class WorkTimes:
     attention: float = 0.0
     traffic: float = 0.0
     exposed: dict[str, float] = field(default_factory=dict)
-    travels: dict[str, float] = field(default_factory=dict)
+    exchanged: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
     launches: int = 0
 
@@ -60,20 +60,20 @@ class WorkTimes:
             self.attention + times * other.attention,
             self.traffic + times * other.traffic,
             _sum_by_axis(self.exposed, other.exposed, times),
-            _sum_by_axis(self.travels, other.travels, times),
+            _sum_by_axis(self.exchanged, other.exchanged, times),
             self.flops + times * other.flops,
             self.launches + round(times * other.launches),
         )
 
-    def wait_along(self, axis: str, exposed: float, travels: float) -> None:
+    def wait_along(self, axis: str, exposed: float, exchanged: float) -> None:
         """Sets the exchanges along an axis.
 
         Args:
             axis: Its name.
             exposed: Seconds that the next operation waits for them.
-            travels: Seconds that they take.
+            exchanged: Seconds that they take.
         """
-        self.exposed[axis], self.travels[axis] = exposed, travels
+        self.exposed[axis], self.exchanged[axis] = exposed, exchanged
 
 
 def _sum_by_axis(one: dict[str, float], other: dict[str, float], times: float) -> dict[str, float]:

@@ -328,15 +328,15 @@ class StepModel:
         waits = layers * max(0.0, both - back) + each.reduce
         backward.wait_along("data", self.cost_beside(layers * both, waits), layers * both)
 
-    def cost_beside(self, travels: float, waits: float) -> float:
+    def cost_beside(self, exchanged: float, waits: float) -> float:
         """Returns the seconds that collectives cost: waits, and the slowdown of computation beside the rest of them.
 
         Args:
-            travels: Seconds that they take.
+            exchanged: Seconds that they take.
             waits: Seconds that computation waits for them.
         """
-        waits = min(waits, travels)
-        return waits + self._network.slowdown(travels, waits)
+        waits = min(waits, exchanged)
+        return waits + self._network.slowdown(exchanged, waits)
 
     def stages(self) -> list[StageState]:
         """Returns the stages of the pipeline, in order."""
@@ -357,8 +357,8 @@ class StepModel:
     def _exposed_data(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> float:
         """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
         found = self.data_exchanges(stage, chunks)
-        travels, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
-        return self.cost_beside(travels, waits) if found.is_beside else waits
+        exchanged, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
+        return self.cost_beside(exchanged, waits) if found.is_beside else waits
 
     def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
         """Returns the sums of gradients and gathers of updated parameters of a step; zeros at stage 3.

@@ -98,14 +98,14 @@ def predicted_streams(step: PredictedStep) -> PredictedTimeline:
     ranks: dict[str, list[StreamSpan]] = {}
     for number in sorted({0, critical, len(stages) - 1}):
         exchanges = model.data_exchanges(stages[number], chunks)
-        drawing = _SpanBuilder()
-        _begin(drawing, exchanges, begins)
-        drawing.spans += place_passes(timeline, number, passes, drawing.clock)
-        drawing.clock += timeline.makespan
+        made = _SpanBuilder()
+        _begin(made, exchanges, begins)
+        made.spans += place_passes(timeline, number, passes, made.clock)
+        made.clock += timeline.makespan
         update = step.update if number == critical else model.update_seconds(stages[number])
-        _end(drawing, exchanges, _slowed(model, exchanges), update, is_on_host=layout.offload)
+        _end(made, exchanges, _slowed(model, exchanges), update, is_on_host=layout.offload)
         name = f"stage {number}" + (", busiest" if number == critical else "") if layout.pipe > 1 else ""
-        ranks[name] = drawing.spans
+        ranks[name] = made.spans
     return PredictedTimeline(ranks, shown, layout.accumulation)
 
 
@@ -116,39 +116,39 @@ def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
 
 def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
     """The spans of one micro-batch in a chunk, from 0 on."""
-    drawing = _SpanBuilder()
+    made = _SpanBuilder()
     parts = chunk.parts if kind is Kind.FORWARD else chunk.parts[::-1]
     units = [(name, times, number) for name, times, count in parts for number in range(count)]
     if kind is Kind.BACKWARD_WEIGHT:
         for name, times, _ in units:
-            drawing.add(f"{name}: matrix products", times.weight)
-        return drawing.spans
+            made.add(f"{name}: matrix products", times.weight)
+        return made.spans
     whole = chunk.forward if kind is Kind.FORWARD else chunk.backward
     layers, each = sum(name == "block" for name, _, _ in units), model.layer_exchanges()
     waits = _layer_waits(each, units, layers, kind)
     # Where exchanges take less than their waits, as in a prediction, and what they slow beside them.
     exposed = whole.exposed.get("data", 0.0)
-    wait = min(1.0, whole.travels.get("data", 0.0) / waits.total) if waits.total else 0.0
+    wait = min(1.0, whole.exchanged.get("data", 0.0) / waits.total) if waits.total else 0.0
     slowed = max(0.0, exposed - wait * waits.total) / max(layers, 1)
     for name, times, number in units:
         work = times.forward if kind is Kind.FORWARD else times.backward
         if name == "block" and each is not None:
             if number == 0:
-                drawing.beside("data", "exchange of parameters", drawing.clock, wait * waits.before)
-                drawing.add("waits: data", wait * waits.before)
+                made.beside("data", "exchange of parameters", made.clock, wait * waits.before)
+                made.add("waits: data", wait * waits.before)
             is_last = number == layers - 1
             if kind is not Kind.FORWARD or not is_last:
                 seconds = each.gather + (0.0 if kind is Kind.FORWARD else each.reduce)
-                drawing.beside("data", "exchange of a block", drawing.clock, seconds)
-        _unit(drawing, name, work, times, kind)
-        drawing.add("waits: host", model.host_wait(work))
+                made.beside("data", "exchange of a block", made.clock, seconds)
+        _unit(made, name, work, times, kind)
+        made.add("waits: host", model.host_wait(work))
         if name == "block" and each is not None:
-            drawing.add("waits: data", wait * waits.between if number < layers - 1 or kind is not Kind.FORWARD else 0.0)
-            drawing.add("slowed: data", slowed)
+            made.add("waits: data", wait * waits.between if number < layers - 1 or kind is not Kind.FORWARD else 0.0)
+            made.add("slowed: data", slowed)
             if number == layers - 1:
-                drawing.beside("data", "exchange of gradients", drawing.clock, wait * waits.after)
-                drawing.add("waits: data", wait * waits.after)
-    return drawing.spans
+                made.beside("data", "exchange of gradients", made.clock, wait * waits.after)
+                made.add("waits: data", wait * waits.after)
+    return made.spans
 
 
 @dataclass(frozen=True)
@@ -174,16 +174,16 @@ def _layer_waits(
     return _LayerWaitTimes(0.0, between, each.reduce, layers * between + each.reduce)
 
 
-def _unit(drawing: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
+def _unit(made: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kind: Kind) -> None:
     """A block, the embedding or the head: what it computes, then what it waits for."""
-    begin = drawing.clock
-    drawing.add(f"{name}: elementwise operations", work.traffic)
-    drawing.add(f"{name}: matrix products", work.matmul - (times.weight if kind is Kind.BACKWARD_INPUT else 0.0))
-    drawing.add(f"{name}: attention", work.attention)
+    begin = made.clock
+    made.add(f"{name}: elementwise operations", work.traffic)
+    made.add(f"{name}: matrix products", work.matmul - (times.weight if kind is Kind.BACKWARD_INPUT else 0.0))
+    made.add(f"{name}: attention", work.attention)
     for axis, seconds in sorted(work.exposed.items()):
-        drawing.add(f"waits: {axis}", seconds)
-        travels = work.travels.get(axis, 0.0)
-        drawing.beside(axis, f"exchanges of a {name}", max(begin, drawing.clock - travels), travels)
+        made.add(f"waits: {axis}", seconds)
+        exchanged = work.exchanged.get(axis, 0.0)
+        made.beside(axis, f"exchanges of a {name}", max(begin, made.clock - exchanged), exchanged)
 
 
 def _slowed(model: StepModel, exchanges: DataExchangeTimes) -> tuple[float, float]:
@@ -196,31 +196,31 @@ def _slowed(model: StepModel, exchanges: DataExchangeTimes) -> tuple[float, floa
     )
 
 
-def _begin(drawing: _SpanBuilder, exchanges: DataExchangeTimes, seconds: float) -> None:
+def _begin(made: _SpanBuilder, exchanges: DataExchangeTimes, seconds: float) -> None:
     if not exchanges.is_beside:
         return
     waits = min(exchanges.gather_wait, seconds)
-    drawing.beside("data", "gather of updated parameters", 0.0, exchanges.gather)
-    drawing.add("waits: data", waits)
-    drawing.add("slowed: data", seconds - waits)
+    made.beside("data", "gather of updated parameters", 0.0, exchanges.gather)
+    made.add("waits: data", waits)
+    made.add("slowed: data", seconds - waits)
 
 
 def _end(
-    drawing: _SpanBuilder, exchanges: DataExchangeTimes, slowed: tuple[float, float], update: float, *, is_on_host: bool
+    made: _SpanBuilder, exchanges: DataExchangeTimes, slowed: tuple[float, float], update: float, *, is_on_host: bool
 ) -> None:
-    begin = drawing.clock
+    begin = made.clock
     waits = exchanges.reduce_wait
     if exchanges.is_beside:
         waits = min(waits, slowed[1])
-        drawing.add("slowed: data", slowed[1] - waits)
-    drawing.add("waits: data", waits)
-    start = drawing.clock - exchanges.reduce
-    drawing.beside("data", "reduction of gradients", max(0.0, min(begin, start)), exchanges.reduce)
+        made.add("slowed: data", slowed[1] - waits)
+    made.add("waits: data", waits)
+    start = made.clock - exchanges.reduce
+    made.beside("data", "reduction of gradients", max(0.0, min(begin, start)), exchanges.reduce)
     if is_on_host:
-        drawing.beside(HOST, "update", drawing.clock, update)
-        drawing.add("waits: update on the host", update)
+        made.beside(HOST, "update", made.clock, update)
+        made.add("waits: update on the host", update)
     else:
-        drawing.add("update", update)
+        made.add("update", update)
     if not exchanges.is_beside:
-        drawing.beside("data", "gather of updated parameters", drawing.clock, exchanges.gather)
-        drawing.add("waits: data", exchanges.gather_wait)
+        made.beside("data", "gather of updated parameters", made.clock, exchanges.gather)
+        made.add("waits: data", exchanges.gather_wait)
