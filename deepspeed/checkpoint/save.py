@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -119,6 +121,20 @@ class SaveProgress:
         )  # fmt: skip
 
 
+_NICER = 10  # at equal niceness, three threads on two processors made steps 1.7 times as long; at 10, 1.1 times
+
+
+def _lower_priority() -> None:
+    """Lowers the priority of the calling thread, which threads that it starts inherit.
+
+    Training then gets its processor first, and a save the rest. Only Linux has priorities of threads.
+    """
+    if sys.platform == "linux":
+        this_thread = 0  # of PRIO_PROCESS; Linux counts threads as processes here
+        niceness = os.getpriority(os.PRIO_PROCESS, this_thread)
+        os.setpriority(os.PRIO_PROCESS, this_thread, min(niceness + _NICER, 19))
+
+
 class Saver:
     """The saves of one engine, one at a time.
 
@@ -183,6 +199,7 @@ class Saver:
 
     def _run_in_background(self, job: _Job, exchange: Exchange) -> None:
         try:
+            _lower_priority()
             _run(job, exchange)
         except BaseException as error:
             self._failure = error

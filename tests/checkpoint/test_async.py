@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from deepspeed import comm
+from deepspeed.checkpoint import disk
 from deepspeed.checkpoint import save as saving
 from deepspeed.checkpoint.directory import tags
 from deepspeed.checkpoint.writer import FileWriter
@@ -134,6 +137,41 @@ def two_engines(folder: str):
 def test_two_engines_save_at_once(tmp_path):
     expected = [f"global_step{step}" for step in range(3)]
     assert run_ranks(two_engines, 2, str(tmp_path)) == [(expected, expected)] * 2
+
+
+def niceness_of_saves(folder: str):
+    run = engine(1, "bf16")
+    train(run, range(1))
+    found = {}
+
+    def noting(name, function):
+        def noted(*given):
+            found.setdefault(name, set()).add(os.getpriority(os.PRIO_PROCESS, 0))
+            return function(*given)
+
+        return noted
+
+    functions = disk.write_all, disk.sync_and_close
+    disk.write_all, disk.sync_and_close = noting("write", functions[0]), noting("sync", functions[1])
+    try:
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+        run.save_checkpoint(folder, tag="beside", async_save=True)
+        run.wait_for_checkpoint()
+        beside = dict(found)
+        found.clear()
+        run.save_checkpoint(folder, tag="synchronous")
+    finally:
+        disk.write_all, disk.sync_and_close = functions
+    return before, beside, found, os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_save_in_the_background_leaves_the_processor_to_training(tmp_path):
+    ((before, beside, synchronous, after),) = run_ranks(niceness_of_saves, 1, str(tmp_path))
+    lower = {min(before + 10, 19)}
+    assert beside == {"write": lower, "sync": lower}
+    assert synchronous == {"write": {before}, "sync": {before}}
+    assert after == before
 
 
 def test_a_long_save_says_how_far_it_is(tmp_path, monkeypatch):
