@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from deepspeed.run_report.failures import find_failures
@@ -291,6 +291,20 @@ def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
         )
         found.append((worst.share, text))
     return [text for _, text in sorted(found, reverse=True)]
+
+
+def mfu(run: RunData, step_seconds: float) -> float | None:
+    """Returns the operations that the first rank counted in its model, per second, over the rate of its device.
+
+    What recomputation repeats does not count. None where nothing was counted.
+    """
+    counted = next((event for event in reversed(run.first.events) if event["name"] == "operations"), None)
+    if counted is None or not step_seconds:
+        return None
+    operations = counted["of_update"]
+    if counted["tokens"]:  # an update may have more tokens than another one
+        operations *= mean(line["tokens"] for line in run.first.steps.values()) / counted["tokens"]
+    return float(operations / step_seconds / counted["device_flops"])
 
 
 _WORTH_A_WORD = {OUTSIDE: 0.1, "save": 0.05, "step": 0.3}

@@ -28,7 +28,7 @@ from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.release import VERSION
 from deepspeed.run_report.analysis import SlowRank, slow_ranks
-from deepspeed.run_report.page import report_at_end
+from deepspeed.run_report.page import report_at_end, report_of_earlier_start
 from deepspeed.run_report.rank_file import RecentSteps, open_folder, rank_path
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import PLAN, Line, RankRun, RunData
@@ -54,6 +54,8 @@ class RunReportFeature(EngineFeature):
                 )
             return
         folder = open_folder(Path(section.path), comm.get_rank())
+        if comm.get_rank() == 0:
+            report_of_earlier_start(folder)
         if section.plan is not None and comm.get_rank() == 0:
             try:
                 shutil.copyfile(section.plan, folder / PLAN)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
+from deepspeed.errors import DeepSpeedError
 from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
-from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing
+from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing, mfu
 from deepspeed.run_report.failures import FAILURE, find_failures
 from deepspeed.run_report.rank_file import PATTERN, has_end
 from deepspeed.run_report.run_data import RunData, read_run
@@ -134,6 +135,24 @@ def report_at_end(folder: Path, rank: int, has_failed: bool) -> None:
         with _sole_writer(folder) as is_sole:
             if is_sole:
                 _report_if_small(folder, rank)
+
+
+def report_of_earlier_start(folder: Path) -> None:
+    """Writes the report of a start that was killed before it did, when the next one begins. Rank 0 calls it.
+
+    Nothing happens where no rank has written after the page.
+
+    Args:
+        folder: ``run_report.path`` of the run, before a rank of the new start opens its file.
+    """
+    written = [path.stat().st_mtime_ns for path in folder.glob(PATTERN)]
+    page = folder / "report.html"
+    if not written or (page.exists() and page.stat().st_mtime_ns >= max(written)):
+        return
+    try:
+        _report_if_small(folder, 0)
+    except DeepSpeedError as error:  # of a damaged file of that start, which must not hold up this one
+        log_dist(f"run report: no page about the start before this one: {error}", level=30)
 
 
 @contextmanager
@@ -431,20 +450,6 @@ def bytes_beside_plan(run: RunData) -> list[Row]:
     axes = sorted({axis for line in lines for axis in line["bytes"]})
     planned: Mapping[str, Any] = (run.plan or {}).get("sent_by_axis", {})
     return [_row(axis, planned.get(axis), int(median(line["bytes"].get(axis, 0) for line in lines))) for axis in axes]
-
-
-def mfu(run: RunData, step_seconds: float) -> float | None:
-    """Returns the operations that the first rank counted in its model, per second, over the rate of its device.
-
-    What recomputation repeats does not count. None where nothing was counted.
-    """
-    counted = next((event for event in reversed(run.first.events) if event["name"] == "operations"), None)
-    if counted is None or not step_seconds:
-        return None
-    operations = counted["of_update"]
-    if counted["tokens"]:  # an update may have more tokens than another one
-        operations *= mean(line["tokens"] for line in run.first.steps.values()) / counted["tokens"]
-    return float(operations / step_seconds / counted["device_flops"])
 
 
 def flops_share(run: RunData, step_seconds: float) -> float | None:

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed.run_report.failures import _KILLED
-from deepspeed.run_report.page import report_at_end, write_report
+from deepspeed.run_report.page import report_at_end, report_of_earlier_start, write_report
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
+from tests.engine.support import engine_of
 from tests.harness import RanksFailed, run_ranks
+from tests.harness.toy_models import tower
 from tests.launcher.processes import Launcher
 from tests.run_report.runs import step_line, write_rank
 
@@ -163,6 +165,32 @@ def test_a_rank_that_ends_well_leaves_the_page_to_rank_0(tmp_path):
     assert not (tmp_path / "report.html").exists()
     StepRecorder(tmp_path, 0, {}, on_close=partial(report_at_end, tmp_path, 0)).close()
     assert (tmp_path / "report.html").exists()
+
+
+def _first_step_of_the_next_start(folder):
+    engine = engine_of(tower(), 1, run_report={"path": folder})
+    page = (Path(folder) / "report.html").read_text()
+    engine.destroy()
+    return page, (Path(folder) / "report.html").read_text()
+
+
+def test_the_next_start_writes_the_page_of_a_start_that_was_killed(tmp_path):
+    write_rank(tmp_path, 0, [step_line(n) for n in range(1, 4)], has_ended=False, pid=1)
+    (tmp_path / "rank-00000.jsonl").open("a").write('{"kind": "st')  # torn by the kill
+    ((at_start, at_end),) = run_ranks(_first_step_of_the_next_start, 1, str(tmp_path))
+    assert "Run of 1 rank, 3 steps" in at_start and "Not ended: rank 0 after step 3" in at_start
+    assert _KILLED in at_end and "Not ended" not in at_end
+    page = tmp_path / "report.html"
+    page.write_text("as it was")
+    report_of_earlier_start(tmp_path)
+    assert page.read_text() == "as it was", "no rank has written after it"
+    (tmp_path / "plan.json").write_text("{")
+    os.utime(page, (0, 0))
+    report_of_earlier_start(tmp_path)  # a damaged file does not hold up the start
+    assert page.read_text() == "as it was"
+    (tmp_path / "plan.json").unlink()
+    report_of_earlier_start(tmp_path)
+    assert "3 steps" in page.read_text()
 
 
 @pytest.mark.slow

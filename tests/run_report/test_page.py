@@ -169,6 +169,27 @@ def test_a_browser_shows_it_light_and_dark(folder):
     assert corners[0] > 0.9 and corners[1] < 0.2
 
 
+@pytest.mark.slow
+@needs_program("chromium")
+def test_a_browser_draws_the_loads_of_experts(tmp_path):
+    from matplotlib import image
+
+    loads = {n: {"experts/0/imbalance": 1.0 + n, EVIL: n, f"experts/{EVIL}/imbalance": 9.0 - n} for n in range(1, 9)}
+    write_rank(tmp_path, 0, [step_line(n, loss=1.0, more=more) for n, more in loads.items()])
+    text = write_report(tmp_path).read_text()
+    head, _, after = text.partition("<h2>Loads of experts</h2>")
+    assert 'class="curve"' in after.partition("</svg>")[0]
+    pictures = []
+    for name, curve in (("with", after), ("without", re.sub('<[^>]*class="curve"[^>]*>', "", after, count=1))):
+        page = tmp_path / f"{name}.html"  # the section alone, at the top of the picture
+        page.write_text(f"{head.partition('<body>')[0]}<body><h2>Loads of experts</h2>{curve}")
+        picture, elements, console = _show_in_a_browser(page)
+        assert console == [] and "<script" not in elements and "Loads of experts" in elements
+        pictures.append(image.imread(picture)[:300, :, :3])
+    changed = (abs(pictures[0] - pictures[1]).max(axis=2) > 0.1).any(axis=0)
+    assert changed.sum() > 400, "pixels of the width in which the curve is drawn"
+
+
 @needs_program("chromium")
 def test_what_a_browser_complains_about_is_seen(tmp_path):
     page = tmp_path / "broken.html"
