@@ -151,9 +151,7 @@ def _refused() -> None:
         (nn.Linear(3, 3), "expected a Transformers model, whose attention can be replaced, or .* found Linear"),
         (_gpt2("eager", reorder_and_upcast_attn=True), "reorder_and_upcast_attn computes attention in the layer"),
         (
-            transformers.CodeGenForCausalLM(
-                transformers.CodeGenConfig(vocab_size=67, n_embd=24, n_layer=1, n_head=4, rotary_dim=4)
-            ),
+            causal_model("CodeGen", vocab_size=67, n_embd=24, n_layer=1, n_head=4, rotary_dim=4),
             "the class does not take its attention from transformers' AttentionInterface",
         ),
     ):

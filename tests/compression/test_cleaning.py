@@ -11,7 +11,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear import QuantizedLinear
 from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbedding
 from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
-from tests.harness.toy_models import causal_model
+from tests.harness.toy_models import causal_model, masked_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -147,12 +147,8 @@ def test_channels_and_what_follows_them(method):
 
 
 def bert():
-    config = transformers.BertConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=36, vocab_size=40,
-        max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(config)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 36}
+    return masked_model(head="ForSequenceClassification", vocab_size=40, max_position_embeddings=16, **sizes)
 
 
 def test_the_published_patterns_on_bert():

@@ -12,7 +12,7 @@ from deepspeed.comm.transports.counters import counted
 from deepspeed.dropping.layers import rows_of
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
-from tests.harness.toy_models import NO_DROPOUT, causal_model
+from tests.harness.toy_models import NO_DROPOUT, causal_model, masked_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,12 +20,10 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "nu
 
 
 def _model(family: str) -> tuple[Any, str]:
-    torch.manual_seed(0)
     if family == "llama":
         return causal_model(**SIZES), "model.layers"
     if family == "bert":
-        config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        return transformers.BertForMaskedLM(config), "bert.encoder.layer"
+        return masked_model(**SIZES), "bert.encoder.layer"
     return causal_model("GPT2", n_embd=16, n_layer=4, n_head=2, vocab_size=32, **NO_DROPOUT), "transformer.h"
 
 

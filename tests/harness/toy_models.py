@@ -6,7 +6,7 @@
 | :class:`Tower`, :func:`tower` | a stack of units whose forward returns the loss: most tests of one behaviour |
 | :class:`RoutedTower` | a tower of which a forward runs some units only, in any order |
 | :class:`Awkward`, :func:`awkward` | all at once that has broken sharded trainers, with its batches and losses |
-| :func:`causal_model` | a language model of Transformers by its family and sizes |
+| :func:`causal_model`, :func:`masked_model` | a language model of Transformers by its family and sizes; a BERT |
 
 A model with one peculiarity that one test is about stands in the file of that test.
 """
@@ -190,17 +190,23 @@ def param_groups(model: nn.Module, *, lr: float = 0.01, with_empty: bool = True)
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # of a GPT2
 
 
-def causal_model(family: str = "Llama", *, seed: int = 0, **sizes: Any) -> Any:
+def causal_model(family: str = "Llama", *, seed: int = 0, head: str = "ForCausalLM", **sizes: Any) -> Any:
     """Returns a language model of Transformers with the values of ``seed``.
 
     Args:
         family: What its classes begin with, as in ``LlamaConfig`` and ``LlamaForCausalLM``, or ``GPT2LMHeadModel``.
         seed: Set before it is built.
+        head: What its class ends with; :func:`masked_model` has the one of BERT.
         **sizes: Arguments of the configuration.
     """
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**sizes)
-    ending = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    ending = "LMHeadModel" if family == "GPT2" else head
     torch.manual_seed(seed)
     return getattr(transformers, family.removesuffix("Text") + ending)(config)
+
+
+def masked_model(*, head: str = "ForMaskedLM", **sizes: Any) -> Any:
+    """Returns a BERT without dropout; arguments are those of :func:`causal_model`."""
+    return causal_model("Bert", head=head, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)

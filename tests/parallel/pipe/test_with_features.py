@@ -13,6 +13,7 @@ from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.lists import held
 from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks
+from tests.harness.toy_models import causal_model
 from tests.parallel.pipe import support
 
 
@@ -167,15 +168,12 @@ def test_what_is_held(width):
 
 def _adapted(stages: int) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A language model with low-rank adapters: only these are trained."""
-    import transformers
     from peft import LoraConfig, inject_adapter_in_model
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    model = causal_model(
         vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
     inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj", "down_proj"], lora_dropout=0.0), model)
     trained = sum(parameter.requires_grad for parameter in model.parameters())
     assert 0 < trained < sum(1 for _ in model.parameters()) / 2

@@ -18,6 +18,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
+from tests.harness.toy_models import masked_model
 from tests.parallel.sequence.llama import llama, packed_batch, padded_batch, plain_batch
 from tests.parallel.sequence.net import cut
 
@@ -172,7 +173,7 @@ def _packed_by_core(module, query, key, value, attention_mask, scaling=None, pos
 
 
 def _other_cores_and_models():
-    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+    from transformers import AttentionInterface
 
     rank = dist.get_rank()
     # Several packed sequences by an implementation that finds documents in one.
@@ -183,9 +184,9 @@ def _other_cores_and_models():
     torch.testing.assert_close(_loss(model, cut(whole, rank, 2)).detach(), wanted.flatten(), rtol=1e-5, atol=1e-6)
     # Attention in both directions, with padding.
     sizes = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-    config = BertConfig(**sizes, intermediate_size=20, max_position_embeddings=16, attn_implementation="sdpa")
-    torch.manual_seed(1)
-    model = BertForMaskedLM(config).eval()
+    model = masked_model(
+        seed=1, **sizes, intermediate_size=20, max_position_embeddings=16, attn_implementation="sdpa"
+    ).eval()
     expected = copy.deepcopy(model)
     _register(model, 2)
     for make in (plain_batch, padded_batch):

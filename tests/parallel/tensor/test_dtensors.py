@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed.comm.job.job import Job
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model
 from tests.parallel.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
 STEPS = 3
@@ -124,12 +125,9 @@ def test_a_rank_that_goes_another_way_is_named(how):
 
 def _qwen():
     """Query and key norms: whole, and fed by heads of this rank alone."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
     sizes = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6}
     more = {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "attn_implementation": "eager"}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=68, tie_word_embeddings=False, **sizes, **more))
+    model = causal_model("Qwen3", vocab_size=68, tie_word_embeddings=False, **sizes, **more)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

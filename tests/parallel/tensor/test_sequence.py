@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
-from tests.harness.toy_models import NO_DROPOUT, causal_model
+from tests.harness.toy_models import NO_DROPOUT, causal_model, masked_model
 from tests.parallel.tensor.support import adamw, config, ids, llama, plain_run
 from tests.parallel.tensor.test_training import _check_weights, _whole_are_equal
 
@@ -108,11 +108,9 @@ def test_memory_and_bytes():
 
 
 def _refused():
-    from transformers import BertConfig, BertForMaskedLM
-
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 32}
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_norms: the layers that feed .* are no module"):
-        _engine(BertForMaskedLM(BertConfig(vocab_size=67, **sizes)), 2, 0)
+        _engine(masked_model(vocab_size=67, **sizes), 2, 0)
 
 
 def test_models_that_are_built_otherwise_are_refused():
