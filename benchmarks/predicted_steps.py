@@ -42,7 +42,9 @@ TOKENS, SAMPLES, WARMUPS = 128, 2, 2
 GOAL = 0.15
 HOW = (
     "Made by `python -m benchmarks.predicted_steps --out FILE`. The load is what a block takes before and after a step "
-    "over what the measured figures give for it; measured steps are divided by it. Medians, slowest rank."
+    "over what the measured figures give for it; measured steps are divided by it, which takes out what a block of the "
+    "probe and a step have in common: the error is that of what cases cost relative to each other. Medians, slowest "
+    "rank. Ranks that are more than the cores share them: all are slower, and a stage is faster while others wait."
 )
 
 
@@ -135,7 +137,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, steps: int) -> None:
     device = measure_device()
     block = block_runner(CPU_SIZES, CPU_SIZES.micro_batches[1], torch.device("cpu"))
     usual = predict_block(CPU_SIZES, CPU_SIZES.micro_batches[1], torch.device("cpu"), device)
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[str, tuple[float, float, float]] = {}
     for case in cases(ranks):
         step = _trained(case)
         for _ in range(WARMUPS):
@@ -148,6 +150,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, steps: int) -> None:
         found[case.name] = (
             statistics.median(took / load for took, load in zip(each, loads, strict=True)),
             statistics.median(loads),
+            statistics.median(each),
         )
     if rank == 0:
         write_machine_file(device, Path(folder) / "machine.json")
@@ -166,8 +169,8 @@ def _slowest(call: Callable[[], Any]) -> float:
     return float(took)
 
 
-Row = tuple[str, float, float, float]
-"""Name, measured seconds without load, load, predicted seconds."""
+Row = tuple[str, float, float, float, float]
+"""Name, measured seconds without load, load, measured seconds as they were, predicted seconds."""
 
 
 def compare(ranks: int, steps: int) -> tuple[list[Row], str]:
@@ -190,22 +193,30 @@ def compare(ranks: int, steps: int) -> tuple[list[Row], str]:
 
 def report(found: dict[int, tuple[list[Row], str]]) -> str:
     """Returns the table of all cases."""
-    errors = [abs(predicted / measured - 1) for rows, _ in found.values() for _, measured, _, predicted in rows]
+    by_ranks = {
+        ranks: [abs(predicted / measured - 1) for _, measured, _, _, predicted in rows]
+        for ranks, (rows, _) in found.items()
+    }
+    errors = [error for each in by_ranks.values() for error in each]
+    plain = [abs(predicted / took - 1) for rows, _ in found.values() for _, _, _, took, predicted in rows]
     lines = ["# Predicted and measured steps on processors", "", HOW, ""]
     lines += [f"A decoder of {SHAPE.layers} layers, hidden {SHAPE.hidden}, {SAMPLES} x {TOKENS} tokens, fp32, "]
     lines[-1] += f"one thread per rank, {os.cpu_count()} cores, load average {os.getloadavg()[1]:.1f} at the end."
     lines += [f"Median error of {len(errors)} cases: {statistics.median(errors):.1%} (goal {GOAL:.0%}), "]
-    lines[-1] += f"worst {max(errors):.1%}."
+    lines[-1] += f"worst {max(errors):.1%}; "
+    lines[-1] += ", ".join(f"{ranks} ranks {statistics.median(each):.1%}" for ranks, each in by_ranks.items())
+    lines[-1] += f". Beside the times as they were, load and all: {statistics.median(plain):.1%}."
     lines += [""]
     lines += [f"- {figures}" for _, figures in found.values()]
     lines += [
         "",
-        "| ranks | case | measured ms, without load | load | predicted ms | error |",
-        "|---|---|---|---|---|---|",
+        "| ranks | case | measured ms | load | without load | predicted ms | error |",
+        "|---|---|---|---|---|---|---|",
     ]
     for ranks, (rows, _) in found.items():
-        for name, measured, load, predicted in rows:
-            cells = f"{1e3 * measured:.0f} | {load:.2f} | {1e3 * predicted:.0f} | {predicted / measured - 1:+.1%}"
+        for name, measured, load, took, predicted in rows:
+            cells = f"{1e3 * took:.0f} | {load:.2f} | {1e3 * measured:.0f} | {1e3 * predicted:.0f}"
+            cells += f" | {predicted / measured - 1:+.1%}"
             lines.append(f"| {ranks} | {name} | {cells} |")
     return "\n".join(lines) + "\n"
 

@@ -70,6 +70,12 @@ class Machine:
         return _HOST_BANDWIDTH / self.devices_per_node
 
     @property
+    def processors(self) -> float | None:
+        """Ranks of a node that can compute at once without slowing each other; None: all of them."""
+        cores = self.device.cores
+        return cores if 0 < cores < self.devices_per_node else None
+
+    @property
     def usable(self) -> int:
         """Bytes of one accelerator that model and training may use."""
         return int(self.device_memory * (1 - self.headroom))

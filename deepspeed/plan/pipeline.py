@@ -7,6 +7,7 @@ that wait for their backward are really there while later micro-batches go forwa
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.module import DEFAULT_SCHEDULE
 from deepspeed.parallel.pipe.partition import chunk_bounds
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, Schedule, make_schedule, place_chunks
-from deepspeed.parallel.pipe.schedule.lists import held
+from deepspeed.parallel.pipe.schedule.lists import Kind, held
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 from deepspeed.parallel.pipe.spec import Entry, LayerSpec, TiedLayerSpec, class_name, trainable_numel
 
@@ -157,18 +158,24 @@ class PipelineBubble:
         return self.seconds / self.busy - 1 if self.busy else 0.0
 
 
+_SHORTEST = 1e-9  # seconds of a computation, so that each has an end
 _MOST_SIMULATED = 8  # groups of micro-batches per stage: longer steps are like them with more in the middle
 
 
-def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int) -> PipelineBubble:
+def idle_time(
+    pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int, *, processors: float | None = None
+) -> PipelineBubble:
     """How long stages wait for each other: the schedule is simulated.
 
     Args:
         pipeline: Stages and schedule.
-        times: Of each chunk, in seconds and for one micro-batch.
+        times: Of each chunk, in seconds and for one micro-batch; with ``processors``, while all stages compute.
         micro_batches: Of a step.
+        processors: How many stages can compute at once without slowing each other; None: all.
     """
     chunks = [times[chunk] for chunk in range(len(pipeline.stage_of))]
+    if processors is not None:
+        return simulate_shared(pipeline.of(micro_batches), chunks, processors)
     busy = [0.0] * pipeline.stages
     for stage, each in zip(pipeline.stage_of, chunks, strict=True):
         busy[stage] += each.forward + each.backward
@@ -180,6 +187,57 @@ def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int
         before = simulate(pipeline.of(simulated - step), chunks).makespan
         seconds += (seconds - before) * (left_out // step)
     return PipelineBubble(seconds, micro_batches * max(busy))
+
+
+def simulate_shared(schedule: Schedule, times: Sequence[Times], processors: float) -> PipelineBubble:
+    """Returns the time of a step of stages that compute on the same processors.
+
+    While more stages compute than there are processors, all are slowed alike; where some wait, the others go faster.
+
+    Args:
+        schedule: What the stages compute.
+        times: Of each chunk, in seconds and for one micro-batch, while all stages compute.
+        processors: How many stages can compute at once without slowing each other.
+    """
+    alone = min(1.0, processors / schedule.stages)
+    place, left = [0] * schedule.stages, [0.0] * schedule.stages
+    busy = [0.0] * schedule.stages
+    arrivals: dict[tuple[int, int, bool], float] = {}  # chunk, micro-batch, of a gradient -> when its input is there
+    clock = 0.0
+    while True:
+        waits: list[float] = []
+        for stage, actions in enumerate(schedule.actions):
+            if left[stage] > 0 or place[stage] == len(actions):
+                continue
+            kind, chunk, micro_batch = actions[place[stage]]
+            ready = 0.0
+            if kind is Kind.FORWARD and chunk > 0:
+                ready = arrivals.get((chunk, micro_batch, False), math.inf)
+            elif kind.gives_input_gradient and chunk < schedule.chunks - 1:
+                ready = arrivals.get((chunk, micro_batch, True), math.inf)
+            if ready <= clock:
+                left[stage] = max(alone * times[chunk].of(kind), _SHORTEST)
+            else:
+                waits.append(ready)
+        active = [stage for stage in range(schedule.stages) if left[stage] > 0]
+        if not active and not waits:
+            break
+        rate = min(1.0, processors / max(len(active), 1))
+        step = min([left[stage] / rate for stage in active] + [wait - clock for wait in waits])
+        clock += step
+        for stage in active:
+            busy[stage] += step
+            left[stage] -= step * rate
+            if left[stage] < _SHORTEST / 2:
+                left[stage] = 0.0
+                kind, chunk, micro_batch = schedule.actions[stage][place[stage]]
+                place[stage] += 1
+                if kind is Kind.FORWARD or kind.gives_input_gradient:
+                    peer = chunk + (1 if kind is Kind.FORWARD else -1)
+                    is_near = 0 <= peer < schedule.chunks and schedule.stage_of[peer] == stage
+                    sent = 0.0 if is_near else times[chunk].transfer
+                    arrivals[peer, micro_batch, kind is not Kind.FORWARD] = clock + sent
+    return PipelineBubble(clock, max(busy))
 
 
 def idle_shares(stages: int, micro_batches: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_
 from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.simulated_step import SimulatedStep
-from deepspeed.plan.timeline.timed_step import TimedStep, time_pipeline, time_step
+from deepspeed.plan.timeline.timed_step import PipelineTraces, TimedStep, time_pipeline, time_step
 from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
 from deepspeed.zero.placement import Tier
 
@@ -217,8 +217,8 @@ class Plan:
         machine, pipeline = self.machine, self.request.pipeline
         if min(machine.device.flops, machine.device.memory_bandwidth) <= 0:
             return None
+        is_asynchronous = self.request.kind != "cpu"
         if pipeline.stages == 1:
-            is_asynchronous = self.request.kind != "cpu"
             trace = self.simulated.trace
             return time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
         alike = {stage: part.kind.stage for part in self.parts for stage in part.layers}
@@ -229,7 +229,8 @@ class Plan:
         nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
         along = self.mesh.group(0, PIPE)
         transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
-        return time_pipeline(events, alike, pipeline, machine, self.accumulation_steps, transfer)
+        stages = PipelineTraces(events, alike, pipeline, transfer)
+        return time_pipeline(stages, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
 
     @cached_property
     def better_accumulation(self) -> tuple[int, PipelineBubble] | None:

@@ -231,6 +231,21 @@ def test_waiting():
     assert shares["interleaved"] == pytest.approx(3 / 16) and shares["zb-h1"] == pytest.approx(1 / 8)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"])
+def test_stages_that_share_processors(name):
+    """With a processor each nothing changes; with fewer the stages that compute while others wait go faster."""
+    pipeline = Pipeline(4, name)
+    times = {chunk: Times(1.0, 2.0, 1.0, 0.1) for chunk in range(len(pipeline.stage_of))}
+    alone = idle_time(pipeline, times, 8)
+    assert idle_time(pipeline, times, 8, processors=4).seconds == pytest.approx(alone.seconds)
+    assert idle_time(pipeline, times, 8, processors=4).busy == pytest.approx(alone.busy)
+    two = idle_time(pipeline, times, 8, processors=2)
+    assert alone.busy <= two.seconds < alone.seconds, "never below the work of all stages on two processors"
+    assert two.busy < alone.busy
+    one = idle_time(pipeline, times, 8, processors=1)
+    assert one.seconds == pytest.approx(alone.busy, rel=0.01), "one processor is never idle"
+
+
 def test_the_heaviest_rank_of_a_stage_is_on_that_stage():
     muon = (("optimizer", {"type": "Muon", "params": {"lr": 1e-3}}),)
     plan = _planned(Cell(1, accumulation=4, more=muon))

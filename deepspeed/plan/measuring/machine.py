@@ -106,6 +106,7 @@ def _device(
             link=0.0,
             host_link=bandwidth if is_cpu else 0.0,
             source=source,
+            cores=len(os.sched_getaffinity(0)) // torch.get_num_threads() if is_cpu else 0,
             efficiency=DeviceEfficiency(
                 half_size=0.0 if is_cpu else DeviceEfficiency().half_size,
                 contention=CONTENTION_OF_PROCESSORS if is_cpu else DeviceEfficiency().contention,

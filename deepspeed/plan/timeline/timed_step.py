@@ -85,41 +85,74 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
     return found
 
 
-def time_pipeline(
-    events_of: Mapping[int, Sequence[TraceEvent]],
-    alike: Mapping[int, int],
-    pipeline: Pipeline,
-    machine: Machine,
-    accumulation: int,
-    transfer: float,
-) -> TimedStep:
-    """Returns the time of a step of a pipeline: that of its busiest stage, and its waits for the others.
+@dataclass(frozen=True)
+class PipelineTraces:
+    """What the stages of a pipeline issue in a step.
 
-    Args:
-        events_of: By stage that was simulated, what it issued in a step.
+    Attributes:
+        events: By stage that was simulated, what it issued.
         alike: By stage, the simulated one with the same layers.
         pipeline: Its stages and schedule.
-        machine: On which they run.
-        accumulation: Micro-batches of the step.
         transfer: Seconds from the end of a computation until the next stage has its result.
     """
-    replay = _replay(machine, is_asynchronous=True)
-    stages: dict[int, tuple[TimedStep, list[Times]]] = {}
-    for stage, events in events_of.items():
-        stages[stage] = _time_stage(replay, events, accumulation, transfer)
+
+    events: Mapping[int, Sequence[TraceEvent]]
+    alike: Mapping[int, int]
+    pipeline: Pipeline
+    transfer: float
+
+
+def time_pipeline(traces: PipelineTraces, machine: Machine, accumulation: int, *, is_asynchronous: bool) -> TimedStep:
+    """Returns the time of a step of a pipeline: that of its busiest stage, and its waits for the others.
+
+    Where ranks share processors, a stage computes faster while others wait.
+
+    Args:
+        traces: Of its stages.
+        machine: On which they run.
+        accumulation: Micro-batches of the step.
+        is_asynchronous: The device works beside the host.
+    """
+    replay = _replay(machine, is_asynchronous=is_asynchronous)
+    stages: dict[int, _TimedStage] = {}
+    for stage, events in traces.events.items():
+        stages[stage] = _time_stage(replay, events, accumulation, traces.transfer)
     times: dict[int, Times] = {}
-    for stage, simulated in alike.items():
-        own = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
-        times |= dict(zip(own, stages[simulated][1], strict=True))
-    found = max((timed for timed, _ in stages.values()), key=lambda timed: timed.seconds)
-    idle = idle_time(pipeline, times, accumulation)
-    return replace(found, bubble=max(0.0, idle.seconds - idle.busy))
+    for stage, simulated in traces.alike.items():
+        own = [chunk for chunk, owner in enumerate(traces.pipeline.stage_of) if owner == stage]
+        times |= dict(zip(own, stages[simulated].times, strict=True))
+    busiest = max(stages.values(), key=lambda stage: stage.passes.seconds + stage.tail.seconds)
+    idle = idle_time(traces.pipeline, times, accumulation, processors=machine.processors)
+    speed = 1.0
+    if machine.processors is not None:
+        speed = idle.busy / idle_time(traces.pipeline, times, accumulation).busy
+    found = _scaled(busiest.passes, speed).plus(busiest.tail)
+    return replace(found, bubble=max(0.0, idle.seconds - idle.busy), spans=busiest.spans)
 
 
-def _time_stage(
-    replay: ReplayRunner, events: Sequence[TraceEvent], accumulation: int, transfer: float
-) -> tuple[TimedStep, list[Times]]:
-    """The time of a stage that never waits for others, and the times of its chunks for one micro-batch."""
+@dataclass(frozen=True)
+class _TimedStage:
+    """A stage that never waits for others: its passes, what comes after them, and its chunks for one micro-batch."""
+
+    passes: TimedStep
+    tail: ReplayTimes
+    times: list[Times]
+    spans: list[StreamSpan]
+
+
+def _scaled(step: TimedStep, by: float) -> TimedStep:
+    return replace(
+        step,
+        matmul=by * step.matmul,
+        attention=by * step.attention,
+        traffic=by * step.traffic,
+        exposed={axis: by * seconds for axis, seconds in step.exposed.items()},
+        host=by * step.host,
+        copies=by * step.copies,
+    )
+
+
+def _time_stage(replay: ReplayRunner, events: Sequence[TraceEvent], accumulation: int, transfer: float) -> _TimedStage:
     marked = [(mark, part) for mark, part in segments(events) if mark.phase in _COMPUTATIONS]
     # The last backward of a chunk also sums gradients, so the first stands for all.
     first = {(mark.chunk, mark.phase): part for mark, part in reversed(marked)}
@@ -129,14 +162,15 @@ def _time_stage(
         total = total.plus(part, accumulation)
     whole = replay.run(events)
     alone = sum(parts[mark.chunk, mark.phase].seconds for mark, _ in marked)
-    tail = ReplayTimes(update=whole.update)
-    tail.exposed["data"] = max(0.0, whole.seconds - alone - whole.update)
+    late = max(0.0, whole.seconds - alone - whole.update)
+    tail = ReplayTimes(update=whole.update, seconds=whole.update + late)
+    tail.exposed["data"] = late
     chunks = []
     for chunk in sorted({chunk for chunk, _ in parts}):
         seconds = {phase: part.seconds for (own, phase), part in parts.items() if own == chunk}
         split = seconds.get("I", 0.0) + seconds.get("W", 0.0)
         chunks.append(Times(seconds["F"], seconds.get("B", split), seconds.get("W", 0.0), transfer))
-    return replace(total.plus(tail), spans=whole.spans), chunks
+    return _TimedStage(total, tail, chunks, whole.spans)
 
 
 _COMPUTATIONS = frozenset(kind.value for kind in Computation)
