@@ -101,3 +101,10 @@ def test_a_choice_of_many_is_made_at_once():
     ready = {one.number: ReadyMember(0, [], []) for one in living}
     chosen = RunShape(2).choose(living, ready, [], newest_whole)
     assert len(chosen.members) == 400 and len(chosen.spares) == 100
+
+
+def test_the_parts_that_too_few_processes_hold_are_named():
+    """Two processes of part 0 are enough for ranks that share sequences in pairs; one of part 1 is not."""
+    living = [member(number, 2) for number in (0, 1, 2)]
+    with pytest.raises(CommunicationError, match=r"at least 2 living process\(es\) .* found 1 of part 1\. The others"):
+        RunShape(2, multiple=2).choose(living, holding(4, 2, [0, 1, 2]), [], newest_whole)

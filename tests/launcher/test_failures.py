@@ -2,6 +2,7 @@
 
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from deepspeed.launcher.failures import (
     first_failure,
     signal_cause,
 )
+from deepspeed.launcher.local_run import LocalRun
 
 TRACEBACK = [
     b"Traceback (most recent call last):",
@@ -251,3 +253,15 @@ def test_a_program_that_could_not_be_started():
 
 def test_real_time_signals_have_a_number():
     assert signal_cause(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
+
+
+@pytest.mark.parametrize(("pid", "status", "noted"), [(4, -9, [4]), (4, 0, []), (None, 1, [])])
+def test_how_a_process_failed_is_noted_for_the_other_ranks(pid, status, noted):
+    notes = []
+    _, (state,) = make(1)
+    state.pid = pid
+    run = SimpleNamespace(
+        _states={0: state}, _drain=lambda rank: None, _notes=SimpleNamespace(note_exit=lambda *note: notes.append(note))
+    )
+    LocalRun._handle(run, {"event": "exited", "rank": 0, "status": status, "time": 1.0})
+    assert [number for number, _ in notes] == noted and all("signal 9" in cause for _, cause in notes)
