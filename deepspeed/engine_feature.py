@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import KEYS, SEQUENCE, TENSOR
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
 
@@ -105,12 +105,12 @@ class ConflictKey:
 
 def _shared_sequences(setup: EngineSetup) -> str | None:
     size = setup.ranks.sequence_size
-    return f"where {size} ranks share a sequence (sequence_parallel_size)" if size > 1 else None
+    return f"where {size} ranks share a sequence ({KEYS[SEQUENCE]})" if size > 1 else None
 
 
 def _shared_layers(setup: EngineSetup) -> str | None:
     size = setup.ranks.mesh.size(TENSOR)
-    return f"where {size} ranks share a layer (tensor_parallel.autotp_size)" if size > 1 else None
+    return f"where {size} ranks share a layer ({KEYS[TENSOR]})" if size > 1 else None
 
 
 def _stages(setup: EngineSetup) -> str | None:

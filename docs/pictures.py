@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepspeed.comm.job.mesh import DATA, PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.axes import DATA, PIPE, SEQUENCE, TENSOR
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.picture import svg, title
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate

@@ -11,7 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import deepspeed
-from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.axes import DATA
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.plan.environment import SimulatedJob
 from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
 from on_gpu.part import timed, waiter

@@ -28,7 +28,7 @@ from deepspeed.activation_checkpointing.random_states import (
     model_parallel_reconfigure_tp_seed,
 )
 from deepspeed.activation_checkpointing.settings import Settings, configure, partition_group
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import TENSOR
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.logging import log_dist
 

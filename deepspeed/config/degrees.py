@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from deepspeed.axes import EXPERT, KEYS, PIPE, ROWS, SAME_PART, SAMPLES
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 
-KEYS = {
-    "expert": "expert_parallel.autoep_size",
-    "sequence": "sequence_parallel_size",
-    "tensor": "tensor_parallel.autotp_size",
-}
-"""The axes of a job that the configuration can ask for, each with its key. Stages are the pipeline module's."""
-
 
 def degrees(root: Root) -> dict[str, int]:
-    """The size that the configuration asks for along each axis of :data:`KEYS`; 1 where it asks for none."""
-    experts = root.expert_parallel
-    return {
-        "expert": experts.autoep_size if experts is not None and experts.enabled else 1,
-        "sequence": root.sequence_parallel_size,
-        "tensor": max(root.tensor_parallel.autotp_size, 1),
-    }
+    """The size that the configuration asks for along each axis of ``axes.KEYS``; 1 where it asks for none."""
+    return {axis: _value(root, *key.split(".")) for axis, key in KEYS.items()}
+
+
+def _value(section: Any, *path: str) -> int:
+    """Returns the size at ``path`` in a section; 1 if a section on the way is missing or switched off."""
+    for name in path[:-1]:
+        section = getattr(section, name)
+        if section is None or not getattr(section, "enabled", True):
+            return 1
+    return max(getattr(section, path[-1]), 1)
 
 
 def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
@@ -39,8 +38,8 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
     Raises:
         DeepSpeedConfigError: The degrees do not divide ``world_size``, or the experts' not what the others leave.
     """
-    wanted = degrees(root)
-    sizes = {KEYS[axis]: wanted[axis] for axis in KEYS if axis != "expert"} | {"stages of the pipeline": stages}
+    wanted = {**degrees(root), PIPE: stages}
+    sizes = {row.key or row.counts: wanted[row.name] for row in ROWS if row.name in wanted and row.name not in SAMPLES}
     others = math.prod(sizes.values())
     if world_size % others:
         named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -49,10 +48,10 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
             f"multiple of {others}, or lower a degree"
         )
     found = world_size // others
-    same = found * wanted["sequence"]
-    if same % wanted["expert"]:
+    same = found * math.prod(wanted.get(axis, 1) for axis in SAME_PART if axis not in SAMPLES)
+    if same % wanted[EXPERT]:
         raise DeepSpeedConfigError(
-            f"{KEYS['expert']} {wanted['expert']}: experts are spread over ranks that see other samples or other parts "
+            f"{KEYS[EXPERT]} {wanted[EXPERT]}: experts are spread over ranks that see other samples or other parts "
             f"of sequences, of which there are {same}; choose a divisor of {same}"
         )
     return found

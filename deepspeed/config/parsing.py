@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from deepspeed.axes import TENSOR
 from deepspeed.config.batch import (
     ACCUMULATION,
     MICRO,
@@ -158,7 +159,7 @@ def _by_data_ranks(root: Root, ranks: int | None, findings: ConfigMessages) -> R
     in the product. Where all three sizes are given and only this factor is between them, nothing is left to guess.
     """
     total, micro, steps = root.train_batch_size, root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps
-    shared = degrees(root)["tensor"]
+    shared = degrees(root)[TENSOR]
     if ranks is None or shared == 1 or total is None or micro is None or steps is None:
         return root
     if total != micro * steps * ranks * shared:

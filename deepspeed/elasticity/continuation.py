@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.axes import SEQUENCE, TENSOR
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import SEQUENCE, TENSOR
 from deepspeed.comm.members.form import JobManager, waits_give_up
 from deepspeed.comm.members.join import JOIN, RunMembership, new_token
 from deepspeed.comm.members.links import MemberLinks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.job.mesh import DATA, EXPERT, TENSOR
+from deepspeed.axes import DATA, EXPERT, TENSOR
 from deepspeed.config.section import features_of
 from deepspeed.elasticity.continuation import Continuation, ElasticRun
 from deepspeed.engine.features import feature_of

@@ -1,7 +1,7 @@
 """The features of an engine: which there are, which are asked for, and what they do together.
 
 A feature lives in its own subpackage (:class:`~deepspeed.engine_feature.EngineFeature`). Adding one adds a word to
-:data:`FEATURES`.
+:data:`FEATURES`, or the row of an axis to ``deepspeed/axes.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
+from deepspeed.axes import PIPE, ROWS, TENSOR
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.section import features_of
 from deepspeed.config.sections.autotuning import TUNING_VARIABLE
 from deepspeed.config.sections.root import Root
@@ -26,6 +27,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
 
+_OF_AXES = {row.name: row.feature for row in ROWS}
 FEATURES = (
     "deepspeed.parallel.pipe.feature",
     "deepspeed.data.curriculum.feature",
@@ -33,9 +35,7 @@ FEATURES = (
     "deepspeed.engine.generation",
     "deepspeed.engine.islands",
     "deepspeed.compression.feature",
-    "deepspeed.parallel.expert.feature",
-    "deepspeed.parallel.sequence.feature",
-    "deepspeed.parallel.tensor.feature",
+    *(row.feature for row in ROWS if row.feature is not None and row.name != PIPE),
     "deepspeed.linear.feature",
     "deepspeed.ops.sparse_attention.feature",
     "deepspeed.activation_checkpointing.feature",
@@ -80,8 +80,8 @@ class FeatureSet:
             has_dtensors: The model has ``DTensor`` parameters, perhaps of one rank.
         """
         axes = {axis for axis, size in mesh.axes if size > 1} | ({TENSOR} if has_dtensors else set())
-        axes -= {DATA}  # every engine shares samples
-        self._add([*features_of(root), *(f"deepspeed.parallel.{axis}.feature" for axis in axes)])
+        of_axes = [_OF_AXES.get(axis, axis) for axis in axes]
+        self._add([*features_of(root), *(feature for feature in of_axes if feature is not None)])
 
     def _add(self, names: Iterable[str]) -> None:
         wanted = {*names, *self._features}

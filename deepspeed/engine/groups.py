@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.axes import TENSOR
 from deepspeed.comm.job.declared_groups import Defined
 from deepspeed.comm.job.grid import create_grid, gathering_by_nodes
 from deepspeed.comm.job.groups import get_tensor_model_parallel_group
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.connect import warm_up

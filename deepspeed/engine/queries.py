@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.axes import OTHER_PARTS
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import OTHER_PARTS
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.reports import memory_rows, precision_rows

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.axes import DATA, PIPE, SAMPLES
 from deepspeed.comm.job.groups import group_along
-from deepspeed.comm.job.mesh import DATA, PIPE, SAMPLES, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.objects import gather_json, gather_objects
 from deepspeed.comm.transports.transport import Transport

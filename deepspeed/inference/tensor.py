@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from deepspeed.axes import DATA, TENSOR
 from deepspeed.comm import init_distributed
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.world import is_initialized, rank_in, size_of
 from deepspeed.config.sections.inference import InferenceTp
 from deepspeed.config.sections.tensor_parallel import TensorParallel

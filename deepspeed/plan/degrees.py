@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
+from deepspeed.axes import EXPERT, PIPE, ROWS, AxisRow
 from deepspeed.plan.result import Request
 
 
@@ -24,21 +25,18 @@ class DegreeRow:
     default: int | None = None
 
 
-def _with_setting(request: Request, **sections: Any) -> Request:
-    return replace(request, config={**request.config, **sections})
+def _with_key(key: str, request: Request, ranks: int) -> Request:
+    """Sets the key of an axis; removes it for one rank, since its default is that there is no such axis."""
+    *sections, name = key.split(".")
+    owner = dict((request.config.get(sections[0]) or {}) if sections else request.config)
+    owner.pop(name, None)
+    if ranks > 1:
+        owner[name] = ranks
+    return replace(request, config={**request.config, sections[0]: owner} if sections else owner)
 
 
 def _with_stages(request: Request, stages: int) -> Request:
     return replace(request, pipeline=replace(request.pipeline, stages=stages))
-
-
-def _with_tensor_ranks(request: Request, ranks: int) -> Request:
-    section = request.config.get("tensor_parallel") or {}
-    return _with_setting(request, tensor_parallel={**section, "autotp_size": ranks if ranks > 1 else 0})
-
-
-def _with_sequence_ranks(request: Request, ranks: int) -> Request:
-    return _with_setting(request, sequence_parallel_size=ranks)
 
 
 def _with_expert_ranks(request: Request, ranks: int) -> Request:
@@ -46,16 +44,27 @@ def _with_expert_ranks(request: Request, ranks: int) -> Request:
     if request.source.spread is not None:
         return replace(request, source=request.source.spread(ranks))
     section = request.config.get("expert_parallel") or {}
-    return _with_setting(request, expert_parallel={**section, "enabled": ranks > 1, "autoep_size": ranks})
+    config = {**request.config, "expert_parallel": {**section, "enabled": ranks > 1, "autoep_size": ranks}}
+    return replace(request, config=config)
+
+
+_OF_THE_MODEL = {PIPE: _with_stages, EXPERT: _with_expert_ranks}
+"""Axes whose size more than a key says."""
+
+
+def _degree_row(row: AxisRow) -> DegreeRow:
+    default = "1" if row.key is None else f"the configuration's {row.key.rpartition('.')[2]}"
+    return DegreeRow(
+        f"{row.counts}; default: {default}",
+        _OF_THE_MODEL.get(row.name) or partial(_with_key, row.key or row.name),
+        default=1 if row.key is None else None,
+    )
 
 
 DEGREES: Mapping[str, DegreeRow] = {
-    "pipe": DegreeRow("number of pipeline stages; default: 1", _with_stages, default=1),
-    "tensor": DegreeRow("tensor-parallel ranks; default: the configuration's autotp_size", _with_tensor_ranks),
-    "sequence": DegreeRow(
-        "sequence-parallel ranks; default: the configuration's sequence_parallel_size", _with_sequence_ranks
-    ),
-    "ep": DegreeRow("expert-parallel ranks; default: the configuration's autoep_size", _with_expert_ranks),
+    row.option: _degree_row(row)
+    for row in (ROWS[0], *ROWS[:0:-1])  # stages first, then what lies on one node
+    if row.option is not None
 }
 """By the name of the keyword and of the option."""
 

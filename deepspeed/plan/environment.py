@@ -21,8 +21,9 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.axes import DATA
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
-from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.connect import HostTransport
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.native import NativeTransport

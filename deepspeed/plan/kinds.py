@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.job.mesh import PIPE, TENSOR, Mesh
+from deepspeed.axes import OTHER_PARTS, PIPE
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -41,7 +42,7 @@ class RankKind:
 def kinds_of(mesh: Mesh) -> list[RankKind]:
     """One kind per stage. Of the ranks that are alike the second is planned, as the first may have less padding."""
     stages = mesh.size(PIPE)
-    alike = [name for name in mesh.names if name not in (PIPE, TENSOR)]
+    alike = [name for name in mesh.names if name not in OTHER_PARTS]
     found = []
     for stage in range(stages):
         ranks = mesh.group(mesh.rank_at({PIPE: stage} if stages > 1 else {}), *alike)

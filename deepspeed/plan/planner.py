@@ -13,8 +13,9 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.feature import BlockCheckpointing
+from deepspeed.axes import DATA
 from deepspeed.comm.job.grid import grid_mesh
-from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
+from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config
 from deepspeed.config import parse
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepspeed.comm.job.mesh import PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.axes import PIPE, SAME_SAMPLES
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times
@@ -306,7 +307,7 @@ class Plan:
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
         samples = self.micro_batch * self.accumulation_steps * self.machine.ranks
-        return samples // self.mesh.size(PIPE, TENSOR, SEQUENCE) * self.request.sequence_length
+        return samples // self.mesh.size(*SAME_SAMPLES) * self.request.sequence_length
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspeed.accelerator.devices import in_words
-from deepspeed.comm.job.mesh import AXES, DATA
+from deepspeed.axes import AXES, DATA
 from deepspeed.plan.configs import stage_of
 from deepspeed.plan.pipeline import idle_shares
 from deepspeed.plan.prediction.step_times import StepTimes

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.axes import PIPE
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import PipelineError

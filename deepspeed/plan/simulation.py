@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator.devices import in_words
-from deepspeed.comm.job.mesh import SEQUENCE, TENSOR
+from deepspeed.axes import SEQUENCE, TENSOR
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.inspection import EngineInspection

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.axes import DATA, EXPERT, PIPE, SEQUENCE, TENSOR
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.step_totals import StepTotals
 

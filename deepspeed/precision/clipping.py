@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import TENSOR
 from deepspeed.comm.transports.along import channel_along
 
 _LABEL = "the norm of gradients (clip_grad_norm_)"

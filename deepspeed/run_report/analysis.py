@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from deepspeed.axes import OTHER_PARTS, ROWS
 from deepspeed.run_report.failures import find_failures
 from deepspeed.run_report.recorder import OUTSIDE
 from deepspeed.run_report.run_data import Line, RankRun, RunData
@@ -148,7 +150,7 @@ def _latest_failures(run: RunData) -> list[Line]:
 def _copies_out(run: RunData, tokens: float) -> float:
     """Tensor ranks and stages see the same tokens; they count once."""
     axes = run.first.facts.get("axes", {})
-    return tokens / (axes.get("tensor", 1) * axes.get("pipe", 1))
+    return tokens / math.prod(axes.get(name, 1) for name in OTHER_PARTS)
 
 
 def time_shares(lines: Iterable[Mapping[str, Any]]) -> list[TimeRow]:
@@ -316,11 +318,4 @@ _PHASE_ADVICE = {
     "step": "goes into the update: raise gradient_accumulation_steps, or keep the optimizer on the device",
 }
 
-_AXIS_ADVICE = {
-    "data": "raise train_micro_batch_size_per_gpu, or lower the ZeRO stage if memory allows; at stages 0 and 1 "
-    "gradient_accumulation_steps helps too (above, each micro-batch is reduced by itself)",
-    "tensor": "keep tensor_parallel.autotp_size within one node, or make it smaller",
-    "sequence": "keep sequence_parallel_size within one node, or make it smaller",
-    "pipe": "raise gradient_accumulation_steps, or take an interleaved schedule",
-    "expert": "keep the experts' ranks within one node, or balance the routes",
-}
+_AXIS_ADVICE = {row.name: row.advice for row in ROWS if row.advice}

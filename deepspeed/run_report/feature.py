@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.job.mesh import PIPE
+from deepspeed.axes import PIPE
 from deepspeed.comm.job.torch_groups import rendezvous_store
 from deepspeed.comm.start.batched_store import read_many, those_there
 from deepspeed.config.sections.root import Root

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.axes import DATA
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports import native
 from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.environment import SimulatedJob

@@ -33,6 +33,7 @@ LAYERS = (
         "ground",
         (
             "errors",
+            "axes",
             "exit_notes",
             "logging",
             "missing_features",

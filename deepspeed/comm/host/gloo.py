@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from deepspeed.axes import DATA
 from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
-from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import (

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from deepspeed.axes import DATA
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, HostPeer, RoundMessage, SameHost, join_same_host
-from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import traffic

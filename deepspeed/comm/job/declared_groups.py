@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.job.mesh import PIPE
+from deepspeed.axes import PIPE
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.axes import EXPERT, SAME_EXPERTS, SAME_PART
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.declared_groups import DeclaredGroups
-from deepspeed.comm.job.mesh import DATA, EXPERT, SEQUENCE, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.start.timeout import default_timeout
@@ -70,9 +71,9 @@ def along_mesh(mesh: Mesh, ep_size: int, *, data_first: bool = False) -> ExpertR
     They lie along the expert axis if that has ``ep_size`` ranks; else the data ranks are divided.
     """
     if mesh.size(EXPERT) == ep_size > 1 and not data_first:
-        others = (name for name in mesh.names if name in (DATA, SEQUENCE))
+        others = (name for name in mesh.names if name in SAME_EXPERTS)
         return ExpertRanks(tuple(map(tuple, mesh.groups(EXPERT))), tuple(map(tuple, mesh.groups(*others))))
-    dense = mesh.groups(*(name for name in mesh.names if name in (DATA, EXPERT, SEQUENCE)))
+    dense = mesh.groups(*(name for name in mesh.names if name in SAME_PART))
     return cut(dense, ep_size, data_first=data_first)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from deepspeed.axes import AXES, DATA
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import AXES, DATA, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector

@@ -17,10 +17,11 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.axes import DATA, EXPERT, OTHER_PARTS, PIPE, SAME_EXPERTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR
 from deepspeed.comm.job.expert_groups import along_mesh
 from deepspeed.comm.job.expert_groups import group_name as group_name_of
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAMPLES, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.world import is_initialized, rank_in, ranks_of, size_of
 from deepspeed.errors import CallOrderError, DeprecatedException
 
@@ -148,19 +149,19 @@ def _ask_model(what: str) -> Any:
 
 def _get_model_parallel_group() -> Any:
     """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
-    return _ask_model("group") or _along(PIPE, TENSOR) or group_of_one()
+    return _ask_model("group") or _along(*OTHER_PARTS) or group_of_one()
 
 
 def _get_model_parallel_world_size() -> int:
     """The size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
     answer = _ask_model("world_size")
-    return _mesh_size(PIPE, TENSOR) if answer is None else answer
+    return _mesh_size(*OTHER_PARTS) if answer is None else answer
 
 
 def _get_model_parallel_rank() -> int:
     """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
     answer = _ask_model("rank")
-    return _mesh_place(PIPE, TENSOR) if answer is None else answer
+    return _mesh_place(*OTHER_PARTS) if answer is None else answer
 
 
 # --- sequence parallel: ranks that hold different parts of the same sequences
@@ -185,7 +186,7 @@ def _get_sequence_parallel_rank() -> int:
 
 def _get_sequence_data_parallel_group() -> Any:
     """Sequence- and data-parallel ranks together: those among which ZeRO shards."""
-    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*SAMPLES, SEQUENCE)
+    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*SAME_PART)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
@@ -206,7 +207,7 @@ def _get_sequence_data_parallel_rank() -> int:
 def _expert_groups(group_name: str) -> tuple[Any, Any]:
     if group_name != group_name_of(_mesh_size(EXPERT)) or group_name in _made():
         return Job.current().experts.groups(group_name)
-    return _along(EXPERT) or group_of_one(), _mesh_or_data(DATA, SEQUENCE)
+    return _along(EXPERT) or group_of_one(), _mesh_or_data(*SAME_EXPERTS)
 
 
 def _made() -> list[str]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from deepspeed.axes import AXES, DATA, OTHER_PARTS, PIPE, SAME_EXPERTS, SAME_PART, SAMPLES
 from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.declared_groups import DeclaredGroups
 from deepspeed.comm.job.expert_groups import ExpertGroups
-from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector
@@ -26,7 +27,8 @@ from deepspeed.comm.watch.backward_notes import BackwardNotes
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError
 
-_WITH_A_GROUP = (SAMPLES, SAME_PART, (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
+_ALONE = tuple((axis,) for axis in reversed(AXES) if axis not in (DATA, PIPE))  # stages have groups of their own
+_WITH_A_GROUP = (SAMPLES, SAME_PART, OTHER_PARTS, *_ALONE, SAME_EXPERTS)
 
 
 class Job:

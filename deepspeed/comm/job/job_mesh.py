@@ -11,19 +11,21 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import (
+from deepspeed.axes import (
     AXES,
     DATA,
     EXPERT,
+    KEYS,
     OTHER_PARTS,
+    PARTS_OF_LAYERS,
+    PARTS_OF_SAMPLES,
+    ROWS,
     SAME_PART,
     SAMPLES,
     SEQUENCE,
-    TENSOR,
-    Mesh,
-    data_mesh,
 )
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import (
     mesh_of_config,
     mesh_of_dtensors,
@@ -33,7 +35,7 @@ from deepspeed.comm.job.mesh_sources import (
 )
 from deepspeed.comm.job.mpu import RankCoordinates, coordinates, knows_its_place
 from deepspeed.comm.job.world import rank_in, size_of
-from deepspeed.config.degrees import KEYS, data_parallel_size, degrees
+from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -159,9 +161,10 @@ class JobMesh:
 def _check_names(source: str, given: Mesh | None) -> None:
     unknown = [name for name, size in given.axes if name not in AXES and size > 1] if given is not None else []
     if unknown:
+        short = ", ".join(row.aliases[0] for row in ROWS if row.aliases)
         raise DeepSpeedConfigError(
-            f"initialize: {source} is a {given}: expected axes among {', '.join(AXES)} (a DeviceMesh may say dp, sp, "
-            f"tp, pp, ep), found {', '.join(map(repr, unknown))}. Rename them"
+            f"initialize: {source} is a {given}: expected axes among {', '.join(AXES)} (a DeviceMesh may say {short}), "
+            f"found {', '.join(map(repr, unknown))}. Rename them"
         )
 
 
@@ -187,9 +190,9 @@ def _coordinates_on(mesh: Mesh) -> RankCoordinates:
         zero_rank=rank_in(zero_group),
         data_size=data_size,
         data_rank=mesh.position(rank, *SAMPLES),
-        sequence_size=mesh.size(SEQUENCE),
-        sequence_group=groups.group_along(SEQUENCE) if mesh.size(SEQUENCE) > 1 else None,
+        sequence_size=mesh.size(*PARTS_OF_SAMPLES),
+        sequence_group=groups.group_along(*PARTS_OF_SAMPLES) if mesh.size(*PARTS_OF_SAMPLES) > 1 else None,
         model_size=mesh.size(*OTHER_PARTS),
-        tensor_rank=mesh.position(rank, TENSOR),
+        tensor_rank=mesh.position(rank, *PARTS_OF_LAYERS),
         mesh=mesh,
     )

@@ -1,8 +1,7 @@
 """The ranks of a job along named axes: pure arithmetic, without torch and without processes.
 
-Ranks that differ in one axis only do one thing together: along ``data`` they see different samples, along ``tensor``
-they hold different parts of the same layers, along ``pipe`` different layers. The last axis is the fastest: its ranks
-are neighbours, most often on one node, so the axis that talks most comes last.
+``deepspeed/axes.py`` says what each axis means. The last axis is the fastest: its ranks are neighbours, most often on
+one node, so the axis that talks most comes last.
 
 A program that numbers its ranks otherwise (an ``mpu``, a torch ``DeviceMesh``) gives the ranks in the order of the
 mesh. Who asks for coordinates and groups does not notice.
@@ -15,17 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from deepspeed.axes import AXES, DATA
 from deepspeed.errors import DeepSpeedConfigError
-
-PIPE, DATA, EXPERT, SEQUENCE, TENSOR = "pipe", "data", "expert", "sequence", "tensor"
-AXES = (PIPE, DATA, EXPERT, SEQUENCE, TENSOR)
-"""The axes of a job in their usual order."""
-SAMPLES = (DATA, EXPERT)
-"""Along these, ranks see other samples: experts are spread over such ranks. They share the batch."""
-SAME_PART = (*SAMPLES, SEQUENCE)
-"""Along these, ranks hold the same part of the dense model: ZeRO shards it over them."""
-OTHER_PARTS = (PIPE, TENSOR)
-"""Along these, ranks hold other parts of one copy of the model."""
 
 
 @dataclass(frozen=True)

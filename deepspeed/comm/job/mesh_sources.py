@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.axes import AXES, DATA, EXPERT, PIPE, ROWS, SAMPLES, SEQUENCE, TENSOR
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import AXES, DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh, mesh_of_places
+from deepspeed.comm.job.mesh import Mesh, mesh_of_places
 from deepspeed.comm.job.mpu import place_of
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.start.barrier import store_barrier
@@ -20,23 +22,8 @@ from deepspeed.errors import DeepSpeedConfigError
 TAKEN = "ds_cut_over"
 """Attribute of a model whose ``DTensor`` parameters were taken: the ranks over which they were cut."""
 
-_USUAL_NAMES = {
-    "pp": PIPE,
-    "pipeline": PIPE,
-    "pipeline_parallel": PIPE,
-    "dp": DATA,
-    "data_parallel": DATA,
-    "dp_replicate": DATA,
-    "dp_shard": DATA,
-    "ep": EXPERT,
-    "expert_parallel": EXPERT,
-    "sp": SEQUENCE,
-    "cp": SEQUENCE,
-    "sequence_parallel": SEQUENCE,
-    "tp": TENSOR,
-    "tensor_parallel": TENSOR,
-}
-_SHORT_NAMES = ("dp", "tp", "sp", "ep", "pp")
+_USUAL_NAMES = {alias: row.name for row in ROWS for alias in row.aliases}
+_SHORT_NAMES = tuple(row.aliases[0] for row in ROWS if row.aliases)
 """What programs call the axes of a ``DeviceMesh``; any other name stays as it is."""
 
 
@@ -182,5 +169,6 @@ def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
     sizes = degrees(root)
     if data % sizes[EXPERT]:  # experts are spread over data x sequence ranks, which no axis of this mesh is
         sizes[EXPERT] = 1
-    sizes |= {PIPE: stages, DATA: data // sizes[EXPERT]}
-    return Mesh(tuple((name, sizes[name]) for name in AXES)).check(world_size)
+    inside = math.prod(size for axis, size in sizes.items() if axis in SAMPLES)
+    sizes |= {PIPE: stages, DATA: data // inside}
+    return Mesh(tuple((name, sizes[name]) for name in AXES if name in sizes)).check(world_size)

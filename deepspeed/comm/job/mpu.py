@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.comm.job.mesh import DATA, PIPE, SEQUENCE, TENSOR, Mesh, data_mesh
+from deepspeed.axes import DATA, PIPE, SEQUENCE, TENSOR
+from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.job.mesh import DATA
+from deepspeed.axes import DATA
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import DoneWork, Reduction, TensorTransfer, Transport, Work, scaled_sum

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
+from deepspeed.axes import DATA
 from deepspeed.comm.codecs.codec import Residual
 from deepspeed.comm.codecs.zero_rows import ZeroRows
-from deepspeed.comm.job.mesh import DATA
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.comm.transports.packing import Tensors, numel_of

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from deepspeed.axes import EXPERT
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import is_initialized
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from deepspeed.axes import EXPERT
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import define_group, rank_in
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import gather_from_stages

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.axes import EXPERT
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.engine_feature import mark
 from deepspeed.give_base import give_base
 from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weights

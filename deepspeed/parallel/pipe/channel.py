@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed.comm.job.mesh import PIPE
+from deepspeed.axes import PIPE
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.watch.watched_group import WatchedGroup
 from deepspeed.errors import PipelineError

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.comm.job.mesh import OTHER_PARTS, PIPE, Mesh
+from deepspeed.axes import OTHER_PARTS, PIPE
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.values import tensors_of

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.axes import DATA, PIPE, TENSOR
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import DATA, PIPE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.topology import ProcessTopology, mesh_of_topology, usual_topology

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from deepspeed.comm.job.mesh import DATA, PIPE, TENSOR, Mesh
+from deepspeed.axes import DATA, PIPE, TENSOR
+from deepspeed.comm.job.mesh import Mesh
 
 MODEL = "model"
 """What topologies call the tensor axis."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.axes import SEQUENCE
 from deepspeed.comm.transports.along import transport_along
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.axes import SEQUENCE
 from deepspeed.comm.transports.along import transport_along
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.axes import SEQUENCE
 from deepspeed.comm.transports.along import channel_along, transport_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport

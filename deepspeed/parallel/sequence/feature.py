@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from deepspeed.axes import SEQUENCE
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
@@ -55,7 +56,7 @@ class SequenceParallelism(EngineFeature):
             )
         if section.offload_checkpoints:
             offload_checkpoints(setup.model)
-        if ranks.sequence_size == 1:
+        if ranks.mesh.size(SEQUENCE) == 1:
             return {}
         if setup.mesh_is_ours:
             adopt_model(

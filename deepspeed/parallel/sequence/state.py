@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.axes import DATA, SEQUENCE
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import DATA, SEQUENCE, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from deepspeed.activation_checkpointing.feature import offers_recomputation
+from deepspeed.axes import SEQUENCE, TENSOR
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.world import backend_of, size_of
 from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
@@ -275,9 +276,17 @@ def recompute_between_exchanges(model: nn.Module) -> None:
 
 
 def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
-    """Returns the group that divides heads, and the one around which keys and values go."""
+    """Returns the group that divides heads, and the one around which keys and values go.
+
+    Raises:
+        DeepSpeedConfigError: There is no such mode, or heads cannot be divided so.
+    """
     if mode == "ring":
         return None, group
+    if mode not in ("ulysses", "both"):
+        raise DeepSpeedConfigError(
+            f'sequence_parallel.mode "{mode}": expected "ulysses", "ring" or "both"; choose one of them'
+        )
     heads, key_heads = heads_of(model.config), kv_heads_of(model.config)
     if heads is None or key_heads is None:
         return group, None

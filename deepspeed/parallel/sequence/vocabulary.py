@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import TENSOR
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel

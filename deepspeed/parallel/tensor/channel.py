@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import torch
 
+from deepspeed.axes import TENSOR
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import channel_over
 

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.axes import SAME_PART, TENSOR
 from deepspeed.comm.job.groups import group_along
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import SAME_PART, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.axes import TENSOR
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mesh_sources import TAKEN
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.watch.trace_points import TracePoints

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import TENSOR
 from deepspeed.config.sections.root import Root
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.parallel.optimizer_states import refuse_whole_states

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import TENSOR
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to, gather_from, scatter_to

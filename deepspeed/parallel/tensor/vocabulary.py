@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.axes import TENSOR
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from, reduce_from

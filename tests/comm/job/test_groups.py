@@ -10,8 +10,9 @@ import torch.distributed as torch_dist
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from deepspeed.axes import AXES
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.mesh import AXES, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mesh_sources import mesh_of_config, mesh_of_device_mesh, mesh_of_mpu
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeprecatedException

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as torch_dist
 
 import deepspeed
+from deepspeed.axes import DATA, EXPERT, SEQUENCE, TENSOR
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import DATA, EXPERT, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.transport import LocalTransport, Transport, transfer_key
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.utils import groups

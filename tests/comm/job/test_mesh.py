@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed.axes import AXES, DATA
 from deepspeed.comm.job import mesh_sources
-from deepspeed.comm.job.mesh import AXES, DATA, Mesh, data_mesh, mesh_of_places
+from deepspeed.comm.job.mesh import Mesh, data_mesh, mesh_of_places
 from deepspeed.errors import DeepSpeedConfigError
 
 

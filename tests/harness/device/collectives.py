@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from deepspeed.axes import DATA
 from deepspeed.comm.job.fake import FakeJob
-from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from tests.harness.device.accelerator import on_stream

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
+from deepspeed.axes import DATA, TENSOR
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.moe.layer import MoE
 from tests.engine.support import SHARDED
 from tests.harness import run_ranks

@@ -9,12 +9,19 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence import online
 from deepspeed.parallel.sequence.chunked import chunked_attention
 from deepspeed.parallel.sequence.exchange import in_equal_parts
 from deepspeed.parallel.sequence.ring import ring_attention, zigzag
+from deepspeed.parallel.sequence.ulysses import _groups_of_mode
 from tests.harness import run_ranks
+
+
+def test_a_mode_that_nothing_implements_is_refused():
+    with pytest.raises(DeepSpeedConfigError, match='mode "striped": expected "ulysses", "ring" or "both"'):
+        _groups_of_mode(None, None, Mesh((("sequence", 2),)), "striped")
 
 
 def test_zigzag_balances_causal_work():

@@ -1,0 +1,127 @@
+"""The axes of a job, one row each: what ranks along an axis divide, and all that follows from it.
+
+Ranks that differ in one axis only do one thing together: along ``data`` they see different samples, along ``tensor``
+they hold different parts of the same layers, along ``pipe`` different layers. Whatever must know the axes reads
+:data:`ROWS`: the mesh, process groups, batch sizes, the divisor of gradients, names of checkpoint files, features,
+plans and reports. A new axis is a row here, the key of its size in the configuration, and a feature in a subpackage of
+its own.
+
+=============  ==================  ===================  =======================  ============================
+``divides``    samples             parameters           batch size               a sum of gradients over them
+=============  ==================  ===================  =======================  ============================
+``"batch"``    each has others     ZeRO shards them     times these ranks        is divided by their number
+``"sample"``   a part of each      ZeRO shards them     as of one rank           by their number, or not: see
+                                                                                 ``gradient_divisor``
+``"model"``    the same            each has a part      as of one rank           is never made
+``"nothing"``  the same            ZeRO shards them     as of one rank           is divided by their number
+=============  ==================  ===================  =======================  ============================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class AxisRow:
+    """What one axis means.
+
+    Attributes:
+        name: In a mesh, in traffic counters and in messages.
+        divides: What its ranks divide among themselves; see the table above.
+        aliases: Other names in a torch ``DeviceMesh``; the first one is the usual short one.
+        key: The configuration key of its size. None: no key asks for it. ``data`` has the ranks that are left,
+            and the model itself says how many stages it has.
+        counts: What its size counts, as messages and help texts say it.
+        option: The keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none.
+        feature: The module of its feature, which a mesh with several ranks along it loads; None: it needs none.
+        advice: How to make its collectives cost less, as reports of a run say it.
+    """
+
+    name: str
+    divides: Literal["batch", "sample", "model", "nothing"]
+    aliases: tuple[str, ...] = ()
+    key: str | None = None
+    counts: str = ""
+    option: str | None = None
+    feature: str | None = None
+    advice: str = ""
+
+
+PIPE, DATA, EXPERT, SEQUENCE, TENSOR = "pipe", "data", "expert", "sequence", "tensor"
+
+ROWS = (
+    AxisRow(
+        PIPE,
+        "model",
+        aliases=("pp", "pipeline", "pipeline_parallel"),
+        counts="stages of the pipeline",
+        option="pipe",
+        feature="deepspeed.parallel.pipe.feature",
+        advice="raise gradient_accumulation_steps, or take an interleaved schedule",
+    ),
+    AxisRow(
+        DATA,
+        "batch",
+        aliases=("dp", "data_parallel", "dp_replicate", "dp_shard"),
+        counts="data-parallel ranks",
+        advice="raise train_micro_batch_size_per_gpu, or lower the ZeRO stage if memory allows; at stages 0 and 1 "
+        "gradient_accumulation_steps helps too (above, each micro-batch is reduced by itself)",
+    ),
+    AxisRow(
+        EXPERT,
+        "batch",  # of other layers than the experts', its ranks hold the same part
+        aliases=("ep", "expert_parallel"),
+        key="expert_parallel.autoep_size",
+        counts="expert-parallel ranks",
+        option="ep",
+        feature="deepspeed.parallel.expert.feature",
+        advice="keep the experts' ranks within one node, or balance the routes",
+    ),
+    AxisRow(
+        SEQUENCE,
+        "sample",
+        aliases=("sp", "cp", "sequence_parallel"),
+        key="sequence_parallel_size",
+        counts="sequence-parallel ranks",
+        option="sequence",
+        feature="deepspeed.parallel.sequence.feature",
+        advice="keep sequence_parallel_size within one node, or make it smaller",
+    ),
+    AxisRow(
+        TENSOR,
+        "model",
+        aliases=("tp", "tensor_parallel"),
+        key="tensor_parallel.autotp_size",
+        counts="tensor-parallel ranks",
+        option="tensor",
+        feature="deepspeed.parallel.tensor.feature",
+        advice="keep tensor_parallel.autotp_size within one node, or make it smaller",
+    ),
+)
+"""The axes in their usual order: ranks along the last one are neighbours, most often on one node."""
+
+
+def _that_divide(*what: str) -> tuple[str, ...]:
+    return tuple(row.name for row in ROWS if row.divides in what)
+
+
+AXES = tuple(row.name for row in ROWS)
+"""The names of the axes in their usual order."""
+KEYS = {row.name: row.key for row in ROWS if row.key is not None}
+"""The configuration keys of the axes that have one."""
+SAMPLES = _that_divide("batch")
+"""Along these, ranks see other samples: experts are spread over such ranks. They share the batch."""
+PARTS_OF_SAMPLES = _that_divide("sample")
+"""Along these, ranks have parts of the same samples, and hold the same part of the dense model."""
+SAME_SAMPLES = _that_divide("sample", "model", "nothing")
+"""Along these, ranks see the same samples, or parts of them: together they count once in a batch."""
+SAME_PART = _that_divide("batch", "sample", "nothing")
+"""Along these, ranks hold the same part of the dense model: ZeRO shards it over them."""
+SAME_EXPERTS = tuple(name for name in SAME_PART if name != EXPERT)
+"""Along these, ranks hold the same experts, where experts lie along an axis of their own."""
+OTHER_PARTS = _that_divide("model")
+"""Along these, ranks hold other parts of one copy of the model; checkpoints number its files along them."""
+PARTS_OF_LAYERS = tuple(name for name in OTHER_PARTS if name != PIPE)
+"""Along these, ranks hold other parts of the same layers. What they all hold whole counts on the first of them."""
