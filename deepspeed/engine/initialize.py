@@ -22,7 +22,7 @@ from deepspeed.engine.groups import make_groups
 from deepspeed.engine.islands import settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, group_indices, move_to_runs
 from deepspeed.engine.parts import Client, EngineParts
-from deepspeed.engine.runtime_options import placement_for, precision_for, runtime_options
+from deepspeed.engine.zero_settings import placement_for, precision_for, runtime_options
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.tiers import OffloadTiers, open_tiers

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.runtime_options import gradient_divisor
+from deepspeed.engine.zero_settings import gradient_divisor
 
 
 @pytest.mark.parametrize(
