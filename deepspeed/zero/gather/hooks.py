@@ -113,9 +113,7 @@ class ForwardHooks:
         self._scopes: list[_Scope] = []
         self._paused: list[_Scope] = []  # outermost first; then there are no open scopes except those of a backward
         self._entered: list[bool] = []  # for every running forward of an entry: whether it opened a scope
-        # Recomputed under hooks of others, and those of them that miss no gradient: dicts that serve as ordered sets.
-        self._recomputed: dict[Bucket, None] = {}
-        self._settled: dict[Bucket, None] = {}
+        self._recomputed: dict[Bucket, bool] = {}  # under hooks of others: whether all gradients are there
         self._outstanding: Counter[int] = Counter()  # training forwards without their backward, by entry
         self._below: dict[int, frozenset[Bucket]] = {}
         self._reached: set[int] = set()  # entries whose outputs the open backward has come through
@@ -234,9 +232,8 @@ class ForwardHooks:
             bucket.users -= 1
             if bucket.users == 0 and bucket.state is State.FULL:
                 if recomputing and bare:
-                    self._recomputed[bucket] = None
-                    if bucket.gradients_in or not bucket.layout.trainable:
-                        self._settled[bucket] = None
+                    is_settled = bucket.gradients_in or not bucket.layout.trainable
+                    self._recomputed[bucket] = is_settled or self._recomputed.get(bucket, False)
                 elif recomputing:
                     self._free_if_done(bucket)
                 else:
@@ -289,9 +286,9 @@ class ForwardHooks:
 
     def _free_recomputed(self, except_for: list[Bucket]) -> None:
         """The next unit is recomputed: the backward of those recomputed before it is over, gradients apart."""
-        for bucket in list(self._settled):
-            if bucket not in except_for and bucket.users == 0:
-                del self._recomputed[bucket], self._settled[bucket]
+        for bucket, is_settled in list(self._recomputed.items()):
+            if is_settled and bucket not in except_for and bucket.users == 0:
+                del self._recomputed[bucket]
                 if bucket.state is State.FULL and bucket.live_handles == 0:
                     bucket.reshard()
 
@@ -302,7 +299,6 @@ class ForwardHooks:
                 self._pop_hooks(scopes.pop())
         self._entered.clear()
         self._recomputed.clear()
-        self._settled.clear()
         for bucket in self._buckets:
             bucket.users = bucket.pins
         self.free_all()
@@ -310,7 +306,6 @@ class ForwardHooks:
     def free_all(self) -> None:
         """Reshards whatever is gathered and not in use."""
         self._recomputed.clear()
-        self._settled.clear()
         self._outstanding.clear()
         self._free_except(frozenset())
 
@@ -337,7 +332,6 @@ class ForwardHooks:
             self._outstanding.clear()
         self._reached.clear()
         self._recomputed.clear()
-        self._settled.clear()
         self._free_except(frozenset().union(*(self._buckets_below(entry) for entry in self._outstanding)))
 
     def _buckets_below(self, entry: int) -> frozenset[Bucket]:
@@ -382,7 +376,7 @@ class ForwardHooks:
     def gradients_arrived(self, bucket: Bucket) -> None:
         """All gradients of ``bucket`` are copied out."""
         if bucket in self._recomputed:
-            self._settled[bucket] = None
+            self._recomputed[bucket] = True
         self._free_if_done(bucket)
 
     def _free_if_done(self, bucket: Bucket) -> None:
