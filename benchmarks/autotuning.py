@@ -310,7 +310,7 @@ def report(found: dict[str, dict[str, Any]]) -> str:
             "",
             f"## {model}",
             "",
-            "Milliseconds of an update. The tuner plans no smaller micro-batches once two are predicted to be slower.",
+            "Milliseconds of an update. The tuner plans smaller micro-batches until they are predicted to be slower.",
             "",
             "| candidate | first quartile | median | updates | tuner predicted | tuner measured | grid measured |",
             "|---|---|---|---|---|---|---|",

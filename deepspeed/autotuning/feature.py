@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +37,7 @@ from deepspeed.autotuning.experiment import (
     take_experiment,
     write_json,
 )
-from deepspeed.autotuning.planned import CandidatePlanner, InputSpec, require_plannable
+from deepspeed.autotuning.planned import CandidatePlanner, InputSpec, ranks_that_plan, require_plannable
 from deepspeed.autotuning.probes import measure_device
 from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
@@ -262,28 +263,30 @@ class TuningHooks(EngineHooks):
         wall = median(walls)
         inside = wall * sum(self.tracker.seconds().values()) / sum(walls)
         own_ranks = self._experiment.ranks_per_node or comm.get_world_size()
-        # Every rank plans a part, so all of them go by what the first has measured.
-        objects = [(wall, inside, self._machine(own_ranks))]
-        comm.broadcast_object_list(objects, src=0)
-        wall, inside, machine = objects[0]
-        if comm.get_rank() >= own_ranks:
-            return  # on another node, whose files the tuner may not see
+        machine = self._machine(own_ranks)
         assert self._model is not None and self._inputs is not None, "an update has been made"
         planner = CandidatePlanner(
             self._model, self._inputs, self._start.config, machine, "cpu" if self._is_cpu else "cuda"
         )
         micro, accumulation = self._engine.train_micro_batch_size_per_gpu(), self._engine.gradient_accumulation_steps()
         before = {TOTAL: self._engine.train_batch_size(), MICRO: micro, ACCUMULATION: accumulation}
-        ratio = planner.calibrate(before, inside)
         space, is_fixed = self._space(micro)
-        total = space.total
-        planner.outside = max(wall - inside, 0.0) * total / before[TOTAL]
-        section = self._section
-        rows = planner.plan_all(
-            space,
-            space.settings()[comm.get_rank() :: own_ranks],
-            refine=not section.get("fast", True),
-        )
+        settings, refine = space.settings(), not self._section.get("fast", True)
+        folder = Path(self._experiment.folder)
+        ratio, planners = 0.0, 1
+        if comm.get_rank() == 0:
+            ratio = planner.calibrate(before, inside)
+            started = time.process_time()
+            write_json(folder / "model_info.json", self._model_info(planner, before))
+            planners = ranks_that_plan(len(settings), time.process_time() - started, own_ranks, refine=refine)
+        # All ranks that plan a part go by what the first has measured.
+        objects = [(wall, inside, planner.machine, ratio, planners)]
+        comm.broadcast_object_list(objects, src=0)
+        wall, inside, planner.machine, ratio, planners = objects[0]
+        if comm.get_rank() >= planners:
+            return
+        planner.outside = max(wall - inside, 0.0) * space.total / before[TOTAL]
+        rows = planner.plan_all(space, settings[comm.get_rank() :: planners], refine=refine)
         facts = {
             "rows": rows,
             "config": self._start.config,
@@ -298,9 +301,6 @@ class TuningHooks(EngineHooks):
                 "launch": planner.machine.device.efficiency.launch,
             },
         }
-        folder = Path(self._experiment.folder)
-        if comm.get_rank() == 0:
-            write_json(folder / "model_info.json", self._model_info(planner, before))
         write_json(folder / f"planned-{comm.get_rank()}.json", facts)
 
     def _space(self, micro: int) -> tuple[CandidateSpace, bool]:

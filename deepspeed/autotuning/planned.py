@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.autotuning.candidates import CandidateGroup, CandidateSpace
-from deepspeed.autotuning.choice import CandidatePlan
+from deepspeed.autotuning.choice import FIRST_ERROR, CandidatePlan
 from deepspeed.autotuning.experiment import Changes, applied
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.machine import Machine
@@ -24,6 +24,7 @@ from deepspeed.plan.timeline.timed_step import time_step
 
 _LONGEST_START = 2e-3  # seconds that the host may take to start one operation
 _REFINED = 3  # candidates that get other bucket sizes too
+_WORTH_A_RANK = 2.0  # seconds of a processor
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class CandidatePlanner:
     def _of_setting(
         self, space: CandidateSpace, setting: CandidateGroup, *, relieve: bool = True
     ) -> list[tuple[CandidateGroup, int, CandidatePlan, float]]:
-        """Micro-batches from the largest on, until smaller ones are predicted to be slower."""
+        """Plans micro-batches from the largest on, until two in a row are slower, or one by more than the error bar."""
         found = []
         best, slower, largest_fits = float("inf"), 0, None
         for micro in space.micro_batches(setting):
@@ -234,13 +235,29 @@ class CandidatePlanner:
             largest_fits = candidate.fits if largest_fits is None else largest_fits
             if candidate.fits:
                 slower = slower + 1 if candidate.seconds >= best else 0
-                best = min(best, candidate.seconds)
-                if slower == 2:
+                if slower == 2 or candidate.seconds * (1 - FIRST_ERROR) >= best:
                     break
+                best = min(best, candidate.seconds)
         if relieve and largest_fits is False:
             for other in space.relieved(setting):
                 found += self._of_setting(space, other, relieve=False)
         return found
+
+
+def ranks_that_plan(settings: int, seconds: float, ranks: int, *, refine: bool) -> int:
+    """Returns how many ranks share the planning.
+
+    The first call of a rank imports torch's compiler, 1.4 seconds of a processor. So a rank joins only for more than
+    that.
+
+    Args:
+        settings: Stages and other choices to plan, each with two micro-batches or more.
+        seconds: Of a processor, for one plan.
+        ranks: Ranks of a node.
+        refine: Whether the best are planned with other bucket sizes too.
+    """
+    plans = 2 * settings + (_REFINED * 4 if refine else 0)
+    return min(max(int(plans * seconds / _WORTH_A_RANK), 1), ranks, settings)
 
 
 def _differs(plan: CandidatePlan, base: CandidatePlan) -> bool:
