@@ -62,6 +62,10 @@ def members_text(ranks: Sequence[int]) -> str:
 
     The members of a group along an axis of a mesh are one run or a few, however many ranks there are.
     """
+    if len(ranks) > 1 and 0 <= ranks[0] < ranks[1]:
+        one_run = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+        if len(one_run) == len(ranks) and tuple(one_run) == tuple(ranks):
+            return f"{one_run.start}:{ranks[-1]}:{one_run.step}"
     runs: list[str] = []
     at = 0
     while at < len(ranks):
@@ -115,7 +119,7 @@ class PostReader:
         """Returns whether this rank reads everything at its look number ``look``."""
         return (look + self._rank) % max(-(-self._size // _READ_ALL), 1) == 0
 
-    def read(self, members: Iterable[int], *, everything: bool) -> dict[int, dict[str, Any]]:
+    def read(self, members: Sequence[int], *, everything: bool) -> dict[int, dict[str, Any]]:
         """Returns the newest posts of the other ranks in ``members``, and of those that they wait for, and so on.
 
         Args:
@@ -123,11 +127,13 @@ class PostReader:
             everything: Whether to read all; else up to :data:`MOST_READ`, and a few of more ranks, others each time.
         """
         self._reads += 1
+        if not everything and len(members) > MOST_READ + 1:
+            return self.read_only(self._sample(members))
         found: dict[int, dict[str, Any]] = {}
         unread = set(members) - {self._rank}
         while unread:
-            some = sorted(unread) if everything else self._part(sorted(unread), MOST_READ - len(found))
-            is_sample = len(some) < len(unread)
+            is_sample = not everything and len(unread) > MOST_READ - len(found)
+            some = self._sample(sorted(unread)) if is_sample else sorted(unread)
             found |= self.read_only(some)
             # Equal members are one object, so that those of thousands of posts are looked through once.
             further = {id(one): one for one in (found[rank].get("members", ()) for rank in some)}
@@ -145,12 +151,11 @@ class PostReader:
             found[by_key[key]] = self._parsed(by_key[key], text.decode())
         return found
 
-    def _part(self, ranks: list[int], count: int) -> list[int]:
-        """Returns ``ranks`` if they are no more than ``count``; else a few in a row, others at the next read."""
-        if len(ranks) <= count:
-            return ranks
-        start = (self._rank + self._reads) * _SAMPLE % len(ranks)
-        return (ranks[start:] + ranks[:start])[:_SAMPLE]
+    def _sample(self, ranks: Sequence[int]) -> list[int]:
+        """Returns a few of ``ranks`` in a row, without this one; others at the next read."""
+        start = (self._rank + self._reads) * _SAMPLE
+        some = (ranks[(start + place) % len(ranks)] for place in range(min(_SAMPLE + 1, len(ranks))))
+        return [rank for rank in some if rank != self._rank][:_SAMPLE]
 
     def _parsed(self, rank: int, text: str) -> dict[str, Any]:
         """Returns the newest words of a rank; empty if they are none that a rank of this version writes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -14,7 +15,8 @@ _ENDED = ("Z", "X")
 
 def this_process() -> str:
     """Returns a name of this process for :func:`has_ended`; it is unlike that of any other process of any machine."""
-    machine, pid = _machine(), os.getpid()
+    pid = os.getpid()
+    machine = _machine(pid)
     return json.dumps([machine, pid, _stat(pid)[_STARTED] if machine else ""])
 
 
@@ -28,7 +30,7 @@ def has_ended(process: str) -> bool:
         machine, pid, started = json.loads(process)
     except (ValueError, TypeError):  # any process that reaches the store may write to it
         return False
-    if not machine or machine != _machine() or type(pid) is not int:
+    if not machine or machine != _machine(os.getpid()) or type(pid) is not int:
         return False
     try:
         fields = _stat(pid)
@@ -37,8 +39,13 @@ def has_ended(process: str) -> bool:
     return fields[_STARTED] != started or fields[_STATE] in _ENDED
 
 
-def _machine() -> str:
-    """Returns a name of what process numbers belong to: a boot of a machine and a container; empty if not on Linux."""
+@lru_cache(maxsize=1)
+def _machine(pid: int) -> str:
+    """Returns a name of what process numbers belong to: a boot of a machine and a container; empty if not on Linux.
+
+    Args:
+        pid: Of this process, which stays where it is; a forked one may be elsewhere.
+    """
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
     except OSError:

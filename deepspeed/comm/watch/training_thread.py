@@ -17,9 +17,11 @@ class TrainingThread:
     def is_elsewhere(self) -> bool:
         """Whether the calling thread works beside the one that trains."""
         me = threading.get_ident()
+        if self._ident is None:
+            self._ident = me
         if me == self._ident:
             return False
         own = {thread.ident for thread in threading.enumerate() if not thread.name.startswith("Dummy-")}
-        if self._ident is None or self._ident not in own:
+        if self._ident not in own:
             self._ident = me
         return me != self._ident and me in own

@@ -58,11 +58,11 @@ class WaitRecord:
 
 def exit_notice_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str | None:
     """Returns what to say if a rank has left without issuing what is waited for."""
-    left = [
+    left = sorted(
         rank
-        for rank in awaited.members
-        if posts.get(rank, {}).get("has_left") and posts[rank]["issued"].get(awaited.channel, 0) < awaited.index
-    ]
+        for rank, post in posts.items()
+        if post.get("has_left") and post["issued"].get(awaited.channel, 0) < awaited.index and rank in awaited.members
+    )
     if not left:
         return None
     who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
@@ -148,8 +148,10 @@ def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterato
         first: The rank to begin with, if it is one of them.
     """
     awaited = posts[rank]
-    for other in sorted(awaited["members"], key=lambda member: member != first):
-        theirs = posts.get(other, {})
+    members = set(awaited["members"])
+    # Of thousands of members a few have posts, as a rule.
+    for other in sorted((other for other in posts if other in members), key=lambda other: (other != first, other)):
+        theirs = posts[other]
         if other == rank or "members" not in theirs or theirs.get("gives_up"):
             continue
         is_held_up = theirs.get("blocks_host", True) or awaited.get("on_stream", False)
