@@ -452,6 +452,7 @@ def report(ranks: Sequence[int], rates: StoreRates, measured: StoreRates | None)
             f"| {count:,} | {late.period:.1f} | {late.operations[-1] / late.period:,.0f} | "
             f"{late.bytes[-1] / late.period / 1e6:.1f} | {parted.found_after} looks |"
         )
+    lines += ["", f"All of it took {time.process_time():.0f} s of one core."]
     return "\n".join([*lines, ""])
 
 
