@@ -16,7 +16,7 @@ from deepspeed.comm.start.admission import JoiningProcess, RendezvousPoint, rece
 from deepspeed.comm.start.batched_store import longest_pause, read_many, those_there, write_many
 from deepspeed.comm.start.startup import RankInfo
 from deepspeed.comm.watch import watchdog
-from deepspeed.comm.watch.posts import members_from, members_text
+from deepspeed.comm.watch.posts import PostReader, members_from, members_text
 from deepspeed.comm.watch.wait_records import WaitRecord
 from deepspeed.comm.watch.watchdog import Watch
 from tests.launcher.processes import Launcher
@@ -263,6 +263,14 @@ def test_a_late_rank_of_many_is_no_cycle_and_one_that_has_left_is_named_to_all(s
             watch.look_after_long_wait()
     assert all("rank 65 has ended" in (watch._failure or watch._exit_notice or "") for watch in watches[:65])
     assert watches[0].store.count["compare_set"] > 0
+
+
+def test_a_rank_reads_a_few_posts_of_a_long_wait_and_in_time_all_but_its_own():
+    reader, read = PostReader(CountingStore(), str, 5, 100), []
+    for _ in range(13):
+        read += (posts := reader.read(tuple(range(100)), everything=False))
+        assert len(posts) == 8
+    assert set(read) == set(range(100)) - {5}
 
 
 def test_members_of_a_post_are_short_however_many_they_are():
