@@ -69,7 +69,7 @@ lint: $(VENV)/.for-tests
 	$(STEP) "mypy" $(BIN)/mypy
 
 check-tree: $(VENV)/.for-tests
-	$(STEP) "layers and files" $(TEST_ENV) $(BIN)/python -m pytest -q tests/project/test_imports.py tests/project/test_tree.py
+	@$(TEST_ENV) .ci/quietly "layers and files" $(BIN)/python -m pytest -q tests/project/test_imports.py tests/project/test_tree.py
 
 docs: $(VENV)/.for-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)

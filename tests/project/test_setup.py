@@ -56,3 +56,4 @@ def test_hooks_of_pre_commit_need_nothing_that_make_does_not_set_up():
     for hook in hooks:
         target = re.fullmatch(r"make --no-print-directory ([a-z-]+)", hook["entry"])
         assert target and re.search(rf"^{target[1]}: \$\(VENV\)/\.for-tests$", makefile, flags=re.MULTILINE), hook
+    assert not re.findall(r'(?:quietly|\$\(STEP\)) "[^"]+" \$\(TEST_ENV\)', makefile), "variables go before the step"
