@@ -1,4 +1,7 @@
-"""The section ``communication_compression``: which codecs the groups of an engine get, and the line that says so."""
+"""Which codecs the groups of an engine get, and the lines that say so.
+
+The section ``communication_compression`` asks for them, and so do the keys of ZeRO++ in ``zero_optimization``.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import torch
 
 from deepspeed.comm.codecs.codec import Codec, Residual, bits_of
 from deepspeed.comm.codecs.coded import CodedTransport, coded
-from deepspeed.comm.codecs.table import CODECS, Int8Codec
+from deepspeed.comm.codecs.table import CODECS, Int4Codec, Int8Codec, LocoCodec
 from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
 from deepspeed.config.codec_names import PLAIN_CODECS
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.gradient.trial import UPDATES
@@ -178,3 +182,52 @@ def reduction_seconds(
     label = "the measurement of the link"
     rows = transport.gather_small(torch.tensor(best, dtype=torch.float64), channel="call", label=label)
     return [float(slowest) for slowest in rows.max(dim=0).values]
+
+
+def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
+    """Returns the groups with the codecs that ZeRO++ keys ask for; unchanged without any. Every rank must call it.
+
+    ZeRO++ (arXiv 2306.10209; LoCo: arXiv 2407.04480): qwZ is a codec on the gathers of parameters, qgZ one on both
+    halves of a reduction (between the ranks that share slices, then between those that hold the same ones). hpZ is the
+    placement with neighbours. Each is independent of the others.
+
+    Args:
+        groups: Of the engine.
+        zero: The section ``zero_optimization``, without contradictions.
+    """
+    if zero.stage < 3:
+        return groups
+    weights: Codec | None = Int8Codec(feeds_back=False) if zero.zero_quantized_weights else None
+    frozen: Codec | None = Int8Codec(feeds_back=False) if zero.zero_quantized_nontrainable_weights else None
+    gradients = _codec_of_qgz(zero)
+    if weights is None and frozen is None and gradients is None:
+        return groups
+    names = [
+        "all weights" if weights else "frozen weights" if frozen else "",
+        "gradients" if gradients is not None else "",
+    ]
+    kinds = {"all weights": "8 bits", "frozen weights": "8 bits", "gradients": "4 bits"}
+    log_dist("ZeRO++: " + ", ".join(f"{what} are sent in {kinds[what]}" for what in names if what))
+    present = next(iter(groups))  # what communication_compression asks for beside
+    return groups.coded(
+        weights or present.gather_codec,
+        gradients or present.reduce_codec,
+        frozen=weights or frozen or present.frozen_codec,
+        early=present.early_codec,
+    )
+
+
+def _codec_of_qgz(zero: ZeroOptimization) -> Codec | None:
+    if not zero.zero_quantized_gradients:
+        return None
+    loco = zero.zeropp_loco_param
+    if loco is None:
+        return Int4Codec(feeds_back=False)
+    assert loco.err_beta is not None
+    return LocoCodec(loco.err_beta)
+
+
+def steps_until_reset(zero: ZeroOptimization) -> int:
+    """Updates after which LoCo forgets what was lost; 0: never."""
+    loco = zero.zeropp_loco_param
+    return (loco.reset_T or 0) if zero.stage == 3 and loco is not None else 0

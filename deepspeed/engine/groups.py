@@ -19,8 +19,7 @@ from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.connect import warm_up
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.engine.communication_compression import with_codecs
-from deepspeed.engine.zero_plus_plus import use_zero_plus_plus
+from deepspeed.engine.communication_compression import use_zero_plus_plus, with_codecs
 from deepspeed.engine.zero_settings import gathers_by_nodes, gradient_divisor
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError

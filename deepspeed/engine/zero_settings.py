@@ -9,9 +9,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.communication_compression import steps_until_reset
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
 from deepspeed.engine.optimizers import needs_whole_tensors
-from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers

@@ -20,22 +20,22 @@ _STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_sta
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Holds this rank's coordinates in the mesh, and its groups.
+    """Holds this rank's place and groups, for each meaning that an axis can have (``deepspeed/axes.py``).
 
     Attributes:
-        zero_group: Torch process group of the ranks that hold the same part of the model, among which ZeRO shards: data
-            and sequence ranks together. None: all ranks.
-        data_group: Torch process group of the ranks that see other samples; None: all ranks.
+        zero_group: Torch process group of the ranks that hold the same part of the model (``SAME_PART``), among which
+            ZeRO shards. None: all ranks.
+        data_group: Torch process group of the ranks that see other samples (``SAMPLES``); None: all ranks.
         zero_size: Ranks in ``zero_group``.
         zero_rank: This rank's place there.
         data_size: Ranks that see other samples.
         data_rank: This rank's place among them.
-        sequence_size: Ranks that share a sequence.
-        sequence_group: Torch process group of them; None where there is no sequence parallelism.
-        model_size: Ranks that hold other parts of one copy of the model: tensor times pipe.
-        tensor_rank: This rank's place among those that share a layer.
+        sequence_size: Ranks that have parts of the same samples (``PARTS_OF_SAMPLES``).
+        sequence_group: Torch process group of them; None where there is one such rank.
+        model_size: Ranks that hold other parts of one copy of the model (``OTHER_PARTS``).
+        tensor_rank: This rank's place among those that hold other parts of the same layers (``PARTS_OF_LAYERS``).
         islands: How many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself.
-        mesh: The job's, for further axes; ``comm.job.groups.group_along`` has the groups where the mesh is not an mpu's
+        mesh: The job's, for single axes; ``comm.job.groups.group_along`` has the groups where the mesh is not an mpu's
             own. Of an mpu that knows some ranks of the job only: that of these ranks.
     """
 
