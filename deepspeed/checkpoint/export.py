@@ -1,8 +1,8 @@
-"""Full tensors out of a running engine: brought together bucket by bucket, kept or written on rank 0.
+"""Full tensors out of a running engine: brought together a few at a time, kept or written on rank 0.
 
 Of a model whose parts several groups of ranks hold, full tensors are brought to the first rank of the job. The ranks go
-through the model together, bucket by bucket: those that share one bring its tiles together, the first of them sends
-these to the first rank of the job, and that lays them into the logical parameters.
+through the model together, part of a bucket by part: those that share one bring its tiles together, the first of them
+sends these to the first rank of the job, and that lays them into the logical parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from deepspeed.checkpoint.roster import Listed, Roster, roster
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.comm.transports.transport import TensorTransfer
-from deepspeed.zero.access.whole_buckets import bucket_source, walk_full
+from deepspeed.zero.access.whole_buckets import bucket_source, tile_windows, walk_full
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
+
+GATHERED_BYTES = 2**26
+"""Most bytes that are gathered at once; a larger tensor is gathered alone."""
 
 
 def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: bool) -> dict[str, Any] | None:
@@ -95,7 +98,12 @@ def write_weights(
 
 
 def iter_weights(
-    run_state: RunState, exchange: Exchange, *, dtype: torch.dtype | None, exclude_frozen: bool
+    run_state: RunState,
+    exchange: Exchange,
+    *,
+    dtype: torch.dtype | None,
+    exclude_frozen: bool,
+    gathered_bytes: int = GATHERED_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Streams the full parameters and saved buffers, one at a time. Every rank must go through it.
 
@@ -104,40 +112,50 @@ def iter_weights(
         exchange: The ranks.
         dtype: Of floating parameters; None: their compute dtype.
         exclude_frozen: Leave frozen parameters out.
+        gathered_bytes: Most bytes that are gathered at once; a larger tensor is gathered alone.
 
     Yields:
         On rank 0 ``(name, values)``, a copy; tied parameters once. Nothing on other ranks.
     """
     buffers = run_state.buffers().keys()
-    for names, values in _walk(run_state, roster(run_state, exchange), exclude_frozen=exclude_frozen):
+    listed = roster(run_state, exchange)
+    for names, values in _walk(run_state, listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes):
         if exchange.rank != 0:
             continue
         is_cast = values.is_floating_point() and names[0] not in buffers
         wanted = dtype if is_cast and dtype is not None else values.dtype
-        # What the walk gives is the model's own memory, or memory that the next bucket overwrites.
+        # What the walk gives is the model's own memory, or memory that the next tensors overwrite.
         yield names[0], values.detach().to(wanted, copy=True)
+        del values  # a view of what was gathered, which must be free before more is
 
 
-def _walk(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> Iterator[tuple[list[str], torch.Tensor]]:
+def _walk(
+    run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
+) -> Iterator[tuple[list[str], torch.Tensor]]:
     """``(all names, values)`` of every parameter and buffer; valid until the next. Every rank must go through it.
 
     Where not all ranks have the whole model, only the first one of the job gets to see anything.
     """
     tied = _tied(listed)
-    for name, values in _parameters(run_state, listed, exclude_frozen):
+    for name, values in _parameters(run_state, listed, exclude_frozen, gathered_bytes):
         yield [name, *tied.get(name, ())], values
+        del values
     if run_state.is_one_part or run_state.runtime.groups.job.rank == 0:
         for name, buffer in run_state.buffers().items():
             yield [name, *tied.get(name, ())], buffer
 
 
-def _parameters(run_state: RunState, listed: Roster, exclude_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameters(
+    run_state: RunState, listed: Roster, exclude_frozen: bool, gathered_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     if not run_state.is_one_part or any(entry.layout.has_parts for entry in listed.listed):
-        yield from walk_job(run_state, listed, exclude_frozen=exclude_frozen)
+        yield from walk_job(run_state, listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes)
         return
     frozen = {name for parameter, name in run_state.runtime.param_names.items() if not parameter.requires_grad}
-    for tile, values in walk_full(run_state.runtime, "param", left_out=frozen if exclude_frozen else (), borrow=True):
+    left_out = frozen if exclude_frozen else ()
+    for tile, values in walk_full(run_state.runtime, "param", gathered_bytes, left_out=left_out, borrow=True):
         yield tile.logical, values
+        del values
 
 
 def _tied(listed: Roster) -> dict[str, list[str]]:
@@ -182,12 +200,13 @@ class Step:
     completes: bool
 
 
-def rounds(listed: Roster, *, exclude_frozen: bool) -> Iterator[list[Step]]:
-    """Yields what is sent, in rounds: in each, one bucket of every rank.
+def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES) -> Iterator[list[Step]]:
+    """Yields what is sent, in rounds: in each, some tiles of one bucket of every rank.
 
     Args:
         listed: The model of all ranks.
         exclude_frozen: Leave parameters without gradient out.
+        gathered_bytes: Most bytes of a round, over all ranks; a rank whose next tile is larger sends that one alone.
     """
     by_index: dict[int, list[Listed]] = {}
     for entry in listed.listed:
@@ -195,49 +214,65 @@ def rounds(listed: Roster, *, exclude_frozen: bool) -> Iterator[list[Step]]:
     held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     there: dict[str, int] = {}
     for index in sorted(by_index):
-        steps = []
-        for entry in by_index[index]:
-            for number, (tile, is_frozen) in enumerate(zip(entry.layout.tiles, entry.frozen, strict=True)):
-                if exclude_frozen and is_frozen:
-                    continue
-                seen = held.setdefault(tile.logical, set())
-                new = {
-                    (region.whole, region.shape): region.numel
-                    for region in tile.regions
-                    if (region.whole, region.shape) not in seen
-                }
-                seen.update(new)
-                total = tile.whole().numel
-                before = there.get(tile.logical, 0)
-                there[tile.logical] = before + sum(new.values())
-                completes = there[tile.logical] == total and (before < total or total == 0)
-                steps.append(Step(entry, number, tile, completes))
-        yield steps
+        entries = by_index[index]
+        windows = {id(entry): _windows(entry, gathered_bytes // len(entries)) for entry in entries}
+        for number in range(max(map(len, windows.values()))):
+            steps = []
+            for entry in entries:
+                for place in windows[id(entry)][number] if number < len(windows[id(entry)]) else ():
+                    tile, is_frozen = entry.layout.tiles[place], entry.frozen[place]
+                    if exclude_frozen and is_frozen:
+                        continue
+                    seen = held.setdefault(tile.logical, set())
+                    new = {
+                        (region.whole, region.shape): region.numel
+                        for region in tile.regions
+                        if (region.whole, region.shape) not in seen
+                    }
+                    seen.update(new)
+                    total = tile.whole().numel
+                    before = there.get(tile.logical, 0)
+                    there[tile.logical] = before + sum(new.values())
+                    completes = there[tile.logical] == total and (before < total or total == 0)
+                    steps.append(Step(entry, place, tile, completes))
+            yield steps
+
+
+def _windows(entry: Listed, limit: int) -> list[list[int]]:
+    """The tiles of a bucket in the groups that are gathered at once; the same on all ranks."""
+    itemsize = getattr(torch, entry.layout.dtype).itemsize
+    return list(tile_windows(entry.layout, set(range(len(entry.layout.tiles))), itemsize, limit))
 
 
 @torch.no_grad()
-def walk_job(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def walk_job(
+    run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
     """``(logical name, values)`` on the first rank of the job, nothing elsewhere. Every rank must go through it.
 
     Args:
         run_state: The training run.
         listed: The model of all ranks.
         exclude_frozen: Leave parameters without gradient out.
+        gathered_bytes: See :func:`rounds`.
     """
     runtime = run_state.runtime
     job, device = runtime.groups.job, runtime.device
     by_index = {bucket.index: bucket for bucket in runtime.buckets}
     wholes: dict[str, torch.Tensor] = {}
-    for steps in rounds(listed, exclude_frozen=exclude_frozen):
+    for steps in rounds(listed, exclude_frozen=exclude_frozen, gathered_bytes=gathered_bytes):
         if not steps:
             continue
         index = steps[0].listed.layout.index
         mine: dict[int, torch.Tensor] = {}
-        if index in by_index and index in listed.numbers:
+        entry = listed.listed[listed.numbers[index]] if index in listed.numbers else None
+        wanted = [step.number for step in steps if step.listed is entry]
+        if wanted and index in by_index:
             with untouched():
                 source = bucket_source(runtime, by_index[index], "param")
                 assert source is not None
-                mine = source.read(range(len(source.layout.tiles)), borrow=True)
+                mine = source.read(wanted, borrow=True)
+                del source
         transfers, arrived = [], []
         for step in steps:
             values: torch.Tensor | None = None
@@ -265,3 +300,4 @@ def walk_job(run_state: RunState, listed: Roster, *, exclude_frozen: bool) -> It
                 whole[region.in_whole] = values.view(tile.shape)[region.in_tile].to(whole.device)
             if step.completes:
                 yield tile.logical, wholes.pop(tile.logical)
+        del arrived, transfers, values  # before the next round gathers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.checkpoint.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
-from deepspeed.checkpoint.export import full_state_dict, iter_weights, write_weights
+from deepspeed.checkpoint.export import GATHERED_BYTES, full_state_dict, iter_weights, write_weights
 from deepspeed.checkpoint.load import LoadOptions, LoadResult, load, load_by, load_state_dict
 from deepspeed.checkpoint.run_state import RunState
 from deepspeed.checkpoint.save import SaveOptions, Saver
@@ -281,16 +281,22 @@ class EngineCheckpoints:
         return True
 
     def export_weights(
-        self, dtype: torch.dtype | None = None, *, exclude_frozen_parameters: bool = False
+        self,
+        dtype: torch.dtype | None = None,
+        *,
+        exclude_frozen_parameters: bool = False,
+        bucket_bytes: int = GATHERED_BYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Streams the full weights by name, for an inference server. Every rank must go through all of it.
 
-        One bucket is gathered at a time, so no rank ever holds the model. Works at every stage, with tensor and expert
-        parallelism; the names are those of the model. A pipeline's layers have the names of its checkpoints.
+        Beside its own part a rank never holds more than ``bucket_bytes`` of them, or one tensor; rank 0 holds the copy
+        that it yields too. Works at every stage, with tensor and expert parallelism; the names are those of the model.
+        A pipeline's layers have the names of its checkpoints.
 
         Args:
             dtype: Of floating parameters; None: the compute dtype.
             exclude_frozen_parameters: Leave parameters without gradient out (the base under an adapter).
+            bucket_bytes: Most bytes gathered at once; a larger tensor is gathered alone. 1 gathers one at a time.
 
         Yields:
             ``(name, tensor)`` on rank 0, where the tensor is a copy that belongs to the caller; a tied parameter comes
@@ -299,7 +305,13 @@ class EngineCheckpoints:
         self._runtime.leave_backward("export_weights")
         self._runtime.refuse_offloaded("export_weights", "lp_params")
         run_state = self._settled_run_state()
-        yield from iter_weights(run_state, self._saver.exchange, dtype=dtype, exclude_frozen=exclude_frozen_parameters)
+        yield from iter_weights(
+            run_state,
+            self._saver.exchange,
+            dtype=dtype,
+            exclude_frozen=exclude_frozen_parameters,
+            gathered_bytes=bucket_bytes,
+        )
 
     def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of :meth:`save_16bit_model`."""

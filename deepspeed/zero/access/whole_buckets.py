@@ -209,7 +209,7 @@ def _walk(
         scale = runtime.optimizer.loss_scale
     for bucket, held in present:
         tiles = {tile for tile in held.tiles if bucket.layout.tiles[tile].name not in left_out}
-        for window in _windows(bucket, tiles, held.dtype.itemsize, bucket_bytes):
+        for window in tile_windows(bucket.layout, tiles, held.dtype.itemsize, bucket_bytes):
             with untouched(), torch.no_grad():
                 source = bucket_source(runtime, bucket, kind, held.dtype)
                 assert source is not None
@@ -220,6 +220,8 @@ def _walk(
                     value = value.to(torch.promote_types(value.dtype, torch.float32))
                 if tile in tiles:
                     yield bucket.layout.tiles[tile], value if scale == 1.0 else value.div_(scale)
+                del value
+            del found, source  # before the next window is gathered
 
 
 def publish(runtime: ZeroRuntime) -> None:
@@ -249,12 +251,19 @@ def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
             bucket.reshard()
 
 
-def _windows(bucket: Bucket, tiles: set[int], itemsize: int, limit: int | None) -> Iterator[list[int]]:
-    """Groups of neighbouring tiles of at most ``limit`` bytes: the whole bucket if it fits."""
+def tile_windows(layout: BucketLayout, tiles: set[int], itemsize: int, limit: int | None) -> Iterator[list[int]]:
+    """Yields groups of neighbouring tiles of at most ``limit`` bytes: the whole bucket if it fits.
+
+    Args:
+        layout: Of the bucket.
+        tiles: Numbers of the tiles that are wanted.
+        itemsize: Bytes of an element.
+        limit: Most bytes of a group; a larger tile is a group of its own. None: the whole bucket.
+    """
     if not tiles:
         return
-    everything = list(range(len(bucket.layout.tiles)))
-    if limit is None or bucket.layout.numel * itemsize <= limit:
+    everything = list(range(len(layout.tiles)))
+    if limit is None or layout.numel * itemsize <= limit:
         yield everything
         return
     window: list[int] = []
@@ -262,7 +271,7 @@ def _windows(bucket: Bucket, tiles: set[int], itemsize: int, limit: int | None) 
     for tile in everything:
         if tile not in tiles:
             continue
-        size = bucket.layout.tiles[tile].numel * itemsize
+        size = layout.tiles[tile].numel * itemsize
         if window and nbytes + size > limit:
             yield window
             window, nbytes = [], 0
