@@ -124,6 +124,7 @@ class SegmentTable:
         num_tensors: Number of tensors on all ranks together.
         group: The process group over which tensors are cut; None when every tensor is whole on this rank.
         axis: Name of the axis along which the ranks of ``group`` lie, for the traffic counters.
+        job_ranks: The rank in the job of each position; empty where that is not known.
         shared: Every tensor that has a param group, in ascending order of ``index``.
         ranks: The rank in the group of each position.
         position: That of this rank.
@@ -138,6 +139,7 @@ class SegmentTable:
     position: int = 0
     cut: CutTensors | None = None
     axis: str = "data"
+    job_ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for segments in self.by_param.values():

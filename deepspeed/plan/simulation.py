@@ -239,10 +239,9 @@ class _SimulatedRun:
         engine, _ = self._ready()
         inspected = engine.inspect()
         optimizer = inspected.updater.optimizer if inspected.updater is not None else None
-        place = optimizer.heaviest_rank if isinstance(optimizer, Muon) else None
-        ranks = inspected.groups.peers.ranks
+        heaviest = optimizer.heaviest_rank if isinstance(optimizer, Muon) else None
         engine.destroy()
-        return self._part.rank if place is None or not ranks else ranks[place]
+        return self._part.rank if heaviest is None else heaviest
 
     def _ready(self) -> tuple[Any, Any]:
         """The engine and a micro-batch."""

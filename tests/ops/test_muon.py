@@ -560,3 +560,18 @@ def test_state_is_sent():
             optimizer = copy.copy(successor)
         optimizer.step()
     assert all(torch.equal(param, value) for param, value in zip(params, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_heaviest_rank_is_that_of_the_largest_matrix_in_any_table(is_first):
+    def table(name, rows, job_ranks):
+        run = torch.nn.Parameter(torch.empty(rows * 4, device="meta"))
+        tensor = SharedTensor(name, 0, (2 * rows, 4), 0, 0, range(0, rows * 8 + 1, rows * 4))
+        segment = Segment(name, 0, 0, rows * 4, 0, tensor.shape)
+        return run, SegmentTable({id(run): (segment,)}, 1, "group", (tensor,), range(2), 0, job_ranks=job_ranks)
+
+    made = [table("experts", 8, (1, 3)), table("dense", 2, (0, 2))]
+    runs, tables = zip(*(made if is_first else reversed(made)), strict=True)
+    optimizer = Muon([{"params": list(runs), "use_muon": True, "stacked": False}])
+    optimizer.attach_segments(*tables)
+    assert optimizer.heaviest_rank in (1, 3)

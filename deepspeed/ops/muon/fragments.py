@@ -76,7 +76,9 @@ class FragmentExchange:
     Every rank of the table's group must construct it with the same matrices; nothing is exchanged for that.
 
     Attributes:
-        heaviest_rank: The rank in the group that needs most memory for a step; None without matrices.
+        heaviest_rank: The rank in the job (in the group where the table names none) that needs most memory for a step;
+            None without matrices.
+        heaviest_numels: Elements of its largest matrix, and of all its matrices in that round.
         num_matrices: Matrices on all ranks together.
         is_exchanged: Whether there are other ranks.
         sent_bytes: What this rank sends to others in a step: fp32, on the way to the owners and back.
@@ -118,8 +120,8 @@ class FragmentExchange:
         }
         planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))
         self._tours = [_ExchangeRound(members, table) for members in planned]
-        heaviest = heaviest_position(planned)
-        self.heaviest_rank = None if heaviest is None else table.ranks[heaviest]
+        heaviest, self.heaviest_numels = heaviest_position(planned)
+        self.heaviest_rank = None if heaviest is None else (table.job_ranks or table.ranks)[heaviest]
         self.num_matrices, self.is_exchanged = len(matrices), table.group is not None
         pairs = [pair for members in planned for pair in members.owners]
         self.sent_bytes = _FP32 * sum(_sent_numel(tensor, owner, table.position) for tensor, owner in pairs)
@@ -319,11 +321,11 @@ def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: i
     return [_with_owners(together, world_size) for together in _rounds_of(members, round_numel)]
 
 
-def heaviest_position(rounds: Iterable[MuonRound]) -> int | None:
+def heaviest_position(rounds: Iterable[MuonRound]) -> tuple[int | None, tuple[int, int]]:
     """Returns the owner of the largest matrix; among several, the one with most other elements in that round.
 
     Returns:
-        Its position; None without matrices.
+        Its position, None without matrices; and the elements of that matrix and of all its matrices in the round.
     """
     heaviest = (0, 0, 0)
     for planned in rounds:
@@ -333,7 +335,7 @@ def heaviest_position(rounds: Iterable[MuonRound]) -> int | None:
             largest[owner] = max(largest[owner], tensor.numel)
             total[owner] += tensor.numel
         heaviest = max(heaviest, *((largest[owner], total[owner], -owner) for owner in total))
-    return -heaviest[2] if heaviest[0] else None
+    return -heaviest[2] if heaviest[0] else None, heaviest[:2]
 
 
 def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[SharedTensor]]:

@@ -200,8 +200,15 @@ class Muon(KeepsStateDtypes):
 
     @property
     def heaviest_rank(self) -> int | None:
-        """The rank in the group of the first segment table that needs most memory for a step; None if all are alike."""
-        return self._exchanges[0].heaviest_rank if self._exchanges else None
+        """The rank in the job that needs most memory for a step; None if all are alike.
+
+        Of several segment tables (experts have one of their own) the one with the largest matrix counts.
+        """
+        exchanges = [exchange for exchange in self._exchanges or () if exchange.is_exchanged]
+        owned = [exchange for exchange in exchanges if exchange.heaviest_rank is not None]
+        if not owned:
+            return None
+        return max(owned, key=lambda exchange: exchange.heaviest_numels).heaviest_rank
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

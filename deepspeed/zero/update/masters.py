@@ -354,7 +354,8 @@ def _segment_table(masters: list[MasterBucket], other_parts: object | None) -> S
     transport, owners = masters[0].transport, masters[0].bucket.group
     along = owners.owners if owners.is_spread else owners.reduce
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
-    return SegmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis)
+    in_job = tuple(transport.ranks[rank] for rank in ranks) if transport.ranks else ()
+    return SegmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis, in_job)
 
 
 def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:
