@@ -163,10 +163,14 @@ def refuse_cut_tensors(
         if group.is_part and not group.spans_parts and adds_norms:
             parts.append(f"{name}: a part of it, whose norms LAMB adds up")
         elif group.is_part or (group.name != DATA and placement.shard_master and not takes_tables):
+            if group.name == ROWS:
+                advice = ", Muon or ZeRO stage 0, or set sparse_gradients to false"
+            else:
+                advice = " (where only tensor parallelism cuts it, Lamb works too)"
             raise NotYetSupportedError(
                 f"the optimizer {type(optimizer).__name__} works on whole tensors, but has {name!r} in the group "
                 f"{group.name!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that "
-                "works element by element, such as AdamW (where only tensor parallelism cuts it, Lamb works too)"
+                f"works element by element, such as AdamW{advice}"
             )
     if adds_norms:
         comm.check_same_model(parts, groups.other_parts)

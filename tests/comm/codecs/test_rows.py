@@ -14,7 +14,7 @@ from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import Reduction, transfer_key
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from tests.engine.support import rank
 from tests.harness import run_ranks
 
@@ -103,7 +103,10 @@ def _refused():
     settings = {"train_micro_batch_size_per_gpu": 1, "sparse_gradients": True, "optimizer": {"type": "OneBitAdam"}}
     with pytest.raises(DeepSpeedConfigError, match="sparse_gradients: .* exchanges momentum in the place of gradients"):
         deepspeed.initialize(model=Words(), config=settings)
+    settings |= {"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1}}
+    with pytest.raises(NotYetSupportedError, match="FusedLamb works on whole tensors.* or set sparse_gradients to false"):
+        deepspeed.initialize(model=Words(), config=settings)
 
 
-def test_refused_with_momentum():
+def test_refused_with_momentum_and_with_norms_of_tensors():
     run_ranks(_refused, 1)

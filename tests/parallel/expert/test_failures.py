@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import CommunicationError, DeepSpeedConfigError
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import topkgating
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.ops.lamb import FusedLamb
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank
 from tests.harness import RankDied, run_ranks
@@ -48,6 +49,13 @@ def _no_numbers() -> None:
         engine.step()
         assert not torch.isfinite(torch.tensor(engine.get_global_grad_norm()))
         engine.destroy()
+
+
+def _lamb() -> None:
+    """LAMB's norms are those of whole tensors: at stage 0 it trains, with sharded masters it is refused by name."""
+    engine_of(_net(2), 0, optimizer=lambda model: FusedLamb(model.parameters())).destroy()
+    with pytest.raises(NotYetSupportedError, match="FusedLamb works on whole tensors, but has 'blocks.*AdamW"):
+        engine_of(_net(2), 1, optimizer=lambda model: FusedLamb(model.parameters()))
 
 
 def _no_tokens() -> None:
@@ -251,6 +259,7 @@ BODIES = [
     _odd_gates,
     _one_expert_overflows,
     _no_numbers,
+    _lamb,
     _no_tokens,
     _no_room,
     _frozen,
