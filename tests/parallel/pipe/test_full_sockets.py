@@ -41,8 +41,10 @@ def mean_square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs - labels).square().sum() / ROWS  # of no rows too
 
 
-def engine_of(layers: list[Any], stages: int, count: int, schedule: str, loss_fn: Any = mean_square) -> Any:
-    """Its sockets hold a handful of packets."""
+def engine_of(
+    layers: list[Any], stages: int, count: int, schedule: str, loss_fn: Any = mean_square, room: int = 1 << 17
+) -> Any:
+    """Its sockets hold a handful of packets, or, with too little ``room``, are not used."""
     torch.manual_seed(0)
     module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform", schedule=schedule)
     config = {
@@ -50,7 +52,7 @@ def engine_of(layers: list[Any], stages: int, count: int, schedule: str, loss_fn
         "gradient_accumulation_steps": count,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
     }
-    before, message_queue._ROOM = message_queue._ROOM, 1 << 17
+    before, message_queue._ROOM = message_queue._ROOM, room
     try:
         return deepspeed.initialize(model=module, config=config)[0]
     finally:
@@ -68,6 +70,17 @@ def test_a_stage_that_is_ready_sends_on_while_it_waits_elsewhere():
     alone = run_ranks(_tied, 1, 1, 20)
     assert run_ranks(_tied, 2, 2, 20) == 2 * alone
     assert run_ranks(_tied, 4, 2, 20) == 4 * alone  # copies of the model have the same samples here
+
+
+def _without_a_queue(stages: int) -> list[float]:
+    """As between stages on different hosts: descriptions go over gloo too."""
+    engine = engine_of([nn.Linear(4, 4), nn.Tanh()], stages, 3, "1f1b", room=4096)
+    assert stages == 1 or engine._interpreter.transports._queue is None
+    return [engine.train_batch(iter(items(*[ROWS] * 3))).item() for _ in range(2)]
+
+
+def test_stages_without_a_message_queue():
+    assert run_ranks(_without_a_queue, 2, 2) == 2 * run_ranks(_without_a_queue, 1, 1)
 
 
 # Packets of nearly and exactly 64 KiB, tensors that are too long for one, and none: after each other in any order.
