@@ -22,7 +22,7 @@ from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_
 from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.simulated_step import SimulatedStep
-from deepspeed.plan.timeline.timed_step import PipelineTraces, TimedStep, time_pipeline, time_step
+from deepspeed.plan.timeline.timed_step import PipelineRecording, TimedStep, time_pipeline, time_step
 from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
 from deepspeed.zero.placement import Tier
 
@@ -230,7 +230,7 @@ class Plan:
         nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
         along = self.mesh.group(0, PIPE)
         transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
-        stages = PipelineTraces(events, alike, pipeline, transfer)
+        stages = PipelineRecording(events, alike, pipeline, transfer)
         return time_pipeline(stages, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
 
     @cached_property

@@ -86,7 +86,7 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
 
 
 @dataclass(frozen=True)
-class PipelineTraces:
+class PipelineRecording:
     """What the stages of a pipeline issue in a step.
 
     Attributes:
@@ -102,7 +102,9 @@ class PipelineTraces:
     transfer: float
 
 
-def time_pipeline(traces: PipelineTraces, machine: Machine, accumulation: int, *, is_asynchronous: bool) -> TimedStep:
+def time_pipeline(
+    traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
+) -> TimedStep:
     """Returns the time of a step of a pipeline: that of its busiest stage, and its waits for the others.
 
     Where ranks share processors, a stage computes faster while others wait.
