@@ -36,13 +36,18 @@ from deepspeed.ops.chunks import drop_scratch
 from deepspeed.parallel.pipe.transports import StageTransports
 from deepspeed.plan.autocasting import asked_for_meta
 from deepspeed.plan.memory import META
-from deepspeed.plan.simulated_hardware import SimulatedDevice, SimulatedDisk, SimulatedHostMemory
+from deepspeed.plan.simulated_hardware import (
+    SimulatedDevice,
+    SimulatedDisk,
+    SimulatedEvent,
+    SimulatedHostMemory,
+    SimulatedStream,
+)
 from deepspeed.plan.simulated_stage import Stage, simulated_transports
 from deepspeed.plan.timeline.step_trace import (
     FINISHING_STREAM,
     HostWaitEvent,
     StepRecording,
-    StreamWaitEvent,
     TracedTransport,
     WaitEvent,
 )
@@ -127,22 +132,11 @@ class _SimulatedGlooTransport(TracedTransport, HostTransport):
         """Leaves the tensors as they are."""
 
 
-class _SimulatedStream:
-    """The stream to which the simulated step issues operations."""
-
-    def __init__(self, trace: StepRecording) -> None:
-        self._trace = trace
-
-    def wait_event(self, record: int) -> None:
-        """Records that the stream waits for an event of another one."""
-        self._trace.add(StreamWaitEvent(record, self._trace.stream))
-
-
 class _SimulatedNativeTransport(TracedTransport, NativeTransport):
     @property
     @override
-    def stream(self) -> _SimulatedStream:
-        return _SimulatedStream(self.trace)
+    def stream(self) -> SimulatedStream:
+        return SimulatedStream(self.trace, self.trace.stream)
 
     @functools.cached_property
     @override
@@ -150,12 +144,14 @@ class _SimulatedNativeTransport(TracedTransport, NativeTransport):
         return FINISHING_STREAM
 
     @override
-    def queue_after(self, work: Any, finish: Callable[[], None]) -> int:
+    def queue_after(self, work: Any, finish: Callable[[], None]) -> SimulatedEvent:
         with self.trace.on_stream(self.finishing_stream):
             self.trace.add(WaitEvent(self._number, self.trace.stream))
             work.wait()
             finish()
-            return self.trace.record_event()
+            reached = SimulatedEvent(self.trace)
+            reached.record()
+            return reached
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """Returns the rows of all ranks as if each had sent this rank's values."""
@@ -262,7 +258,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     count = OperationCount(part.kind)
     disk = SimulatedDisk(count.note)
     accelerator = get_accelerator()
-    device = SimulatedDevice(part.kind)
+    device = SimulatedDevice(part.kind, count.trace)
     world = SimulatedJob(part.rank, part.mesh, device.communication_backend_name() or "nccl", count.trace)
     host = SimulatedHostMemory(is_device=part.kind == "cpu", note=count.note)
     collects = gc.isenabled()

@@ -6,6 +6,7 @@ values are not there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,26 +21,85 @@ from deepspeed.offload.pinned import HostMemorySource
 from deepspeed.offload.run_directory import Disk, RunDirectory
 from deepspeed.plan.autocasting import SimulatedAutocast
 from deepspeed.plan.memory import META
+from deepspeed.plan.timeline.step_trace import FINISHING_STREAM, HostWaitEvent, StepRecording, StreamWaitEvent
 from deepspeed.zero.placement import Tier
 
 Note = Callable[[torch.Tensor, Tier, bool], None]
 """Called for memory that no device allocator hands out: the tensor, its tier, whether its pages are locked."""
 
 
+class SimulatedStream(torch.Stream):
+    """A stream of the simulated device: what it waits for is recorded.
+
+    Args:
+        trace: Records it.
+        number: Of the stream.
+    """
+
+    def __new__(cls, trace: StepRecording, number: int) -> SimulatedStream:
+        """Makes a stream that operations of torch take for one of a device."""
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
+
+    def __init__(self, trace: StepRecording, number: int) -> None:
+        self._trace, self.number = trace, number
+
+    @override
+    def wait_event(self, event: Any) -> None:
+        self._trace.add(StreamWaitEvent(event.record_number, self.number))
+
+    @override
+    def wait_stream(self, stream: Any) -> None:
+        self._trace.add(StreamWaitEvent(self._trace.record_event(stream.number), self.number))
+
+    @override
+    def synchronize(self) -> None:
+        self._trace.add(HostWaitEvent(self._trace.record_event(self.number)))
+
+
+class SimulatedEvent:
+    """An event of a simulated stream.
+
+    Args:
+        trace: Records it.
+
+    Attributes:
+        record_number: Number of the last record of it; -1 before it.
+    """
+
+    def __init__(self, trace: StepRecording) -> None:
+        self._trace = trace
+        self.record_number = -1
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """Records the event on a stream; None: the one to which operations are issued."""
+        self.record_number = self._trace.record_event(None if stream is None else stream.number)
+
+    def query(self) -> bool:
+        """Always True: in a simulation everything that was issued is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Records that the host waits for the event."""
+        self._trace.add(HostWaitEvent(self.record_number))
+
+
 class SimulatedDevice(CPUAccelerator):
-    """A device of a given kind, whose tensors are on ``meta`` and whose streams do nothing.
+    """A device of a given kind, whose tensors are on ``meta``; what its streams wait for is recorded.
 
     Args:
         kind: ``"cpu"`` or a kind with memory of its own.
+        trace: Records it.
 
     Attributes:
         casting: Casts the arguments of operations under ``torch.autocast``, while it is active.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, trace: StepRecording) -> None:
         super().__init__()
         self._name = "meta"
         self._kind = kind
+        self._trace = trace
+        self._streams = itertools.count(FINISHING_STREAM + 1)
         self._communication_backend_name = "gloo" if kind == "cpu" else "nccl"
         self.casting = SimulatedAutocast(kind)
 
@@ -63,8 +123,21 @@ class SimulatedDevice(CPUAccelerator):
 
     @property
     def Stream(self) -> Any:
-        """Makes no stream: copies are done when the call returns."""
-        return lambda: None
+        """Makes a stream."""
+        return lambda: SimulatedStream(self._trace, next(self._streams))
+
+    @property
+    def Event(self) -> Any:
+        """Makes an event."""
+        return lambda **_options: SimulatedEvent(self._trace)
+
+    @override
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._trace.on_stream(stream.number)
+
+    @override
+    def current_stream(self, index: Any = None) -> Any:
+        return SimulatedStream(self._trace, self._trace.stream)
 
 
 class SimulatedHostMemory(HostMemorySource):

@@ -231,7 +231,7 @@ class OperationCount(MemoryCount):
         super()._count_copy(target, source)
         up, down = self.copied_up - before[0], self.copied_down - before[1]
         if up or down:
-            self.trace.add(CopyEvent(up or down, bool(up)))
+            self.trace.add(CopyEvent(up or down, bool(up), self.trace.stream))
 
 
 _FREE = OperationKind.FREE
@@ -400,6 +400,7 @@ _ANSWERS: dict[Any, Any] = {
     aten.copy_.default: _copy_into_host,
     aten.bincount.default: _counts,
     aten.equal.default: _equal,
+    aten.record_stream.default: lambda _count, _args, _kwargs: None,
 }
 
 

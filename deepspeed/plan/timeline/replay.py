@@ -32,6 +32,7 @@ from deepspeed.plan.timeline.step_trace import (
 )
 
 COMPUTE, HOST, COPY_UP, COPY_DOWN = "compute", "host", "copies to the device", "copies to the host"
+_COPIES = "copies"  # in place of an axis
 _READ = 10e-6  # seconds from the device's end of work until the host continues
 
 
@@ -45,7 +46,10 @@ class StreamSpan(NamedTuple):
 
 
 class _ReplayedTransfer(NamedTuple):
-    """An exchange, or an operation on a stream beside that of computation (its axis is empty), with its times."""
+    """An exchange, or what a stream beside that of computation does, with its times.
+
+    The axis of an operation is empty, that of a copy between device and host ``_COPIES``.
+    """
 
     axis: str
     begin: float
@@ -58,10 +62,12 @@ class _SideStream:
 
     Attributes:
         free: When all that it was given is done.
-        transfers: By number, the exchanges that it waited for, and by numbers below 0 its operations.
+        copies: When its last copy between device and host is done.
+        transfers: By number, the exchanges that it waited for, and by numbers below 0 its operations and copies.
     """
 
     free: float = 0.0
+    copies: float = 0.0
     transfers: dict[int, _ReplayedTransfer] = field(default_factory=dict)
 
 
@@ -120,17 +126,25 @@ class ReplayRunner:
         self._found = ReplayTimes()
         self._compute = self._host = self._wire = self._up = self._down = 0.0
         self._free: dict[str, float] = defaultdict(float)  # by communicator
+        self._link_free = {True: 0.0, False: 0.0}  # of copies beside computation, up and down
         self._works: dict[int, _ReplayedTransfer] = {}  # those that were not waited for
         self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
         self._records: dict[int, _SideStream] = {}  # as the stream was at the event
         self._charged: set[int] = set()  # transfers whose cost computation has paid
         self._operations = 0  # on other streams
-        self._phase, self._updated = "", 0.0  # seconds of updates on the host since the device computed
+        self._phase = ""
+        self._updated = self._copied = 0.0  # updates on the host and its waits for copies since the device computed
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
-        ends = [work.end for work in self._works.values()] + [stream.free for stream in self._beside.values()]
-        last = max([self._compute, self._host, self._down, *ends])
-        self._found.exposed["data"] += max(0.0, max(ends, default=0.0) - max(self._compute, self._host))
+        own = max(self._compute, self._host)
+        self._idle_until(own)
+        ends = [work.end for work in self._works.values()]
+        ends += [stream.free for stream in self._beside.values() if stream.free > stream.copies]
+        copies = [stream.copies for stream in self._beside.values()]
+        last = max([own, self._down, *ends, *copies])
+        waits = max(0.0, max(ends, default=0.0) - own)
+        self._found.exposed["data"] += waits
+        self._found.copies += max(0.0, max(copies, default=0.0) - own - waits)
         self._found.seconds = last
         return self._found
 
@@ -139,8 +153,8 @@ class ReplayRunner:
         if event.is_on_host:
             seconds = cost.nbytes / self._network.machine.host_bandwidth
             begin = max(self._host, self._down)
+            self._copied += max(0.0, begin - max(self._host, self._compute))
             self._host = begin + seconds
-            self._found.update += seconds
             self._updated += seconds
             self._found.spans.append(StreamSpan(HOST, cost.name, begin, self._host))
             return
@@ -158,10 +172,7 @@ class ReplayRunner:
             self._found.spans.append(StreamSpan(f"stream {event.stream}", cost.name, begin, stream.free))
             return
         begin = max(self._compute, self._host)
-        updated, self._updated = min(self._updated, begin - self._compute), 0.0
-        self._found.host += begin - self._compute - updated
-        self._draw(COMPUTE, "waits: update on the host", self._compute, self._compute + updated)
-        self._draw(COMPUTE, "waits: host", self._compute + updated, begin)
+        self._idle_until(begin)
         self._compute = begin + seconds
         if not self._is_asynchronous:
             self._host = self._compute
@@ -170,6 +181,20 @@ class ReplayRunner:
         else:
             self._found.work[cost.kind] += seconds
         self._found.spans.append(StreamSpan(COMPUTE, cost.name, begin, self._compute))
+
+    def _idle_until(self, begin: float) -> None:
+        """Lets computation wait for the host until a time, and books what the host did meanwhile."""
+        gap = begin - self._compute
+        updated, self._updated = min(self._updated, gap), 0.0
+        copied, self._copied = min(self._copied, gap - updated), 0.0
+        self._found.copies += copied
+        self._found.update += updated
+        self._found.host += gap - copied - updated
+        end = self._compute
+        for name, seconds in (("copies", copied), ("update on the host", updated), ("host", gap - copied - updated)):
+            self._draw(COMPUTE, f"waits: {name}", end, end + seconds)
+            end += seconds
+        self._compute = begin
 
     def _exchange(self, event: CollectiveEvent) -> None:
         ranks = event.ranks
@@ -208,7 +233,7 @@ class ReplayRunner:
             stream = self._beside[event.stream]
             unpaid = {number: work for number, work in stream.transfers.items() if number not in self._charged}
             stream.transfers = dict(unpaid)
-            self._records[event.record] = _SideStream(stream.free, unpaid)
+            self._records[event.record] = _SideStream(stream.free, transfers=unpaid)
 
     def _wait_for_stream(self, event: StreamWaitEvent) -> None:
         other = self._records.get(event.record)
@@ -223,13 +248,18 @@ class ReplayRunner:
 
     def _hold_up(self, transfers: Mapping[int, _ReplayedTransfer], until: float) -> None:
         """Lets computation wait until a time, and pay for the exchanges that are over by then."""
-        start = max(self._compute, self._host if not self._is_asynchronous else 0.0)
+        if until > self._compute:  # nothing waits before the host has issued the wait
+            self._idle_until(max(self._compute, min(self._host, until)))
+        start = self._compute
         new = [work for number, work in transfers.items() if number not in self._charged]
         self._charged.update(transfers)
         unexplained, taken = max(0.0, until - start), 0.0
         for axis, begin, end in new:
             waits = max(0.0, min(end, until) - max(start, begin))
             unexplained -= waits
+            if axis == _COPIES:  # copies use no cores, and little of the memory's bandwidth
+                self._found.copies += waits
+                continue
             slowed = self._network.slowdown(end - begin, waits)
             self._add_wait(axis, waits + slowed)
             taken += slowed
@@ -248,7 +278,9 @@ class ReplayRunner:
             self._found.spans.append(StreamSpan(stream, name, begin, end))
 
     def _add_wait(self, axis: str, seconds: float) -> None:
-        if axis:
+        if axis == _COPIES:
+            self._found.copies += seconds
+        elif axis:
             self._found.exposed[axis] += seconds
         else:
             self._found.work[OperationKind.TRAFFIC] += seconds
@@ -256,8 +288,11 @@ class ReplayRunner:
     def _copy(self, event: CopyEvent) -> None:
         rate = self._device.device.host_link
         seconds = event.nbytes / rate if rate > 0 else 0.0
-        if event.is_up:
-            begin = max(self._up, self._host)
+        if event.stream != COMPUTE_STREAM:
+            self._copy_beside(event, seconds)
+        elif event.is_up:
+            self._idle_until(max(self._compute, self._host))
+            begin = max(self._up, self._compute)
             self._up = begin + seconds
             self._found.copies += max(0.0, self._up - self._compute)
             self._draw(COMPUTE, "waits: copies", self._compute, self._up)
@@ -268,8 +303,26 @@ class ReplayRunner:
             self._down = begin + seconds
             self._found.spans.append(StreamSpan(COPY_DOWN, "copy", begin, self._down))
 
-    def _read(self, _event: HostWaitEvent) -> None:
-        self._host = max(self._host, self._compute) + (_READ if self._is_asynchronous else 0.0)
+    def _copy_beside(self, event: CopyEvent, seconds: float) -> None:
+        """Runs a copy on a stream beside that of computation: behind what this was given, and behind the link's."""
+        stream = self._beside[event.stream]
+        self._host += self._launch
+        begin = max(stream.free, self._host, self._link_free[event.is_up])
+        stream.free = stream.copies = self._link_free[event.is_up] = begin + seconds
+        if seconds > 0:
+            self._operations += 1
+            stream.transfers[-self._operations] = _ReplayedTransfer(_COPIES, begin, stream.free)
+        self._found.spans.append(StreamSpan(COPY_UP if event.is_up else COPY_DOWN, "copy", begin, stream.free))
+
+    def _read(self, event: HostWaitEvent) -> None:
+        if event.record < 0:
+            until = self._compute
+        elif event.record in self._records:
+            until = self._records[event.record].free
+            self._copied += max(0.0, until - max(self._host, self._compute))
+        else:
+            return  # recorded before the recording of the step began
+        self._host = max(self._host, until) + (_READ if self._is_asynchronous else 0.0)
 
     def _mark(self, event: MarkEvent) -> None:
         self._phase = event.phase

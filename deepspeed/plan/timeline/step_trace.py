@@ -57,14 +57,17 @@ class StreamWaitEvent(NamedTuple):
 
 
 class CopyEvent(NamedTuple):
-    """A copy between device and host."""
+    """A copy between device and host on a stream of the device."""
 
     nbytes: int
     is_up: bool
+    stream: int = COMPUTE_STREAM
 
 
 class HostWaitEvent(NamedTuple):
-    """The point at which the host waits for a value of the device."""
+    """The point at which the host waits: for a value of the device, or for event ``record`` of a stream."""
+
+    record: int = -1
 
 
 class MarkEvent(NamedTuple):
@@ -132,10 +135,14 @@ class StepRecording:
         finally:
             self.stream = before
 
-    def record_event(self) -> int:
-        """Records an event of the stream to which operations are issued, and returns its number."""
+    def record_event(self, stream: int | None = None) -> int:
+        """Records an event of a stream and returns its number.
+
+        Args:
+            stream: The stream; None: that to which operations are issued.
+        """
         self._count += 1
-        self.add(StreamRecordEvent(self._count, self.stream))
+        self.add(StreamRecordEvent(self._count, self.stream if stream is None else stream))
         return self._count
 
     def start(self, name: str, axis: str, nbytes: int, ranks: tuple[int, ...]) -> int:
