@@ -1,11 +1,14 @@
-"""Small configurations of every family of the installed Transformers, found by trying: there are 400."""
+"""Small configurations of every family of the installed Transformers, found by trying: there are 800 types.
+
+``python -m tests.zero.construction.families`` prints why there is none of a type, a line each.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -30,14 +33,30 @@ _ENDINGS = ("ForConditionalGeneration", "ForCausalLM", "ForMaskedLM", "ForObject
 
 def small_families() -> Iterator[tuple[str, Any, Any]]:
     """Yields the type, the class and a small configuration of one model of each family."""
+    for kind, model_class, config, _ in tried_families():
+        if config is not None:
+            yield kind, model_class, config
+
+
+def tried_families(kinds: Collection[str] = ()) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields the type, the class, a small configuration and why there is none (empty where there is one).
+
+    Args:
+        kinds: The types to try; none: all.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for kind in sorted(CONFIG_MAPPING.keys()):
+    for kind in sorted(kinds or CONFIG_MAPPING.keys()):
         config_class = CONFIG_MAPPING[kind]
-        tried = ((model_class, _small(model_class, config_class)) for model_class in _classes(config_class))
-        found = next(((model_class, config) for model_class, config in tried if config is not None), None)
-        if found is not None:
-            yield kind, *found
+        reasons = []
+        for model_class in _classes(config_class):
+            config, reason = _small(model_class, config_class)
+            if config is not None:
+                yield kind, model_class, config, ""
+                break
+            reasons.append(f"{model_class.__name__}: {reason}")
+        else:
+            yield kind, None, None, "; ".join(reasons) or "no model in the module of its configuration"
 
 
 def _classes(config_class: Any) -> list[Any]:
@@ -58,18 +77,24 @@ def _classes(config_class: Any) -> list[Any]:
     return sorted(found, key=lambda k: next((p for e, p in places.items() if k.__name__.endswith(e)), len(_ENDINGS)))
 
 
-def _small(model_class: Any, config_class: Any) -> Any:
-    """A configuration that can be built; None where no try gives one (missing libraries, sizes that must agree)."""
+def _small(model_class: Any, config_class: Any) -> tuple[Any, str]:
+    """A configuration that can be built; None and the last reason where no try gives one.
+
+    Reasons are missing libraries, and sizes that must agree in a way that is not known here.
+    """
+    reason = ""
     for level in range(3):
         try:
             config = config_class(**_smaller(config_class(), level))
             with torch.device("meta"):
                 made = model_class(copy.deepcopy(config))
-            if sum(parameter.numel() for parameter in made.parameters()) <= _MOST:
-                return config
-        except Exception:
-            continue
-    return None
+            numel = sum(parameter.numel() for parameter in made.parameters())
+            if numel <= _MOST:
+                return config, ""
+            reason = f"{numel:,} parameters, more than {_MOST:,}"
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return None, reason
 
 
 def _smaller(config: Any, level: int) -> dict[str, Any]:
@@ -91,3 +116,9 @@ def _smaller(config: Any, level: int) -> dict[str, Any]:
         if isinstance(getattr(config, key, None), int) and getattr(config, key) >= 64:
             made[key] = 1
     return made
+
+
+if __name__ == "__main__":
+    for kind, _, config, reason in tried_families():
+        if config is None:
+            print(f"{kind}: {reason}", flush=True)

@@ -19,7 +19,7 @@ from deepspeed.parallel.pipe.transformers_models import transformers_names
 from deepspeed.pipe import PipelineModule
 from tests.harness import run_ranks
 from tests.zero.construction import pretrained as models
-from tests.zero.construction.families import small_families
+from tests.zero.construction.families import small_families, tried_families
 from tests.zero.construction.test_init import full_values
 
 pytest.importorskip("transformers")
@@ -27,11 +27,11 @@ pytest.importorskip("accelerate")
 
 
 def _difference(kind, place):
-    """What stage 3 has otherwise than stage 0, or None; "unloadable" where stage 0 raises."""
+    """What stage 3 has otherwise than stage 0, or None; "unloadable" and why where stage 0 raises."""
     try:
         plain, found = kind.from_pretrained(place, output_loading_info=True)
-    except Exception:  # of the library, about a configuration that was made small
-        return "unloadable"
+    except Exception as error:  # of the library, about a configuration that was made small
+        return f"unloadable: {type(error).__name__}: {error}"[:200]
     with models.zero3_switched_on(models.auto_config()):
         sharded, info = kind.from_pretrained(place, output_loading_info=True)
     if info != found:
@@ -47,7 +47,10 @@ def _difference(kind, place):
 
 
 def _saved(folder: str, families: Any) -> Iterator[tuple[str, Any, str | None]]:
-    """Yields the name, the class, and the folder of a saved model of each family; None where it cannot be saved."""
+    """Yields the name, the class, and the folder of a saved model of each family; None where it cannot be saved.
+
+    Rank 0 prints why it cannot.
+    """
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -59,8 +62,9 @@ def _saved(folder: str, families: Any) -> Iterator[tuple[str, Any, str | None]]:
             torch.manual_seed(0)
             try:
                 kind(copy.deepcopy(config)).save_pretrained(place, max_shard_size="300KB")
-            except Exception:
-                problem = "unsaveable"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                print(f"{name} cannot be saved: {problem}")
         problems = [problem]
         dist.broadcast_object_list(problems, 0)
         yield name, kind, None if problems[0] else place
@@ -76,11 +80,18 @@ def _compared(folder, most):
     }
 
 
+def test_what_cannot_be_made_small_has_a_reason():
+    tried = {kind: (config, reason) for kind, _, config, reason in tried_families(("llama", "esm"))}
+    assert tried["llama"][0] is not None and tried["llama"][1] == ""
+    assert tried["esm"][0] is None and "EsmForMaskedLM: TypeError" in tried["esm"][1]
+
+
 @pytest.mark.slow
 def test_every_family_loads_as_at_stage_0(tmp_path):
     for outcome in run_ranks(_compared, 2, str(tmp_path), None, timeout=3600):
-        wrong = {name: words for name, words in outcome.items() if words not in (None, "unloadable", "unsaveable")}
-        assert not wrong
+        left_out = {name: words for name, words in outcome.items() if words and words.startswith(("unl", "uns"))}
+        print(left_out)  # each with its reason; those that cannot be built: python -m tests.zero.construction.families
+        assert not {name: words for name, words in outcome.items() if words is not None and name not in left_out}
         assert sum(words is None for words in outcome.values()) >= 100, outcome
 
 
