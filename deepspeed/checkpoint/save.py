@@ -16,7 +16,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,7 +36,7 @@ from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.checkpoint.writer import BucketRun, FileWriter
+from deepspeed.checkpoint.writer import BucketRun, FileWriter, SaveProgress
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
 from deepspeed.offload.pinned import may_pin, page_buffer
@@ -88,37 +87,6 @@ class _Job:
     rank_state: bytes
     manifest: Callable[[tuple[SavedFile, ...], list[int]], Manifest]
     keep_last: int | None
-
-
-class SaveProgress:
-    """Logs how much of a rank's files is written, every 15 seconds; short saves log nothing.
-
-    Args:
-        tag: Name of the checkpoint.
-        total: Bytes of tensors that the rank writes.
-        clock: Returns seconds.
-    """
-
-    seconds = 15.0
-
-    def __init__(self, tag: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tag, self._total, self._clock = tag, total, clock
-        self._written = 0
-        self._start = self._last = clock()
-
-    def add(self, nbytes: int) -> None:
-        """Adds to the bytes written so far, and logs the progress where it is due."""
-        self._written += nbytes
-        now = self._clock()
-        if now - self._last < self.seconds:
-            return
-        self._last = now
-        spent = now - self._start
-        left = max(self._total - self._written, 0) * spent / self._written
-        logger.info(
-            "saving %s: rank 0 has written %.1f of %.1f GB in %.0f s, about %.0f s are left",
-            self._tag, self._written / 1e9, self._total / 1e9, spent, left,
-        )  # fmt: skip
 
 
 _NICER = 10  # at equal niceness, three threads on two processors made steps 1.7 times as long; at 10, 1.1 times

@@ -6,6 +6,7 @@ staging buffers. The checksums are computed by a second thread while the bytes a
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ import torch
 from deepspeed.checkpoint import disk
 from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, SavedFile, SavedRun, safetensors_header
 from deepspeed.errors import CheckpointError
+from deepspeed.logging import logger
 from deepspeed.offload.pinned import may_pin, page_buffer
 
 _STAGING_BYTES = 16 << 20
@@ -130,6 +132,37 @@ class _Staging:
             buffer = self._buffers[turn][: part.numel()]
             buffer.copy_(part)
             self._in_use[turn] = stream.write(disk.bytes_of(buffer), buffer)
+
+
+class SaveProgress:
+    """Logs how much of a rank's files is written, every 15 seconds; short saves log nothing.
+
+    Args:
+        tag: Name of the checkpoint.
+        total: Bytes of tensors that the rank writes.
+        clock: Returns seconds.
+    """
+
+    seconds = 15.0
+
+    def __init__(self, tag: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tag, self._total, self._clock = tag, total, clock
+        self._written = 0
+        self._start = self._last = clock()
+
+    def add(self, nbytes: int) -> None:
+        """Adds to the bytes written so far, and logs the progress where it is due."""
+        self._written += nbytes
+        now = self._clock()
+        if now - self._last < self.seconds:
+            return
+        self._last = now
+        spent = now - self._start
+        left = max(self._total - self._written, 0) * spent / self._written
+        logger.info(
+            "saving %s: rank 0 has written %.1f of %.1f GB in %.0f s, about %.0f s are left",
+            self._tag, self._written / 1e9, self._total / 1e9, spent, left,
+        )  # fmt: skip
 
 
 class WritableRun(Protocol):
