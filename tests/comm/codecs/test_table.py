@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode, decode_add, encode
-from deepspeed.comm.codecs.table import BLOCK, CODECS, BlockCodec, IntegerCodec, SignCodec
+from deepspeed.comm.codecs.table import BLOCK, CODECS, BlockCodec, IntegerCodec, SignCodec, WholeSignCodec
 from deepspeed.config.codec_names import GRADIENT_CODECS
 
 KINDS = [CODECS[name].make for name in GRADIENT_CODECS]
@@ -113,3 +113,11 @@ def test_sizes() -> None:
         assert kind().nbytes(CHUNK) * 8 / CHUNK == kind().bits + 32 / BLOCK
     with pytest.raises(ValueError, match="multiple of 8"):
         SignCodec(12)
+
+
+def test_one_sign_scale_is_that_of_values_and_error_feedback() -> None:
+    """The root of the mean square, over more than one chunk."""
+    values, error = torch.randn(2, CHUNK + 3, generator=torch.Generator().manual_seed(0))
+    for feedback, due in ((None, values), (error, values + error)):
+        scale = WholeSignCodec().fitted(values, feedback)._fixed
+        torch.testing.assert_close(scale, due.square().mean().sqrt(), rtol=1e-5, atol=0)
