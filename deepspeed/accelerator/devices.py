@@ -77,9 +77,9 @@ class Device:
         source: Where the figures come from.
         fp8_flops: fp8 operations per second, dense; 0: the device has no fp8.
         domain: Number of devices that ``link`` joins, where that is more than one node; 0: one node.
+        efficiency: Share of these figures that programs reach, for predicted times.
         cores: Processor cores of a node, on which all of its ranks compute, one thread each; 0: each rank has a device
             of its own. The other figures are those of a rank while all of the node compute.
-        efficiency: Share of these figures that programs reach, for predicted times.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Device:
     source: str
     fp8_flops: float = 0.0
     domain: int = 0
-    cores: int = 0
     efficiency: DeviceEfficiency = DeviceEfficiency()
+    cores: int = 0
 
 
 _SMI = "memory: nvidia-smi, as listed by github.com/modal-labs/modal-client/pull/2797"
