@@ -300,6 +300,39 @@ def test_copies_of_offloaded_states_are_waited_for_where_the_engine_waits(stage)
     assert (read | held_up) & downs, "the update waits for gradients that come down"
 
 
+def test_a_ring_sends_keys_and_values_while_it_attends():
+    """Each further rank of the ring costs a hop, which is waited for after the attention that runs beside it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    made = deepspeed.plan(
+        transformers.LlamaConfig(**sizes, **heads),
+        {**CONFIG, "sequence_parallel_size": 4, "sequence_parallel": {"mode": "ring"}},
+        devices_per_node=4,
+        sequence_length=1024,
+        suggest=False,
+        compare_checkpointing=False,
+    )
+    trace = made.simulated.trace
+    sends = [event for event in trace if isinstance(event, CollectiveEvent) and event.name == "send"]
+    pair = 2 * 256 * 128 * 2  # bf16 keys and values of a rank's tokens
+    assert {event.axis for event in sends} == {"sequence"} and {event.nbytes for event in sends} >= {pair}
+    waits = {event.number: place for place, event in enumerate(trace) if isinstance(event, WaitEvent)}
+    for hop in sends[:3]:
+        beside = trace[trace.index(hop) : waits[hop.number]]
+        assert any(isinstance(event, OperationEvent) for event in beside), "attention runs beside the hop"
+    assert made.timed_step.exposed["sequence"] > 0
+
+
+def test_a_hop_takes_as_long_as_a_send():
+    hop = CollectiveEvent(1, "send", "sequence", 10**9, (0, 1, 2, 3))
+    assert replayed(hop, WaitEvent(1)).exposed["sequence"] == pytest.approx(NetworkModel(MACHINE).send(1e9, 1))
+    far = CollectiveEvent(1, "send", "sequence", 10**9, (0, 8, 16, 24))
+    two = replace(MACHINE, nodes=4)
+    found = ReplayRunner(DeviceModel(DEVICE), NetworkModel(two)).run([far, WaitEvent(1)])
+    assert found.exposed["sequence"] == pytest.approx(NetworkModel(two).send(1e9, 8))
+
+
 def test_offloaded_parameters_are_read_ahead():
     """Most of their copies run beside computation, as the engine asks for them a layer ahead."""
     host = {"device": "cpu", "pin_memory": True}

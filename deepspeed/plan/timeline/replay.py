@@ -203,6 +203,9 @@ class ReplayRunner:
             seconds = self._network.all_reduce(event.nbytes, group)
         elif event.name == "all_to_all":
             seconds = self._network.all_to_all(event.nbytes, group)
+        elif event.name == "send":  # a hop of a ring: all wait for the one between nodes, where there is one
+            is_far = self._network.spread(group)[0] > 1
+            seconds = self._network.send(event.nbytes, self._network.machine.link_domain if is_far else group.stride)
         else:
             seconds = self._network.gather(event.nbytes, group)
         self._host += self._launch

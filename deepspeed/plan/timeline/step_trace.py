@@ -183,6 +183,7 @@ class TracedTransport:
 
     trace: StepRecording
     axis: str
+    rank: int
     ranks: tuple[int, ...]
     _is_inside = False
     _number = -1  # of the exchange that is being started
@@ -208,9 +209,10 @@ class TracedTransport:
         return self._traced("all_to_all", flat, functools.partial(self._plain.swap, flat, out, **options))
 
     def all_to_all(self, source: Any, sent: Any, out: Any, received: Any, **options: Any) -> Any:
-        """Records and starts an all-to-all of rows."""
+        """Records and starts an all-to-all of rows, which is a send where all of them are for one other rank."""
         call = functools.partial(self._plain.all_to_all, source, sent, out, received, **options)
-        return self._traced("all_to_all", source, call)
+        others = sum(1 for rank, numel in enumerate(sent) if numel and rank != self.rank)
+        return self._traced("send" if others == 1 and len(sent) > 2 else "all_to_all", source, call)
 
     @property
     def _plain(self) -> Any:
