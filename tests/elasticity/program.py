@@ -185,6 +185,7 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
         if (step, f"stop {place}") in deaths:
             os.kill(os.getpid(), signal.SIGSTOP)
         if (step, place) in deaths:
+            _wait_for_those_who_die_too(arguments["die"], (step, place), name, folder)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def all_steps() -> Iterator[ElasticStep]:
@@ -218,6 +219,22 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
     counted = {name: int(buffer) for name, buffer in engine.module.named_buffers()}
     ended = {"end": True, "steps": engine.global_steps, "recoveries": recoveries, "buffers": counted}
     results.write(json.dumps(ended) + "\n")
+
+
+def _wait_for_those_who_die_too(
+    deaths: dict[str, list[tuple[int, str]]], moment: tuple[int, str], name: str, folder: Path
+) -> None:
+    """Returns when all who die at the start of this step have come to it.
+
+    Otherwise a slow one may recover from the death of a fast one before its own.
+    """
+    step, place = moment
+    if place != "start":  # elsewhere a rank may wait for one that is dead
+        return
+    (folder / f"{name}-start-{step}").touch()
+    others = [other for other, all_of_one in deaths.items() if moment in map(tuple, all_of_one)]
+    while not all((folder / f"{other}-start-{step}").exists() for other in others):
+        time.sleep(0.005)
 
 
 def _die_by_chance(arguments: dict[str, Any], step: int, folder: Path) -> None:

@@ -172,6 +172,7 @@ def test_a_rank_and_its_buddy_at_once_go_back_to_the_checkpoint(tmp_path):
     result = run_job(tmp_path, 4, arguments)
     check(result, 5)
     assert "the run continues from the last checkpoint" in "".join(result.errors.values())
+    assert [(tuple(r["ranks"]), r["lost"], r["repeated"]) for r in result.recoveries] == [((4, 2), 2, 1)]
 
 
 def test_a_process_joins_between_two_copies(tmp_path):
