@@ -472,7 +472,7 @@ class Continuation:
         self._engine.monitor.write_events(events)
         self._engine._progress.event(
             "recovery",
-            step=recovery.step,
+            step=self._engine.global_steps,  # agreed on; ranks may have been in different steps when they saw the loss
             seconds=round(recovery.total, 3),
             ranks_before=recovery.ranks[0],
             ranks_now=recovery.ranks[1],
