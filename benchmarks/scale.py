@@ -28,6 +28,7 @@ from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_ste
 RECORDS = Path(__file__).with_name("data") / "scale-public.json"
 UNFUSED = ("sc", "korthikanti")  # from before fused attention
 NEMO = ("nemo", "bridge")
+OF_DEEPSPEED = ("zero", "deepspeed")
 MEGATRON = (*UNFUSED, *NEMO)  # with fused elementwise kernels
 FACTORS = {"sc a100": 1.06, "mosaic h100": 1.25}
 """Measured over predicted time of operations, of the machines whose programs are older than the constants."""
@@ -45,7 +46,9 @@ class PublishedRun:
         machine: Source and device; runs of the same machine share a factor.
         setups: The setups that the record may mean: several where the source leaves a number open.
         seconds: Measured seconds of a step; None: not published.
-        memory: Highest bytes on a device; None: not published.
+        memory: Highest bytes on a device; None: not published, or at a sequence length that is not published.
+        is_counted: True: the source counts ``memory`` as states and activations, it does not measure it.
+        unrecomputed: Bytes that the source counts without recomputation and without ``cuts_norms``; None: it does not.
     """
 
     name: str
@@ -54,6 +57,12 @@ class PublishedRun:
     setups: tuple[StepSetup, ...]
     seconds: float | None
     memory: float | None
+    is_counted: bool = False
+    unrecomputed: float | None = None
+
+    def memory_of(self, step: PredictedStep) -> float:
+        """Returns the predicted bytes that ``memory`` is compared with: what the source counts, or what is reserved."""
+        return step.state_bytes + step.activation_bytes if self.is_counted else step.device_bytes
 
 
 def read_runs(path: Path = RECORDS) -> list[PublishedRun]:
@@ -114,9 +123,23 @@ def run_of(record: Mapping[str, Any]) -> PublishedRun:
     )
     memory = measured.get("memory_gib") or measured.get("memory_gib_adamw")
     setups = tuple(StepSetup(shape, layout, machine, record["model"]["seq"]) for layout in layouts)
+    if "sequence length not stated" in record["verified"]:
+        memory = None
     return PublishedRun(
-        record["id"], source, f"{source} {machine.device.name}", setups, seconds, memory and memory * 2**30
+        record["id"],
+        source,
+        f"{source} {machine.device.name}",
+        setups,
+        seconds,
+        memory and memory * 2**30,
+        is_counted=source == "korthikanti",
+        unrecomputed=_unrecomputed(measured),
     )
+
+
+def _unrecomputed(measured: Mapping[str, Any]) -> float | None:
+    parts = [measured.get(f"memory_{name}_gib") for name in ("param_and_optimizer", "activations_no_recompute")]
+    return None if None in parts else sum(parts) * 2**30
 
 
 def shape_of(record: Mapping[str, Any], source: str) -> DecoderShape:
@@ -175,6 +198,9 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         # torchtitan compiles the loss since 2025.
         has_fused_loss=source in ("mosaic", *NEMO) or (source == "titan" and is_compiled and not is_of_2024),
         is_compiled=is_compiled,
+        is_fsdp=stage == 3 and source not in OF_DEEPSPEED,
+        # torch.distributed.pipelining of 2024 always returns the outputs of the last stage.
+        keeps_outputs=source == "titan" and is_of_2024,
         offload="optimizer" in (parallel.get("offload") or ""),
         cuts_norms=tensor > 1 and parallel.get("sequence_parallel") is not False,
         overlaps_tensor="async TP" in record.get("notes", "") or "async" in record["id"] or source in NEMO,
@@ -324,7 +350,7 @@ def _row(run: PublishedRun, step: PredictedStep, half: str) -> str:
             return f"| {made / scale:,.4g} | "
         return f"{measured / scale:,.4g} | {made / scale:,.4g} | {made / measured - 1:+.1%}"
 
-    times, memory = pair(run.seconds, step.seconds, 1.0), pair(run.memory, step.device_bytes, 2**30)
+    times, memory = pair(run.seconds, step.seconds, 1.0), pair(run.memory, run.memory_of(step), 2**30)
     fits = "yes" if step.fits else "NO"
     return f"| {run.name} | {half} | {times} | {memory} | {fits} | {step.setup.layout.describe()} |"
 
@@ -349,10 +375,11 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
         everything = [error for of_source in errors.values() for error in of_source]
         each = "; ".join(f"{name} {statistics.median(of):.1%}, {max(of):.1%}" for name, of in errors.items())
         lines.append(f"| {title} | {len(half)} | {statistics.median(everything):.1%} | {each} |")
-    of_memory = [abs(steps[run.name].device_bytes / run.memory - 1) for run in runs if run.memory is not None]
+    of_memory = [abs(run.memory_of(steps[run.name]) / run.memory - 1) for run in runs if run.memory is not None]
     too_large = [run.name for run in runs if not steps[run.name].fits]
     lines += ["", f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "]
     lines[-1] += f"{max(of_memory):.1%}. Refused although it ran: {', '.join(too_large) or 'none'}."
+    lines += ["", *_without_recomputation(runs)]
     pairs = [(steps[run.name], run) for run in runs if run.seconds]
     lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs):.2f}; "]
     sources = dict.fromkeys(run.source for _, run in pairs)
@@ -360,6 +387,8 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
     lines[-1] += (
         ", ".join(f"{name} {_rank_correlation(own):.2f} of {len(own)}" for name, own in by_source.items()) + "."
     )
+    lines[-1] += " Of sweeps, that is one model on one machine in three or more ways: "
+    lines[-1] += ", ".join(f"{name} {_rank_correlation(own):.2f} of {len(own)}" for name, own in sweeps(pairs)) + "."
     lines.append("")
     lines += ["Constants: " + ", ".join(f"{name} {value:.3g}" for name, value in constants().items()) + ".", ""]
     lines.append(
@@ -370,6 +399,44 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
     if refused:
         lines += ["", "Not predicted:", "", *(f"- {name}: {why}" for name, why in refused.items())]
     return "\n".join(lines) + "\n"
+
+
+def without_recomputation(run: PublishedRun) -> PredictedStep:
+    """Predicts a run without recomputation and without ``cuts_norms``, which ``run.unrecomputed`` is about."""
+    setup = run.setups[0]
+    return predict_step(replace(setup, layout=replace(setup.layout, recompute="none", cuts_norms=False)), is_quick=True)
+
+
+def _without_recomputation(runs: list[PublishedRun]) -> list[str]:
+    lines = [
+        "Published as too large for their devices: the same models with nothing recomputed and norms not cut. The "
+        "source counts states and activations.",
+        "",
+        "| record | counted GiB | predicted GiB | error | device GiB | fits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        if run.unrecomputed is not None:
+            step = without_recomputation(run)
+            made, device = step.state_bytes + step.activation_bytes, step.setup.machine.device_memory
+            numbers = f"{run.unrecomputed / 2**30:.4g} | {made / 2**30:.4g} | {made / run.unrecomputed - 1:+.1%}"
+            lines.append(f"| {run.name} | {numbers} | {device / 2**30:.4g} | {'YES' if step.fits else 'no'} |")
+    return lines
+
+
+def sweeps(
+    pairs: Iterable[tuple[PredictedStep, PublishedRun]],
+) -> list[tuple[str, list[tuple[PredictedStep, PublishedRun]]]]:
+    """Returns the runs of one model on as many devices of one kind, where a source has three or more of them."""
+    found: dict[tuple[Any, ...], list[tuple[PredictedStep, PublishedRun]]] = defaultdict(list)
+    for step, run in pairs:
+        setup = run.setups[0]
+        found[run.machine, setup.shape, setup.machine.ranks].append((step, run))
+    return [
+        (f"{machine} {shape.parameters / 1e9:.0f}B on {ranks}", own)
+        for (machine, shape, ranks), own in found.items()
+        if len(own) > 2
+    ]
 
 
 _HOW = (
@@ -389,9 +456,8 @@ def _rank_correlation(pairs: list[tuple[PredictedStep, PublishedRun]]) -> float:
     made = [step.model_flops for step, _ in pairs]
     seen = [step.model_flops * step.seconds / (run.seconds or 1.0) for step, run in pairs]
 
-    def ranks(values: list[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [order.index(place) for place in range(len(values))]
+    def ranks(values: list[float]) -> list[float]:  # equal values share the mean of their ranks
+        return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
     return statistics.correlation(ranks(made), ranks(seen))
 

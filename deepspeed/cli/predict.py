@@ -28,6 +28,8 @@ _FLAGS = {
     "compiled": ("is_compiled", "elementwise operations are fused"),
     "fused-loss": ("has_fused_loss", "one kernel computes the loss from 16-bit logits"),
     "cut-norms": ("cuts_norms", "tensor_parallel.sequence_parallel_norms, with a pipeline too"),
+    "fsdp": ("is_fsdp", "stage 3 as FSDP has it: fp32 shards alone, embedding and head stay gathered"),
+    "keep-outputs": ("keeps_outputs", "the last stage of a pipeline keeps the logits of all micro-batches"),
     "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks overlap with matrix products, in chunks"),
 }
 _NUMBERS = {
@@ -220,11 +222,9 @@ def step_text(step: PredictedStep, width: int) -> str:
     table = times_table("Predicted time of a step, busiest stage", step, f"+- {ERROR:.0%}")
     table.add_row("tokens per second of all ranks", f"{step.tokens_per_second:,.0f}", "")
     table.add_row("TFLOP/s of a device, without recomputation", f"{step.model_flops / 1e12:,.0f}", "")
-    left = machine.usable - step.device_bytes
-    fit = "fits" if left >= 0 else "DOES NOT FIT"
     lines = [
-        f"Device: {fit}, {in_words(step.device_bytes)} of {in_words(machine.usable)} usable "
-        f"({in_words(step.state_bytes)} of states, {in_words(step.activation_bytes)} of activations)."
+        f"Device: {'fits' if step.fits else 'DOES NOT FIT'}, {in_words(step.needed_bytes)} needed of "
+        f"{in_words(machine.device_memory)}."
     ]
     helpful = costs_turned_off(step)[:_MOST_HELP]
     if helpful:
@@ -232,4 +232,19 @@ def step_text(step: PredictedStep, width: int) -> str:
         lines += [
             f"  - {name}: {seconds_in_words(seconds)} less ({seconds / step.seconds:.0%})" for name, seconds in helpful
         ]
-    return as_text([head, table, Text("\n".join(lines) + "\n")], width)
+    return as_text([head, table, _memory_table(step), Text("\n".join(lines) + "\n")], width)
+
+
+def _memory_table(step: PredictedStep) -> Table:
+    parts, machine = step.memory, step.setup.machine
+    table = Table(title="Memory of the stage that needs most, at its peak", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, nbytes in parts.rows():
+        table.add_row(name, in_words(nbytes))
+    spare = step.needed_bytes - sum(parts.tensors.values()) - parts.gaps - parts.context - parts.communicators
+    if spare > 0:
+        table.add_row(f"rest of the headroom of {machine.headroom:.0%} (--headroom)", in_words(spare))
+    table.add_row("reserved by the allocator", in_words(step.device_bytes), style="bold")
+    table.add_row("needed", in_words(step.needed_bytes), style="bold")
+    return table

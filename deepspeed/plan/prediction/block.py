@@ -16,6 +16,7 @@ from deepspeed.plan.prediction.network_model import NetworkModel
 
 _EAGER = 1.6  # bytes of elementwise operations without fusion, over those with it
 _FULL_SCORES = 5  # bytes per score that unfused attention with dropout keeps: softmax, mask, dropped scores
+_SCORE_GRADIENTS = 4  # bytes per score of unfused attention: the gradients of a softmax's result and of its input
 _WAIT_OF_CHUNKS = 0.25  # part of an exchange in chunks beside its product that is still waited for
 _CUT_LOSS = 8  # bytes per score that a loss over tensor ranks has beside: exponentials and their product, in fp32
 _BACKWARD_FLOPS = 2.5  # of fused attention, over those of its forward: five products instead of two
@@ -92,6 +93,7 @@ class BlockTimes:
         passing: Highest number of further bytes while backward runs.
         parameters: Elements of the parameters that this rank has; experts of other ranks do not count.
         expert_parameters: Elements of experts among ``parameters``.
+        output: Bytes of the 16-bit logits; 0 for all but the head.
     """
 
     forward: WorkTimes
@@ -101,6 +103,7 @@ class BlockTimes:
     passing: float
     parameters: float
     expert_parameters: float = 0.0
+    output: float = 0.0
 
 
 class BlockCost:
@@ -293,40 +296,52 @@ class BlockCost:
         shape, layout, hidden = self._shape, self._layout, self._shape.hidden
         if layout.recompute == "full":
             return 2 * self._between * hidden
-        attended = self._heads * self._head
         if layout.recompute == "selective":
-            outputs = attended + 2 * self._kv_heads * self._head + 2 * hidden
-            outputs += shape.width / layout.tensor * (2 if shape.is_gated else 1)
-            return 2 * (self._between * hidden + self._tokens * attended) + self._tokens * outputs
-        rows = self._rows
+            # The input, the attention's result, and every other product that a backward needs: queries, values, and the
+            # gate or the rise.
+            attended, kv = self._heads * self._head, self._kv_heads * self._head
+            outputs = 2 * attended + kv + shape.width / layout.tensor * self._rows / self._tokens
+            return 2 * self._between * hidden + 2 * self._tokens * outputs
+        return self._kept_of_all() + (self._kept_scores() if layout.recompute == "none" else 0.0)
+
+    def _kept_of_all(self) -> float:
+        """Returns the bytes that a block keeps where nothing runs again, but for scores of unfused attention."""
+        shape, layout, hidden = self._shape, self._layout, self._shape.hidden
+        attended, rows = self._heads * self._head, self._rows
         operand = 1 if layout.is_fp8 else 2  # bytes of what a projection keeps
         inner = 2 + operand  # bytes per element of the width: the activation's input, and that of the last projection
         if shape.is_gated:
             inner += 2 if layout.is_compiled else 4  # the other factor; without fusion also the activation's result
         kept = 2 * (2 + operand) * self._between * hidden  # inputs of norms and of projections
-        kept += self._tokens * (2 * attended + 2 * 2 * self._kv_heads * self._head)
+        # Keys and values; without fusion they are repeated for every head before attention.
+        pairs = attended if shape.has_fused_attention and not layout.is_compiled else self._kv_heads * self._head
+        kept += self._tokens * (2 * attended + 2 * 2 * pairs)
         kept += self._tokens * attended * (2 if operand == 2 else 3)  # of the kernel, and of the projection
         kept += inner * rows * shape.width / layout.tensor
         if shape.experts:
             kept += 2 * 2 * rows * hidden
         if shape.dropout:
             kept += 2 * self._between * hidden  # masks
-        if not shape.has_fused_attention and layout.recompute == "none":
-            scores = layout.micro_batch * self._heads * self._own * self._seen
-            kept += (_FULL_SCORES if shape.dropout else 2) * scores
         return kept
+
+    def _kept_scores(self) -> float:
+        """Returns the bytes of scores that unfused attention keeps."""
+        return 0.0 if self._shape.has_fused_attention else (_FULL_SCORES if self._shape.dropout else 2) * self._scores
+
+    @property
+    def _scores(self) -> float:
+        return self._layout.micro_batch * self._heads * self._own * self._seen
 
     def _passing(self) -> float:
         """Returns the most bytes that a block's backward has beside ``_kept``: gradients and what it computes again."""
-        shape, layout, hidden = self._shape, self._layout, self._shape.hidden
-        wide = 2 * self._rows * shape.width / layout.tensor * (2 if shape.is_gated else 1)
-        gradients = wide + 2 * 2 * self._tokens * hidden
-        if layout.recompute == "full":
-            whole = 2 * self._tokens * (2 * self._heads * self._head + 2 * self._kv_heads * self._head)
-            return gradients + whole + 2 * 4 * self._between * hidden + 2 * wide
-        if layout.recompute == "selective":
-            return gradients + wide
-        return gradients
+        shape, hidden = self._shape, self._shape.hidden
+        # Of a gated activation's result and both factors; of a plain one's result and input.
+        wide = 2 * self._rows * shape.width / self._layout.tensor * (3 if shape.is_gated else 2)
+        scores = 0.0 if shape.has_fused_attention else _SCORE_GRADIENTS * self._scores
+        gradients = max(wide, scores) + 2 * 2 * self._tokens * hidden
+        if self._layout.recompute == "none":
+            return gradients
+        return gradients + self._kept_of_all() + self._kept_scores() - self._kept()
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -373,11 +388,13 @@ class BlockCost:
             there = once / 2 if layout.cuts_norms else 0.0
             forward.wait_along("tensor", there, there)
             backward.wait_along("tensor", max(0.0, once - of_weight), once)
-        of_score, more = (2, 2) if layout.has_fused_loss else (6, 8)
+        # Fused: the 16-bit logits and their gradient. Otherwise, in fp32: logarithms of probabilities, their gradient,
+        # and that of the logits; the 16-bit logits are freed before.
+        of_score, more = (2, 2) if layout.has_fused_loss else (4, 8)
         if self._vocabulary_ranks > 1 and not layout.has_fused_loss:
             more += _CUT_LOSS
         kept, passing = 2 * self._between * shape.hidden + of_score * scores, more * scores
-        return BlockTimes(forward, backward, of_weight, kept, passing, wide * shape.hidden)
+        return BlockTimes(forward, backward, of_weight, kept, passing, wide * shape.hidden, output=2 * scores)
 
     @property
     def _vocabulary_ranks(self) -> int:

@@ -45,10 +45,16 @@ class ParallelLayout:
         cuts_vocabulary: With ``tensor``, embedding, head and loss are cut over the vocabulary.
         overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in chunks.
         overlaps_data: Gradients are sent while backward runs; at stages 1 and 2 updated parameters while forward runs.
-        gradient_bytes: Of an element of the gradients that are kept over a step.
+        gradient_bytes: Of an element of the gradients that are exchanged.
+        summed_bytes: Of an element of the gradients that are kept until the update; None: ``gradient_bytes``.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
         imbalance: Rows of the busiest rank's experts over those of the mean.
         offload: Optimizer states are in host memory, which updates them.
+        is_fsdp: Stage 3 as FSDP has it: shards of parameters and gradients are in fp32 alone, and cast as they are
+            gathered; embedding and head are gathered together and stay so until the end of the backward, and their
+            gradients wait for it.
+        keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
+            ``torch.distributed.pipelining`` does unless it is told not to return them.
     """
 
     tensor: int = 1
@@ -73,9 +79,12 @@ class ParallelLayout:
     overlaps_tensor: bool = False
     overlaps_data: bool = True
     gradient_bytes: int = 2
+    summed_bytes: int | None = None
     lighter_ends: int | None = None
     imbalance: float = 1.0
     offload: bool = False
+    is_fsdp: bool = False
+    keeps_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTATIONS:
@@ -218,6 +227,8 @@ def layout_of(
         "gradient_bytes": 4 if accumulated in ("fp32", "float32") or not half else 2,
         "offload": (zero.get("offload_optimizer") or {}).get("device", "none") != "none",
     }
+    if half and accumulated is None and options.get("gradient_bytes") is None:
+        found["summed_bytes"] = 4
     experts = ep or int((config.get("expert_parallel") or {}).get("autoep_size") or 1)
     return ParallelLayout(
         tensor=tensor,

@@ -7,7 +7,7 @@ continues, and the update comes last. Every other exchange is waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
@@ -22,6 +22,7 @@ from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.network_model import NetworkModel
+from deepspeed.plan.prediction.step_memory import SPLIT_BACKWARD, MemoryParts, StageShare, StepMemory
 from deepspeed.plan.prediction.step_times import StepTimes
 
 ERROR = 0.10
@@ -30,7 +31,6 @@ half of it (``benchmarks/scale.py``), but their errors were seen while the model
 _UPDATE_BYTES = 30  # per element: gradient, master weight and two states are read, the latter written, weights in bf16
 _UPDATE_LAUNCHES = 100
 _MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated; longer ones take the formula
-_SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")  # schedules that compute gradients of weights where stages would wait
 _MUCH = 1e6  # times as fast: what it takes is nothing then
 
 
@@ -58,16 +58,27 @@ class PredictedStep(StepTimes):
     Attributes:
         setup: What was predicted.
         flops: Operations of a rank, with those that run again.
-        device_bytes: Highest sum on a device.
-        state_bytes: Parameters, gradients and optimizer states in that sum.
-        activation_bytes: What forwards keep for backward in that sum.
+        memory: The bytes of that stage, by part.
     """
 
     setup: StepSetup
     flops: float
-    device_bytes: float
-    state_bytes: float
-    activation_bytes: float
+    memory: MemoryParts
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes that the allocator of a device reserves at most."""
+        return self.memory.reserved
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of parameters, gradients and optimizer states in ``device_bytes``."""
+        return self.memory.states
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes that forwards keep for backward in ``device_bytes``, but for logits."""
+        return self.memory.tensors["activations"]
 
     @property
     def tokens(self) -> int:
@@ -94,8 +105,14 @@ class PredictedStep(StepTimes):
 
     @property
     def fits(self) -> bool:
-        """True where ``device_bytes`` is within the device's usable memory."""
-        return self.device_bytes <= self.setup.machine.usable
+        """True where ``needed_bytes`` are within the device's memory."""
+        return self.needed_bytes <= self.setup.machine.device_memory
+
+    @property
+    def needed_bytes(self) -> float:
+        """Bytes that a device must have: tensors and, if that is more than the headroom, what is beside them."""
+        machine = self.setup.machine
+        return self.memory.needed(machine.headroom * machine.device_memory)
 
     @override
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +125,8 @@ class PredictedStep(StepTimes):
             "device_bytes": int(self.device_bytes),
             "state_bytes": int(self.state_bytes),
             "activation_bytes": int(self.activation_bytes),
+            "memory_bytes": {name: int(nbytes) for name, nbytes in self.memory.rows()},
+            "needed_bytes": int(self.needed_bytes),
             "fits": self.fits,
         }
 
@@ -152,7 +171,6 @@ class ChunkTimes:
         forward: Forward.
         backward: Whole backward.
         weight: Seconds of that backward that compute gradients of weights.
-        kept: Bytes that forward keeps for backward.
         host: Waits for the host in forward and in backward, in seconds.
     """
 
@@ -160,7 +178,6 @@ class ChunkTimes:
     forward: WorkTimes
     backward: WorkTimes
     weight: float
-    kept: float
     host: tuple[float, float]
 
     @property
@@ -188,21 +205,6 @@ class DataExchangeTimes:
     is_beside: bool = True
 
 
-@dataclass
-class StageState:
-    """What one stage has.
-
-    Attributes:
-        parameters: Elements of parameters.
-        experts: Elements of experts among them.
-        chunks: Its chunks.
-    """
-
-    parameters: float = 0.0
-    experts: float = 0.0
-    chunks: list[int] = field(default_factory=list)
-
-
 class StepModel:
     """Predicts one step.
 
@@ -222,11 +224,12 @@ class StepModel:
             self._layout.pipe, self._layout.schedule, self._layout.chunks if self._layout.chunks > 1 else None
         )
         self._counts = layers_of_chunks(setup.shape.layers, len(self._pipeline.stage_of), setup.layout.lighter_ends)
+        self._memory = StepMemory(self._layout, self._pipeline, self._counts, self._block, self._first, self._last)
 
     @property
     def least_bytes(self) -> float:
         """Bytes of the states on the stage that has most: the step needs at least these."""
-        return max(self._state_bytes(stage) for stage in self.stages())
+        return self._memory.least
 
     @property
     def pipeline(self) -> Pipeline:
@@ -247,7 +250,6 @@ class StepModel:
         exposed = dict(total.exposed)
         exposed["data"] = exposed.get("data", 0.0) + self._exposed_data(stages[critical], chunks)
         bubble = self._bubble(chunks, busy, critical)
-        state, activations, peak = self._memory(stages, chunks)
         return PredictedStep(
             setup=self._setup,
             matmul=total.matmul,
@@ -258,9 +260,7 @@ class StepModel:
             bubble=bubble,
             update=self.update_seconds(max(stages, key=lambda s: s.parameters)),
             flops=total.flops,
-            device_bytes=peak,
-            state_bytes=state,
-            activation_bytes=activations,
+            memory=self._memory.parts(),
         )
 
     # -- chunks and stages -------------------------------------------------------------------------------------------
@@ -292,16 +292,16 @@ class StepModel:
             parts.insert(0, ("embedding", self._first, 1))
         if place == len(self._counts) - 1:
             parts.append(("head and loss", self._last, 1))
-        forward, backward, weight, kept = WorkTimes(), WorkTimes(), 0.0, 0.0
+        forward, backward, weight = WorkTimes(), WorkTimes(), 0.0
         host = [0.0, 0.0]
         for _, part, times in parts:
             forward, backward = forward.plus(part.forward, times), backward.plus(part.backward, times)
-            weight, kept = weight + times * part.weight, kept + times * part.kept
+            weight += times * part.weight
             for which, work in enumerate((part.forward, part.backward)):
                 host[which] += times * self.host_wait(work)
         if self._layout.stage == 3:
             self._add_gathers(forward, backward, self._counts[place])
-        return ChunkTimes(tuple(parts), forward, backward, weight, kept, (host[0], host[1]))
+        return ChunkTimes(tuple(parts), forward, backward, weight, (host[0], host[1]))
 
     def host_wait(self, work: WorkTimes) -> float:
         """Returns the seconds in which the device waits for the host, which starts its operations too slowly."""
@@ -338,29 +338,19 @@ class StepModel:
         waits = min(waits, exchanged)
         return waits + self._network.slowdown(exchanged, waits)
 
-    def stages(self) -> list[StageState]:
+    def stages(self) -> list[StageShare]:
         """Returns the stages of the pipeline, in order."""
-        found = [StageState() for _ in range(self._layout.pipe)]
-        for place, stage in enumerate(self._pipeline.stage_of):
-            state = found[stage]
-            state.chunks.append(place)
-            state.parameters += self._counts[place] * self._block.parameters
-            state.experts += self._counts[place] * self._block.expert_parameters
-            if place == 0:
-                state.parameters += self._first.parameters
-            if place == len(self._counts) - 1:
-                state.parameters += self._last.parameters
-        return found
+        return self._memory.stages
 
     # -- what comes once per step ------------------------------------------------------------------------------------
 
-    def _exposed_data(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> float:
+    def _exposed_data(self, stage: StageShare, chunks: Sequence[ChunkTimes]) -> float:
         """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
         found = self.data_exchanges(stage, chunks)
         exchanged, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
         return self.cost_beside(exchanged, waits) if found.is_beside else waits
 
-    def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
+    def data_exchanges(self, stage: StageShare, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
         """Returns the sums of gradients and gathers of updated parameters of a step; zeros at stage 3.
 
         Args:
@@ -389,7 +379,7 @@ class StepModel:
             gather, reduce, max(gather / layers, gather - forward), max(reduce / layers, reduce - backward)
         )
 
-    def update_seconds(self, stage: StageState) -> float:
+    def update_seconds(self, stage: StageShare) -> float:
         """Returns the seconds of the update on a stage.
 
         Args:
@@ -415,7 +405,7 @@ class StepModel:
         if self._is_quick or layout.pipe * layout.chunks * min(count, 8 * layout.pipe) > _MOST_COMPUTATIONS:
             mean = sum(busy) / len(busy)
             hops = 2 * (layout.pipe - 1) * self._transfer
-            if layout.schedule in _SPLIT_BACKWARD:
+            if layout.schedule in SPLIT_BACKWARD:
                 mean /= 3
             return (layout.pipe - 1) / layout.chunks * mean + hops
         times = dict(enumerate(self.schedule_times(chunks)))
@@ -438,51 +428,6 @@ class StepModel:
             chunks: Those of :meth:`chunks`.
         """
         return [replace(chunk.times, transfer=self._transfer) for chunk in chunks]
-
-    # -- memory ------------------------------------------------------------------------------------------------------
-
-    def _memory(self, stages: Sequence[StageState], chunks: Sequence[ChunkTimes]) -> tuple[float, float, float]:
-        """Returns the bytes of states, of activations and of the peak, on the stage that needs most."""
-        found = []
-        for number, stage in enumerate(stages):
-            state = self._state_bytes(stage)
-            kept = self._in_flight(number) * sum(chunks[place].kept for place in stage.chunks) / len(stage.chunks)
-            passing = self._block.passing
-            if len(self._counts) - 1 in stage.chunks:  # one micro-batch has logits at a time
-                kept -= (self._in_flight(number) / len(stage.chunks) - 1 / len(stage.chunks)) * self._last.kept
-                passing = max(passing, self._last.passing)
-            found.append((state, kept, state + kept + passing))
-        return max(found, key=lambda each: each[2])
-
-    def _in_flight(self, stage: int) -> float:
-        """Returns for how many micro-batches, of one chunk each, a stage keeps activations."""
-        layout = self._layout
-        pipe, chunks, count = layout.pipe, layout.chunks, layout.accumulation
-        if pipe == 1:
-            return 1
-        if layout.schedule == "gpipe":
-            return count * chunks
-        if layout.schedule in _SPLIT_BACKWARD:
-            return self._pipeline.in_flight(stage, min(count, 8 * pipe))
-        if chunks > 1:
-            return min((pipe - stage - 1) * 2 + (chunks - 1) * pipe + 1, count * chunks)
-        return min(pipe - stage, count)
-
-    def _state_bytes(self, stage: StageState) -> float:
-        layout = self._layout
-        total = 0.0
-        for elements, shards in (
-            (stage.parameters - stage.experts, layout.shards),
-            (stage.experts, layout.expert_shards),
-        ):
-            weights = 2 / (shards if layout.stage == 3 else 1)
-            gradients = layout.gradient_bytes / (shards if layout.stage >= 2 else 1)
-            states = 0 if layout.offload else 12 / (shards if layout.stage >= 1 else 1)
-            total += elements * (weights + gradients + states)
-        if layout.stage >= 2:  # layers on their way: gathered ones, and one whose gradients leave
-            dense = self._block.parameters - self._block.expert_parameters
-            total += dense * ((2 * 2 if layout.stage == 3 else 0) + 2 * layout.gradient_bytes)
-        return total
 
 
 def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:

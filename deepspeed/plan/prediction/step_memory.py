@@ -1,0 +1,267 @@
+"""Predicts the memory of a step, part by part, on the stage of a pipeline that needs most.
+
+A rank holds states all the time and activations as long as its backward needs them. The peak is the highest of four
+moments: the gradient of the logits, the gradient of the head's weight, the backward of the last block, and that of the
+first block. Each moment has parts of its own beside those. The allocator of the device rounds sizes up and leaves gaps;
+the driver and the communicators have memory that no tensor shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deepspeed.plan.pipeline import Pipeline
+from deepspeed.plan.prediction.block import BlockTimes
+from deepspeed.plan.prediction.layout import ParallelLayout
+
+STATES = ("parameters", "gradients", "optimizer states")
+"""Names of the parts that a rank holds all the time."""
+_GAPS = 0.11
+"""Share of what comes and goes that torch's caching allocator reserves beyond it: sizes rounded up, and gaps that no
+tensor fits into. One constant, from the fitting half of the published runs that state what was reserved; 0.10 to 0.15
+do about as well there."""
+_REUSED = 0.5e9  # elements before the loss that are still gathered after it: half of stage3_max_reuse_distance
+_CONTEXT = 512 * 2**20  # bytes of a CUDA context with torch's kernels and a workspace of cuBLAS: a rough value
+_CHANNELS = 16  # of a communicator of NCCL between the devices of a node with NVSwitch
+_CHANNEL_BYTES = 2 * 5 * 2**20  # ring and tree: 4 MiB (NCCL_BUFFSIZE) and 1 MiB of the two low-latency protocols
+SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
+"""Schedules that compute gradients of weights where stages would wait."""
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """The bytes of the stage that needs most, at the moment when it needs most.
+
+    Attributes:
+        tensors: Bytes of tensors by what they are for.
+        gaps: Bytes that the allocator reserves beyond them, because it rounds sizes up and leaves gaps.
+        cached: Bytes that were freed before the peak and that the allocator keeps: the 16-bit logits, in a block too
+            small for those in fp32. It gives such blocks back before it runs out of memory.
+        context: Bytes of the driver and its libraries.
+        communicators: Bytes of the buffers of all communicators.
+    """
+
+    tensors: dict[str, float] = field(default_factory=dict)
+    gaps: float = 0.0
+    cached: float = 0.0
+    context: float = 0.0
+    communicators: float = 0.0
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that the allocator has (``torch.cuda.max_memory_reserved``)."""
+        return sum(self.tensors.values()) + self.gaps + self.cached
+
+    @property
+    def states(self) -> float:
+        """Bytes of parameters, gradients and optimizer states."""
+        return sum(self.tensors.get(name, 0.0) for name in STATES)
+
+    def needed(self, headroom: float) -> float:
+        """Returns the bytes that a device must have.
+
+        Args:
+            headroom: Bytes that are left to everything but tensors, where that is more than the parts predicted for it.
+        """
+        return sum(self.tensors.values()) + max(headroom, self.gaps + self.context + self.communicators)
+
+    def rows(self) -> list[tuple[str, float]]:
+        """Returns all parts with their names in tables."""
+        more = {"gaps between tensors": self.gaps, "freed, kept by the allocator": self.cached}
+        more |= {"driver and its libraries": self.context, "buffers of communicators": self.communicators}
+        return [(name, nbytes) for name, nbytes in (self.tensors | more).items() if nbytes > 0]
+
+
+@dataclass
+class StageShare:
+    """Which part of the model one stage has.
+
+    Attributes:
+        parameters: Elements of a rank.
+        experts: Elements of experts among them.
+        ends: Elements of the embedding and the head among them.
+        layers: Blocks of all its chunks.
+        chunks: Places of its chunks in the model.
+        has_head: True: it computes the loss.
+    """
+
+    parameters: float = 0.0
+    experts: float = 0.0
+    ends: float = 0.0
+    layers: int = 0
+    chunks: list[int] = field(default_factory=list)
+    has_head: bool = False
+
+
+class StepMemory:
+    """Computes the memory of every stage.
+
+    Args:
+        layout: How ranks share the model.
+        pipeline: Stages and schedule.
+        counts: Blocks of each chunk.
+        block: The cost of a block.
+        first: The cost of the embedding.
+        last: The cost of the head and the loss.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        pipeline: Pipeline,
+        counts: Sequence[int],
+        block: BlockTimes,
+        first: BlockTimes,
+        last: BlockTimes,
+    ) -> None:
+        self._layout, self._pipeline = layout, pipeline
+        self._block, self._last = block, last
+        self.stages = [StageShare() for _ in range(layout.pipe)]
+        for place, stage in enumerate(pipeline.stage_of):
+            share = self.stages[stage]
+            share.chunks.append(place)
+            share.layers += counts[place]
+            share.parameters += counts[place] * block.parameters
+            share.experts += counts[place] * block.expert_parameters
+            share.has_head |= place == len(counts) - 1
+            share.ends += (first.parameters if place == 0 else 0) + (last.parameters if place == len(counts) - 1 else 0)
+        for share in self.stages:
+            share.parameters += share.ends
+
+    @property
+    def least(self) -> float:
+        """Bytes of the states on the stage that has most."""
+        return max(sum(self._states(share, are_shards=True).values()) for share in self.stages)
+
+    def parts(self) -> MemoryParts:
+        """Returns the parts on the stage that needs most."""
+        found = [self._of_stage(number, share) for number, share in enumerate(self.stages)]
+        return max(found, key=lambda parts: parts.reserved)
+
+    def _of_stage(self, number: int, share: StageShare) -> MemoryParts:
+        layout = self._layout
+        held = self._states(share, self._layout.stage >= 2)
+        held["activations"] = self._in_flight(number) * share.layers / len(share.chunks) * self._block.kept
+        if share.has_head and layout.keeps_outputs and layout.pipe > 1:
+            each = self._last.output * (1 if layout.has_fused_loss else 2)  # in fp32, as the loss takes them
+            held["logits of all micro-batches"] = layout.accumulation * each
+        moments = [self._first_block_of_backward(share), self._end_of_backward(share)]
+        if share.has_head:
+            moments += [self._gradient_of_logits(share), self._gradient_of_head(share)]
+        if self._has_new_gradients:
+            moments = [{"gradients": 0.0, **moment} for moment in moments]
+        tensors = max((held | moment for moment in moments), key=lambda parts: sum(parts.values()))
+        passing = sum(nbytes for name, nbytes in tensors.items() if name not in STATES)
+        return MemoryParts(
+            tensors,
+            _GAPS * passing,
+            0.0 if layout.has_fused_loss or not share.has_head else self._last.output,
+            _CONTEXT,
+            self._communicators * float(_CHANNELS * _CHANNEL_BYTES),
+        )
+
+    @property
+    def _has_new_gradients(self) -> bool:
+        """True where gradients do not exist before their backward: one micro-batch, and no buffer for sums in fp32."""
+        layout = self._layout
+        return layout.accumulation == 1 and (layout.stage >= 2 or layout.gradient_bytes == 2)
+
+    # -- moments -----------------------------------------------------------------------------------------------------
+
+    def _first_block_of_backward(self, share: StageShare) -> dict[str, float]:
+        """Returns the parts while the last block's backward runs: nothing that blocks keep is freed yet."""
+        layout = self._layout
+        found = {"work of a block's backward": self._block.passing}
+        if layout.stage == 3:
+            found["gathered layers"] = self._gathered(share, 2 * self._dense)
+        if layout.stage >= 2:  # of this block, and of the one before, which are being reduced
+            waiting = 2 * self._last.parameters if layout.is_fsdp and share.has_head else 0.0
+            found["gradients on their way"] = 2 * layout.gradient_bytes * self._dense + waiting
+        return found
+
+    def _end_of_backward(self, share: StageShare) -> dict[str, float]:
+        """Returns the parts while the first block's backward runs: all gradients are there, one block's activations."""
+        kept = self._block.kept if self._layout.pipe == 1 else 0.0
+        if not self._has_new_gradients or not kept:
+            return self._first_block_of_backward(share)
+        return {
+            "gradients": self._states(share, self._layout.stage >= 1)["gradients"],
+            "activations": kept,
+            **self._first_block_of_backward(share),
+        }
+
+    def _gradient_of_logits(self, share: StageShare) -> dict[str, float]:
+        """Returns the parts while the gradient of the logits is computed."""
+        return {"logits and loss": self._last.kept + self._last.passing, **self._gathered_with_head(share)}
+
+    def _gradient_of_head(self, share: StageShare) -> dict[str, float]:
+        """Returns the parts while the gradient of the head's weight is computed and leaves."""
+        found = {"logits and loss": self._last.output, **self._gathered_with_head(share)}
+        if self._layout.stage >= 2:
+            found["gradients on their way"] = (2 + self._layout.gradient_bytes) * self._last.parameters
+        return found
+
+    def _gathered_with_head(self, share: StageShare) -> dict[str, float]:
+        if self._layout.stage != 3:
+            return {}
+        return {"gathered layers": self._gathered(share, self._last.parameters + self._dense)}
+
+    def _gathered(self, share: StageShare, least: float) -> float:
+        """Returns the bytes of gathered parameters.
+
+        FSDP has the embedding, the head, and the blocks that are at work. This engine keeps from forward to backward
+        what is used again within ``stage3_max_reuse_distance``.
+
+        Args:
+            share: The stage.
+            least: Elements that are needed at once.
+        """
+        if self._layout.is_fsdp:
+            return 2 * (share.ends + min(least, 2 * self._dense))
+        return 2 * max(least, min(share.parameters - share.experts, _REUSED))
+
+    @property
+    def _dense(self) -> float:
+        return self._block.parameters - self._block.expert_parameters
+
+    # -- what a stage holds ------------------------------------------------------------------------------------------
+
+    def _states(self, share: StageShare, are_shards: bool) -> dict[str, float]:
+        """Returns the parts that a rank holds all the time; ``are_shards``: of its gradients only its own shard."""
+        layout, found = self._layout, dict.fromkeys(STATES, 0.0)
+        for elements, shards in (
+            (share.parameters - share.experts, layout.shards),
+            (share.experts, layout.expert_shards),
+        ):
+            if layout.stage < 3:
+                found["parameters"] += 2 * elements
+            elif not layout.is_fsdp:
+                found["parameters"] += 2 * elements / shards
+            width = 4 if layout.is_fsdp and layout.stage == 3 else layout.summed_bytes or layout.gradient_bytes
+            found["gradients"] += elements * width / (shards if are_shards else 1)
+            if not layout.offload:
+                found["optimizer states"] += 12 * elements / (shards if layout.stage >= 1 else 1)
+        return found
+
+    def _in_flight(self, stage: int) -> float:
+        """Returns for how many micro-batches, of one chunk each, a stage keeps activations."""
+        layout = self._layout
+        pipe, chunks, count = layout.pipe, layout.chunks, layout.accumulation
+        if pipe == 1:
+            return 1
+        if layout.schedule == "gpipe":
+            return count * chunks
+        if layout.schedule in SPLIT_BACKWARD:
+            return self._pipeline.in_flight(stage, min(count, 8 * pipe))
+        if chunks > 1:
+            return min((pipe - stage - 1) * 2 + (chunks - 1) * pipe + 1, count * chunks)
+        return min(pipe - stage, count)
+
+    @property
+    def _communicators(self) -> int:
+        """Communicators of a rank: one for each axis, and that of all ranks."""
+        layout = self._layout
+        sizes = [layout.tensor, layout.pipe, layout.context, layout.experts]
+        sizes += [layout.shard_group.size, layout.replica_group.size]
+        return sum(size > 1 for size in sizes) + (layout.ranks > 1 and layout.ranks not in sizes)
