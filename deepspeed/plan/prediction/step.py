@@ -22,7 +22,7 @@ from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.network_model import NetworkModel
-from deepspeed.plan.prediction.step_memory import SPLIT_BACKWARD, MemoryParts, StageShare, StepMemory
+from deepspeed.plan.prediction.step_memory import SPLIT_BACKWARD, MemoryParts, StageState, StepMemory
 from deepspeed.plan.prediction.step_times import StepTimes
 
 ERROR = 0.10
@@ -338,19 +338,19 @@ class StepModel:
         waits = min(waits, exchanged)
         return waits + self._network.slowdown(exchanged, waits)
 
-    def stages(self) -> list[StageShare]:
+    def stages(self) -> list[StageState]:
         """Returns the stages of the pipeline, in order."""
         return self._memory.stages
 
     # -- what comes once per step ------------------------------------------------------------------------------------
 
-    def _exposed_data(self, stage: StageShare, chunks: Sequence[ChunkTimes]) -> float:
+    def _exposed_data(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> float:
         """Returns the seconds that sums of gradients and gathers of updated parameters cost, once per step."""
         found = self.data_exchanges(stage, chunks)
         exchanged, waits = found.reduce + found.gather, found.reduce_wait + found.gather_wait
         return self.cost_beside(exchanged, waits) if found.is_beside else waits
 
-    def data_exchanges(self, stage: StageShare, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
+    def data_exchanges(self, stage: StageState, chunks: Sequence[ChunkTimes]) -> DataExchangeTimes:
         """Returns the sums of gradients and gathers of updated parameters of a step; zeros at stage 3.
 
         Args:
@@ -379,7 +379,7 @@ class StepModel:
             gather, reduce, max(gather / layers, gather - forward), max(reduce / layers, reduce - backward)
         )
 
-    def update_seconds(self, stage: StageShare) -> float:
+    def update_seconds(self, stage: StageState) -> float:
         """Returns the seconds of the update on a stage.
 
         Args:

@@ -74,7 +74,7 @@ class MemoryParts:
 
 
 @dataclass
-class StageShare:
+class StageState:
     """Which part of the model one stage has.
 
     Attributes:
@@ -117,7 +117,7 @@ class StepMemory:
     ) -> None:
         self._layout, self._pipeline = layout, pipeline
         self._block, self._last = block, last
-        self.stages = [StageShare() for _ in range(layout.pipe)]
+        self.stages = [StageState() for _ in range(layout.pipe)]
         for place, stage in enumerate(pipeline.stage_of):
             share = self.stages[stage]
             share.chunks.append(place)
@@ -139,7 +139,7 @@ class StepMemory:
         found = [self._of_stage(number, share) for number, share in enumerate(self.stages)]
         return max(found, key=lambda parts: parts.reserved)
 
-    def _of_stage(self, number: int, share: StageShare) -> MemoryParts:
+    def _of_stage(self, number: int, share: StageState) -> MemoryParts:
         layout = self._layout
         held = self._states(share, self._layout.stage >= 2)
         held["activations"] = self._in_flight(number) * share.layers / len(share.chunks) * self._block.kept
@@ -169,7 +169,7 @@ class StepMemory:
 
     # -- moments -----------------------------------------------------------------------------------------------------
 
-    def _first_block_of_backward(self, share: StageShare) -> dict[str, float]:
+    def _first_block_of_backward(self, share: StageState) -> dict[str, float]:
         """Returns the parts while the last block's backward runs: nothing that blocks keep is freed yet."""
         layout = self._layout
         found = {"work of a block's backward": self._block.passing}
@@ -180,7 +180,7 @@ class StepMemory:
             found["gradients on their way"] = 2 * layout.gradient_bytes * self._dense + waiting
         return found
 
-    def _end_of_backward(self, share: StageShare) -> dict[str, float]:
+    def _end_of_backward(self, share: StageState) -> dict[str, float]:
         """Returns the parts while the first block's backward runs: all gradients are there, one block's activations."""
         kept = self._block.kept if self._layout.pipe == 1 else 0.0
         if not self._has_new_gradients or not kept:
@@ -191,23 +191,23 @@ class StepMemory:
             **self._first_block_of_backward(share),
         }
 
-    def _gradient_of_logits(self, share: StageShare) -> dict[str, float]:
+    def _gradient_of_logits(self, share: StageState) -> dict[str, float]:
         """Returns the parts while the gradient of the logits is computed."""
         return {"logits and loss": self._last.kept + self._last.passing, **self._gathered_with_head(share)}
 
-    def _gradient_of_head(self, share: StageShare) -> dict[str, float]:
+    def _gradient_of_head(self, share: StageState) -> dict[str, float]:
         """Returns the parts while the gradient of the head's weight is computed and leaves."""
         found = {"logits and loss": self._last.output, **self._gathered_with_head(share)}
         if self._layout.stage >= 2:
             found["gradients on their way"] = (2 + self._layout.gradient_bytes) * self._last.parameters
         return found
 
-    def _gathered_with_head(self, share: StageShare) -> dict[str, float]:
+    def _gathered_with_head(self, share: StageState) -> dict[str, float]:
         if self._layout.stage != 3:
             return {}
         return {"gathered layers": self._gathered(share, self._last.parameters + self._dense)}
 
-    def _gathered(self, share: StageShare, least: float) -> float:
+    def _gathered(self, share: StageState, least: float) -> float:
         """Returns the bytes of gathered parameters.
 
         FSDP has the embedding, the head, and the blocks that are at work. This engine keeps from forward to backward
@@ -227,7 +227,7 @@ class StepMemory:
 
     # -- what a stage holds ------------------------------------------------------------------------------------------
 
-    def _states(self, share: StageShare, are_shards: bool) -> dict[str, float]:
+    def _states(self, share: StageState, are_shards: bool) -> dict[str, float]:
         """Returns the parts that a rank holds all the time; ``are_shards``: of its gradients only its own shard."""
         layout, found = self._layout, dict.fromkeys(STATES, 0.0)
         for elements, shards in (
