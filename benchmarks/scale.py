@@ -451,9 +451,9 @@ _HOW = (
     "sources leave open: torchtitan's micro-batches beside stages, and the dtype of the logits that its pipelines keep "
     "(fp32 is assumed); the sequence length of deepspeed-muon (34.5 GiB are published; activations and logits grow "
     "with the length, and the record assumes 512 tokens), so that record is not counted; whether "
-    "bridge's 70B on GB200 sent activations to the host. Rank correlations: nemo's four runs are four models, one way each, within 6 % of each "
-    "other in FLOP/s. That is no sweep, and their order is within the error. Two machines have a "
-    "factor of their own: " + ", ".join(f"{name} {factor}" for name, factor in FACTORS.items()) + "."
+    "bridge's 70B on GB200 sent activations to the host. Rank correlations: nemo's four runs are four models, one way "
+    "each, within 6 % of each other in FLOP/s. That is no sweep, and their order is within the error. Two machines "
+    "have a factor of their own: " + ", ".join(f"{name} {factor}" for name, factor in FACTORS.items()) + "."
 )
 
 
