@@ -46,7 +46,6 @@ class ParallelLayout:
         overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in chunks.
         overlaps_data: Gradients are sent while backward runs; at stages 1 and 2 updated parameters while forward runs.
         gradient_bytes: Of an element of the gradients that are exchanged.
-        summed_bytes: Of an element of the gradients that are kept until the update; None: ``gradient_bytes``.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
         imbalance: Rows of the busiest rank's experts over those of the mean.
         offload: Optimizer states are in host memory, which updates them.
@@ -55,6 +54,7 @@ class ParallelLayout:
             gradients wait for it.
         keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
             ``torch.distributed.pipelining`` does unless it is told not to return them.
+        summed_bytes: Of an element of the gradients that are kept until the update; None: ``gradient_bytes``.
     """
 
     tensor: int = 1
@@ -79,12 +79,12 @@ class ParallelLayout:
     overlaps_tensor: bool = False
     overlaps_data: bool = True
     gradient_bytes: int = 2
-    summed_bytes: int | None = None
     lighter_ends: int | None = None
     imbalance: float = 1.0
     offload: bool = False
     is_fsdp: bool = False
     keeps_outputs: bool = False
+    summed_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTATIONS:

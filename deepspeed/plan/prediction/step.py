@@ -7,7 +7,7 @@ continues, and the update comes last. Every other exchange is waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from typing_extensions import override
@@ -58,27 +58,18 @@ class PredictedStep(StepTimes):
     Attributes:
         setup: What was predicted.
         flops: Operations of a rank, with those that run again.
+        device_bytes: Bytes that the allocator of a device reserves at most.
+        state_bytes: Parameters, gradients and optimizer states in that sum.
+        activation_bytes: What forwards keep for backward in that sum, but for logits.
         memory: The bytes of that stage, by part.
     """
 
     setup: StepSetup
     flops: float
-    memory: MemoryParts
-
-    @property
-    def device_bytes(self) -> float:
-        """Bytes that the allocator of a device reserves at most."""
-        return self.memory.reserved
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of parameters, gradients and optimizer states in ``device_bytes``."""
-        return self.memory.states
-
-    @property
-    def activation_bytes(self) -> float:
-        """Bytes that forwards keep for backward in ``device_bytes``, but for logits."""
-        return self.memory.tensors["activations"]
+    device_bytes: float
+    state_bytes: float
+    activation_bytes: float
+    memory: MemoryParts = field(default_factory=MemoryParts)
 
     @property
     def tokens(self) -> int:
@@ -250,6 +241,7 @@ class StepModel:
         exposed = dict(total.exposed)
         exposed["data"] = exposed.get("data", 0.0) + self._exposed_data(stages[critical], chunks)
         bubble = self._bubble(chunks, busy, critical)
+        memory = self._memory.parts()
         return PredictedStep(
             setup=self._setup,
             matmul=total.matmul,
@@ -260,7 +252,10 @@ class StepModel:
             bubble=bubble,
             update=self.update_seconds(max(stages, key=lambda s: s.parameters)),
             flops=total.flops,
-            memory=self._memory.parts(),
+            device_bytes=memory.reserved,
+            state_bytes=memory.states,
+            activation_bytes=memory.tensors["activations"],
+            memory=memory,
         )
 
     # -- chunks and stages -------------------------------------------------------------------------------------------
