@@ -13,21 +13,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from deepspeed.launcher import processes
+from deepspeed.launcher.handshake import LauncherInfo
+from deepspeed.launcher.link import LauncherLink
 from deepspeed.launcher.remote import Command
 from deepspeed.launcher.resources import LauncherError
-from deepspeed.launcher.supervisor import GRACE_AFTER_SIGNAL
+from deepspeed.launcher.supervisor import GRACE_AFTER_SIGNAL, handed_on_signals
 from deepspeed.logging import logger
 
 _POLL_SECONDS = 0.05
 # The launchers end together because they are connected; one that takes longer than this is killed.
 _GRACE_AFTER_FAILURE = 15.0
+# How long the first signal waits for a connection to the launchers.
+_LINK_SECONDS = 3.0
+# These end by a signal instead of handing it on.
+_ENDED = ("ssh", "pdsh")
 _SSH_SECONDS = 10
 _SSH_AT_ONCE = 32
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -107,20 +113,32 @@ def _ssh(host: str, options: Sequence[str], command: str) -> subprocess.Complete
         return subprocess.CompletedProcess([], 255, "", f"no answer within {2 * _SSH_SECONDS} s")
 
 
-def run_commands(commands: Sequence[Command], grace: float | None = None) -> int:
+def run_commands(
+    commands: Sequence[Command],
+    grace: float | None = None,
+    stop_signal: int | None = None,
+    launchers: tuple[LauncherInfo, str] | None = None,
+) -> int:
     """Runs commands side by side to their end.
 
-    Must be called from the main thread: it handles signals while it runs.
+    Must be called from the main thread: it handles signals while it runs. Signals that end the run reach the commands
+    as SIGTERM. SIGUSR1, SIGUSR2 and ``stop_signal`` reach them as they are, and do not end the run by themselves.
 
     Args:
         commands: What to run.
         grace: Seconds that they get after a signal to stop; None: as long as usual.
+        stop_signal: A further signal that is handed on to the ranks; None: there is none.
+        launchers: Who this process is to the launchers that the commands start, and the address of the hub: signals go
+            there, since ssh ends by a signal instead of handing it on. None: the commands hand signals on themselves.
 
     Returns:
-        0, the exit code of the command that failed first, or 128 + n for signal n.
+        0, the exit code of the command that failed first, or 128 + n for signal n. After a signal: 75 if all commands
+        ended with 75, since all ranks have saved then.
     """
-    front = _CommandRunner(grace or GRACE_AFTER_SIGNAL)
-    handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in _SIGNALS}
+    handed_on = handed_on_signals(stop_signal)
+    link = None if launchers is None else LauncherLink(*launchers)
+    front = _CommandRunner(grace or GRACE_AFTER_SIGNAL, handed_on, link)
+    handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in {*_SIGNALS, *handed_on}}
     others = processes.find_processes(())
     processes.adopt_orphans()
     try:
@@ -128,6 +146,8 @@ def run_commands(commands: Sequence[Command], grace: float | None = None) -> int
     finally:
         processes.end_processes(lambda: processes.find_processes((), spare=others), lambda: None, 1.0)
         processes.adopt_orphans(False)
+        if link is not None:
+            link.close(0.0)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -135,33 +155,74 @@ def run_commands(commands: Sequence[Command], grace: float | None = None) -> int
 class _CommandRunner:
     """The commands of one run."""
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, handed_on: Collection[int] = (), link: LauncherLink | None = None) -> None:
         self._grace = grace
+        self._handed_on = handed_on
+        self._link = link
+        self._is_started = False  # the link
+        self._is_linked = False
+        self._received: list[int] = []
         self._signal: int | None = None
         self._running: dict[subprocess.Popen[bytes], Command] = {}
         self._code = 0
+        self._codes: list[int] = []
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Remembers the first signal; the loop does the rest."""
-        self._signal = self._signal or number
+        """Remembers the signal; the loop does the rest."""
+        self._received.append(number)
 
     def run(self, commands: Sequence[Command]) -> int:
         self._start(commands)
         stop_at: float | None = None
         while self._running:
             time.sleep(_POLL_SECONDS)
+            while self._received:
+                self._take_signal(self._received.pop(0))
             self._collect()
             failed = self._signal is not None or self._code != 0
             if failed and stop_at is None:
-                grace = self._grace if self._signal is not None else _GRACE_AFTER_FAILURE
-                stop_at = time.monotonic() + grace
-                if self._signal is not None:
-                    self._send(signal.SIGTERM)
+                # Launchers that got the signal end within the grace period, and then report.
+                more = _GRACE_AFTER_FAILURE if self._signal is None or self._is_linked else 0.0
+                stop_at = time.monotonic() + more + (0.0 if self._signal is None else self._grace)
             if stop_at is not None and time.monotonic() > stop_at:
                 break  # the caller ends what is left
-        if self._signal is None or self._code == os.EX_TEMPFAIL:  # the ranks have saved because of the signal
+        if self._signal is None:
             return self._code
-        return 128 + self._signal
+        have_saved = not self._running and set(self._codes) == {os.EX_TEMPFAIL}
+        return os.EX_TEMPFAIL if have_saved else 128 + self._signal
+
+    def _take_signal(self, number: int) -> None:
+        is_first = self._signal is None
+        if number not in self._handed_on:
+            self._signal = self._signal or number
+            number = signal.SIGTERM
+        if self._connects():
+            assert self._link is not None, "it is connected"
+            self._link.send(event="signal", signal=int(number))
+        elif number != signal.SIGTERM and any(command.program[0] in _ENDED for command in self._running.values()):
+            why = (
+                "with one machine or --elastic_training no launcher takes it; send it to the ranks themselves"
+                if self._link is None
+                else f"the launcher of node 0 did not answer within {_LINK_SECONDS:.0f} s; send it again once the "
+                "ranks have started. If they have, choose a port that this machine reaches by DS_LINK_PORT"
+            )
+            logger.error(f"{signal.Signals(number).name} did not reach the ranks: {why}")
+        elif is_first:
+            self._send(number)
+
+    def _connects(self) -> bool:
+        """Connects to the launchers at the first signal; returns whether they are connected."""
+        if self._link is None:
+            return False
+        if not self._is_started:
+            self._is_started = True
+            self._link.start()
+        deadline = time.monotonic() + _LINK_SECONDS
+        while self._running and not self._link.is_connected and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            self._collect()
+        self._is_linked = self._link.is_connected
+        return self._is_linked
 
     def _start(self, commands: Sequence[Command]) -> None:
         me = os.getpid()
@@ -182,8 +243,10 @@ class _CommandRunner:
         for process in [process for process in self._running if process.poll() is not None]:
             command = self._running.pop(process)
             status = process.returncode
-            if status and not self._code and self._signal is None:
-                self._code = status if status > 0 else 128 - status
+            code = status if status >= 0 else 128 - status
+            self._codes.append(code)
+            if code and not self._code and self._signal is None:
+                self._code = code
                 where = f" for {command.host}" if command.host else ""
                 logger.error(f"{command.program[0]}{where} ended with exit code {self._code}")
 

@@ -16,6 +16,9 @@ from typing import Any
 
 from deepspeed.logging import printable
 
+FRONT = -1
+"""Index of the command that has started the launchers on several machines and hands signals on to them."""
+
 _MAGIC = "deepspeed launcher"
 _LONGEST_NAME = 255
 _NONCE_BYTES = 16
@@ -44,7 +47,7 @@ class LauncherInfo:
     """Describes one launcher to the hub.
 
     Attributes:
-        index: Number of the launcher in the run; 0 is the hub.
+        index: Number of the launcher in the run; 0 is the hub, and :data:`FRONT` the command that started them.
         host: Its machine.
         sizes: Ranks that each launcher of the run starts.
         master_port: Port of the rendezvous; distinguishes runs on the same machines.
@@ -83,6 +86,8 @@ class LauncherInfo:
 
     def name_of(self, index: int, host: str) -> str:
         """Returns one launcher and its ranks in words."""
+        if index == FRONT:
+            return f"the command on host {host}"
         first = sum(self.sizes[:index])
         last = first + self.sizes[index] - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"

@@ -4,6 +4,8 @@ Rank 0's launcher is the hub: it listens, the others connect and introduce thems
 tells the hub. The hub decides which failure was first and tells all launchers, so that every machine stops its ranks
 and reports the same failure. A connection that closes without a message means that a launcher was lost.
 
+The command that started the launchers by ssh connects only when it gets a signal. The hub hands that on to all.
+
 The system probes silent connections (TCP keep-alive), so a machine that lost its power is noticed within about
 15 seconds, while a launcher that is merely suspended is not taken for dead.
 
@@ -21,13 +23,14 @@ import json
 import os
 import queue
 import selectors
+import signal
 import socket
 import threading
 import time
 from typing import Any
 
 from deepspeed.launcher.failures import Failure
-from deepspeed.launcher.handshake import HandshakeMessage, LauncherInfo, challenge, new_nonce, nonce_of
+from deepspeed.launcher.handshake import FRONT, HandshakeMessage, LauncherInfo, challenge, new_nonce, nonce_of
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.logging import printable
 from deepspeed.ports import why_not_reached
@@ -202,8 +205,9 @@ class LauncherLink:
     """The launcher's side of the connection to the others: sends its events and receives theirs.
 
     Events are dicts with ``event``: ``failed`` (to the hub: a :class:`~.failures.Failure` as a message), ``verdict``
-    (from the hub: the same), ``lost`` (who: a launcher in words), ``wrong`` (reason: the launchers do not belong
-    together) and ``notice`` (text: progress to print while waiting).
+    (from the hub: the same), ``signal`` (from the command that started the launchers, by way of the hub: its number),
+    ``lost`` (who: a launcher in words), ``wrong`` (reason: the launchers do not belong together) and ``notice`` (text:
+    progress to print while waiting).
 
     Args:
         me: This launcher.
@@ -418,7 +422,9 @@ class LauncherLink:
                 f"ranks per node, host {host} (node {index}) {list(sizes)}; start all with the same host file and "
                 "options"
             )
-        if not 0 <= index < len(sizes):
+        if index == FRONT and not self.me.secret:
+            return f"host {host} sends signals to a run without a secret: start its launchers by the deepspeed command"
+        if not 0 <= index < len(sizes) and index != FRONT:
             return f"--node_rank {index} of host {host}: expected 0 to {len(sizes) - 1}; give every machine its own"
         if index in self._connections or index in self._gone or index == 0:
             other_name = self._connections[index].name if index in self._connections else f"node {index}"
@@ -442,14 +448,17 @@ class LauncherLink:
         selector.unregister(connection.peer)
         connection.close()
         del self._connections[connection.index]
-        if connection.index not in self._gone and not self._is_closing.is_set():
+        if connection.index not in self._gone and connection.index != FRONT and not self._is_closing.is_set():
             self._gone.add(connection.index)
             self._post(event="lost", who=connection.name)
 
     def _pass_on(self, connection: JsonConnection, messages: list[dict[str, Any]]) -> None:
         for message in messages:
             if message["event"] == "bye":
-                self._gone.add(connection.index)
+                self._gone.update({connection.index} - {FRONT})
+                continue
+            if message["event"] == "signal" and connection.index == (FRONT if self.is_hub else 0):
+                self._pass_on_signal(connection, message.get("signal"))
                 continue
             try:
                 if message["event"] != ("failed" if self.is_hub else "verdict"):
@@ -459,6 +468,14 @@ class LauncherLink:
                 self._post(event="notice", text=printable(f"ignored a message of {connection.name}: {error}"))
             else:
                 self._post(**message)
+
+    def _pass_on_signal(self, connection: JsonConnection, number: object) -> None:
+        if number not in {int(each) for each in signal.Signals}:
+            self._post(event="notice", text=printable(f"ignored a message of {connection.name}: signal {number!r}"))
+            return
+        if self.is_hub:
+            self.send(event="signal", signal=number)
+        self._post(event="signal", signal=number)
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
         connection = self._find_hub()

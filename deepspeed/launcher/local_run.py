@@ -28,7 +28,7 @@ from deepspeed.launcher import processes
 from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause, write_failure
 from deepspeed.launcher.link import LauncherLink
 from deepspeed.launcher.screen import Output, RankStream, Screen
-from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker
+from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker, handed_on_signals
 
 # How long a failure may wait for another one that began earlier (core dumps and interpreter shutdown take seconds).
 _SETTLE_SECONDS = 3.0
@@ -45,8 +45,6 @@ _TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or kn
 _REPORT_SECONDS = 120.0
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Schedulers announce with these that they will end the run: the ranks decide what they mean.
-_HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class LocalRun:
@@ -78,7 +76,7 @@ class LocalRun:
         stop_signal: int | None = None,
     ) -> None:
         _open_standard_streams()
-        self._stop_signal = stop_signal
+        self._handed_on = handed_on_signals(stop_signal)
         self._grace = grace
         self._failure_file = failure_file
         self._workers = workers
@@ -102,6 +100,7 @@ class LocalRun:
         self._received = b""
         self._first: Failure | None = None
         self._elsewhere: list[Failure] = []  # what other launchers reported, until it is decided
+        self._verdict: Failure | None = None  # the hub's
         self._has_reported = False
         self._settle_until: float | None = None
         self._signal: int | None = None  # the signal that ends the run, ours or the supervisor's
@@ -173,7 +172,7 @@ class LocalRun:
             self._channel.close()
             for end in (end for pair in read_ends for end in pair):
                 os.close(end)
-            _become_supervisor(Supervisor(self._workers, write_ends, theirs, self._grace, self._handed_on()))
+            _become_supervisor(Supervisor(self._workers, write_ends, theirs, self._grace, self._handed_on))
         theirs.close()
         for end in (end for pair in write_ends for end in pair):
             os.close(end)
@@ -190,14 +189,10 @@ class LocalRun:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started by nohup: outliving the terminal is what the user wants
             previous[number] = signal.signal(number, self._on_signal)
-        for each in self._handed_on():
+        for each in self._handed_on:
             handler = signal.signal(each, lambda number, _frame: self._command(number, None))
             previous.setdefault(each, handler)
         return previous
-
-    def _handed_on(self) -> set[int]:
-        handed_on: set[int] = {*_HANDED_ON} if self._stop_signal is None else {*_HANDED_ON, self._stop_signal}
-        return handed_on - {signal.SIGTERM, signal.SIGINT}  # these two end the run
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Tells the supervisor at once, even while the loop is blocked on the screen; the loop only listens."""
@@ -205,6 +200,13 @@ class LocalRun:
             self._signal = number
         grace = self._grace or GRACE_AFTER_SIGNAL
         self._command(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace)
+
+    def _take_signal(self, number: int) -> None:
+        """Treats a signal to the command that started the launchers as one to this launcher."""
+        if number in self._handed_on:
+            self._command(number, None)
+        else:
+            self._on_signal(number, None)
 
     def _command(self, number: int, grace: float | None) -> None:
         try:
@@ -296,6 +298,11 @@ class LocalRun:
 
     def _consider_failures(self, now: float) -> None:
         """Decides who failed first, as soon as that is clear, and has the others stopped."""
+        if self._verdict is not None and self._first is None and self._signal is None:
+            are_leaving = self._verdict.exit_code == os.EX_TEMPFAIL and now < (self._settle_until or now)
+            if not are_leaving or not any(s.pid is not None and s.status is None for s in self._states.values()):
+                self._decide(self._verdict)
+            return
         failed = [state for state in self._states.values() if state.has_failed and not self._was_survived(state)]
         failures = [self._failure_of(state) for state in failed] + self._elsewhere
         if not failures or self._first is not None or self._signal is not None:
@@ -369,8 +376,11 @@ class LocalRun:
                 self._elsewhere.append(Failure(words, 1, was_seen_from_outside=True))
             elif event["event"] == "wrong":
                 self._elsewhere.append(Failure(event["reason"], 1, was_seen_from_outside=True))
+            elif event["event"] == "signal":
+                self._take_signal(event["signal"])
             elif event["event"] == "verdict" and self._first is None and self._signal is None:
-                self._decide(Failure.from_message(event))
+                self._verdict = Failure.from_message(event)
+                self._settle_until = time.monotonic() + _SETTLE_SECONDS
 
     def _wait_for_other_machines(self) -> None:
         """Lets the machines agree on a failure, and keeps the hub there until the last machine has finished."""
@@ -380,7 +390,8 @@ class LocalRun:
             self._report(Failure(f"the launcher on host {self._host} ended with an internal error", _INTERNAL_ERROR))
             return
         while self._link is not None and self._first is None and self._signal is None:
-            has_failed = bool(self._elsewhere) or any(state.has_failed for state in self._states.values())
+            has_failed = self._verdict is not None or bool(self._elsewhere)
+            has_failed = has_failed or any(state.has_failed for state in self._states.values())
             if not has_failed and not self._link.waits_for_others:
                 return
             self._selector.select(_TICK_SECONDS)

@@ -11,8 +11,11 @@ import argparse
 import os
 import re
 import shlex
+import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from deepspeed.cli.command import run_command
 from deepspeed.cluster import find_cluster_node
@@ -31,6 +34,10 @@ from deepspeed.launcher.resources import (
 from deepspeed.launcher.selection import RankSelection, processor_options, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
 from deepspeed.ports import DEFAULT_PORT
+from deepspeed.release import VERSION
+
+if TYPE_CHECKING:
+    from deepspeed.launcher.handshake import LauncherInfo
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -341,7 +348,19 @@ def _run_on_machines(args: argparse.Namespace, selected: RankSelection) -> int:
             return 0
         for line in rank_map(hosts):
             logger.info(line)
-        return front.run_commands(commands, args.grace)
+        stop_signal = None if args.signal is None else signal.Signals[args.signal]
+        return front.run_commands(commands, args.grace, stop_signal, _launchers(args, run))
+
+
+def _launchers(args: argparse.Namespace, run: RemoteRun) -> tuple[LauncherInfo, str] | None:
+    """Returns who this process is to the launchers, and the hub's address; None if it must not send them signals."""
+    from deepspeed.launcher.handshake import FRONT, LauncherInfo
+
+    if args.launcher not in ("pdsh", "ssh") or len(run.hosts) == 1 or args.elastic_training:
+        return None  # the program hands signals on, or the launchers are not connected
+    sizes = tuple(len(slots) for slots in run.hosts.values())
+    host = socket.gethostname()
+    return LauncherInfo(FRONT, host, sizes, run.master_port, VERSION, run.run_id, run.secret), run.master_addr
 
 
 def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:

@@ -28,6 +28,18 @@ GRACE_AFTER_SIGNAL = 5.0
 GRACE_AFTER_FAILURE = 3.0
 _GRACE_FOR_LEFTOVERS = 1.0
 _POLL_SECONDS = 0.02
+# Schedulers announce with these that they will end the run: the ranks decide what they mean.
+_HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def handed_on_signals(stop_signal: int | None) -> set[int]:
+    """Returns the signals that are handed on to the ranks and end nothing by themselves.
+
+    Args:
+        stop_signal: One that the user named; None: there is none.
+    """
+    handed_on: set[int] = {*_HANDED_ON} if stop_signal is None else {*_HANDED_ON, stop_signal}
+    return handed_on - {signal.SIGTERM, signal.SIGINT}  # these two end the run
 
 
 @dataclass(frozen=True)

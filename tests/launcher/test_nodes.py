@@ -172,16 +172,51 @@ def test_suspended_launchers_are_not_taken_for_dead(tmp_path):
     assert [node.finish()[0] for node in nodes] == [0, 0]
 
 
-def test_ssh_with_a_program_that_stays_here(tmp_path):
-    """The whole way of ``--launcher ssh`` and its quoting; the ssh in PATH runs the line in a shell of this machine."""
-    programs = tmp_path / "bin"
+def stay_here(folder):
+    """Makes an ssh that runs the line in a shell of this machine, and a file of two hosts; returns the environment."""
+    programs = folder / "bin"
     programs.mkdir()
     (programs / "ssh").write_text(
         '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nhost=$2; shift 2\n'
-        '[ "$*" = "hostname -I" ] && { echo 127.0.0.1 10.0.0.1; exit; }\necho "to $host" >>log\nexec sh -c "$*"\n'
+        '[ "$*" = "hostname -I" ] && { echo 127.0.0.1 10.0.0.1; exit; }\necho "to $host" >>log\n'
+        # As with sshd, a signal to the program here does not reach the program there.
+        '[ "$*" = true ] || exec setsid --wait sh -c "$*"\n'
     )
     (programs / "ssh").chmod(0o755)
-    (tmp_path / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
+    (folder / "hosts").write_text("alpha slots=1\nbeta slots=1\n")
+    return {"PATH": f"{programs}:{os.environ['PATH']}", "SHELL": "/bin/sh"}
+
+
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGTERM, ("--grace=60",)), (signal.SIGHUP, ("--signal=hup",))], ids=["term", "hup"]
+)
+def test_a_signal_reaches_the_ranks_of_every_machine(tmp_path, number, options):
+    """They may take their time to save, and the command ends with their code."""
+    script = f"""
+        import pathlib, signal
+        signals = []
+        for each in (signal.SIGTERM, signal.SIGHUP): signal.signal(each, lambda number, frame: signals.append(number))
+        pathlib.Path(f"up{{rank}}").touch()
+        while not signals: time.sleep(0.01)
+        pathlib.Path(f"told{{rank}}").touch()
+        while len(list(pathlib.Path(".").glob("told*"))) < 2: time.sleep(0.01)
+        sys.exit(75 if signals[0] == {int(number)} else 1)
+    """
+    launcher = Launcher(
+        tmp_path, script, "-H", "hosts", "--launcher=ssh", f"--master_port={free_port()}", "--no_local_rank", *options,
+        environment=stay_here(tmp_path),
+    )  # fmt: skip
+    launcher.wait_for_files("up0", "up1")
+    launcher.process.send_signal(number)
+    code, _, err = launcher.finish()
+    assert code == 75, err
+    assert "have saved and exited; start the same command again to resume" in err
+    wait_until(lambda: not launcher.processes(), 100, "end of all processes")
+
+
+def test_ssh_with_a_program_that_stays_here(tmp_path):
+    """The whole way of ``--launcher ssh`` and its quoting; the ssh in PATH runs the line in a shell of this machine."""
+    environment = stay_here(tmp_path)
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=it's 100%\n")
     script = """
         print(sys.argv[1:], os.environ['FROM_FILE'], flush=True)
@@ -192,8 +227,7 @@ def test_ssh_with_a_program_that_stays_here(tmp_path):
     """
     launcher = Launcher(
         tmp_path, script, "-H", "hosts", "--launcher=ssh", f"--master_port={free_port()}", "--no_local_rank",
-        arguments=("a b", "$HOME", "'q'", "%n"),
-        environment={"PATH": f"{programs}:{os.environ['PATH']}", "SHELL": "/bin/sh"},
+        arguments=("a b", "$HOME", "'q'", "%n"), environment=environment,
     )  # fmt: skip
     code, out, err = launcher.finish()
     assert code == 3, err
