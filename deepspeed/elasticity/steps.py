@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from deepspeed.elasticity.continuation import Continuation, CopyCost, Recovery, continuation_of
 from deepspeed.engine.base import EngineBase
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
+from deepspeed.logging import warn_once
 
 
 class AssignedMicroBatch(NamedTuple):
@@ -168,9 +169,15 @@ class ElasticSteps:
         return self._continuation.run.cost
 
     @property
-    def has_knocks(self) -> bool:
+    def has_join_requests(self) -> bool:
         """Whether a process asks this one to let it join."""
         return self._continuation.joining > 0
+
+    @property
+    def has_knocks(self) -> bool:
+        """The old name of :attr:`has_join_requests`; logs so once."""
+        warn_once("has_knocks", "ElasticSteps.has_knocks is an old name of ElasticSteps.has_join_requests; use that")
+        return self.has_join_requests
 
     @property
     def loss_factor(self) -> float:

@@ -104,6 +104,7 @@ def refuse_steps_of_another_engine() -> None:
 def refuse_steps_that_are_not_whole() -> None:
     engine = start(make_config(1))
     steps = ElasticSteps(engine, make_data(), 3)
+    assert steps.has_join_requests is steps.has_knocks is False  # the old name
     with pytest.raises(CallOrderError, match="was not entered"):
         for _ in steps:
             pass
