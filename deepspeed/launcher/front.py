@@ -30,8 +30,8 @@ from deepspeed.logging import logger
 _POLL_SECONDS = 0.05
 # The launchers end together because they are connected; one that takes longer than this is killed.
 _GRACE_AFTER_FAILURE = 15.0
-# How long the first signal waits for a connection to the launchers.
-_LINK_SECONDS = 3.0
+# How long a signal waits for a connection to the launchers, unless another one comes.
+_LINK_SECONDS = 10.0
 # These end by a signal instead of handing it on.
 _ENDED = ("ssh", "pdsh")
 _SSH_SECONDS = 10
@@ -218,7 +218,7 @@ class _CommandRunner:
             self._is_started = True
             self._link.start()
         deadline = time.monotonic() + _LINK_SECONDS
-        while self._running and not self._link.is_connected and time.monotonic() < deadline:
+        while self._running and not (self._link.is_connected or self._received) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             self._collect()
         self._is_linked = self._link.is_connected
