@@ -62,9 +62,10 @@ def test_models_that_are_built_inside_init():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     plain = causal_model(vocab_size=50, **sizes)
     torch.manual_seed(0)
+    before = nn.Module.__init__  # torch.compile leaves a wrapper of its own there
     with Init(lora_config=LoRAConfig(lora_r=4, target_mods=["q_proj", "down_proj"]), quant_config=EIGHT):
         model = transformers.AutoModelForCausalLM.from_config(plain.config)
-    assert nn.Module.__init__.__qualname__ == "Module.__init__"
+    assert nn.Module.__init__ is before
     block = model.model.layers[1]
     assert type(block.self_attn.q_proj.base) is QuantizedLinear and type(block.self_attn.k_proj) is nn.Linear
     trained = {
