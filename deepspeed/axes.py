@@ -1,4 +1,4 @@
-"""The axes of a job, one row each: what ranks along an axis divide, and all that follows from it.
+"""Table of the parallel axes, one row each: what the ranks along an axis divide, and what follows from that.
 
 Ranks that differ in one axis only do one thing together: along ``data`` they see different samples, along ``tensor``
 they hold different parts of the same layers, along ``pipe`` different layers. Whatever must know the axes reads
@@ -100,7 +100,7 @@ ROWS = (
         advice="keep tensor_parallel.autotp_size within one node, or make it smaller",
     ),
 )
-"""The axes in their usual order: ranks along the last one are neighbours, most often on one node."""
+"""All axes, outermost first: ranks along the last one have consecutive numbers, most often on one node."""
 
 
 def _that_divide(*what: str) -> tuple[str, ...]:
@@ -108,20 +108,20 @@ def _that_divide(*what: str) -> tuple[str, ...]:
 
 
 AXES = tuple(row.name for row in ROWS)
-"""The names of the axes in their usual order."""
+"""Names of all axes, outermost first."""
 KEYS = {row.name: row.key for row in ROWS if row.key is not None}
-"""The configuration keys of the axes that have one."""
+"""Axis name to the configuration key of its size; axes without such a key are left out."""
 SAMPLES = _that_divide("batch")
-"""Along these, ranks see other samples: experts are spread over such ranks. They share the batch."""
+"""Axes whose ranks train on different samples. Experts are sharded over these."""
 PARTS_OF_SAMPLES = _that_divide("sample")
-"""Along these, ranks have parts of the same samples, and hold the same part of the dense model."""
+"""Axes whose ranks hold different parts of the same samples and replicate the dense parameters."""
 SAME_SAMPLES = _that_divide("sample", "model", "nothing")
-"""Along these, ranks see the same samples, or parts of them: together they count once in a batch."""
+"""Axes whose ranks train on the same samples or parts of them. All ranks along them count once in the batch size."""
 SAME_PART = _that_divide("batch", "sample", "nothing")
-"""Along these, ranks hold the same part of the dense model: ZeRO shards it over them."""
+"""Axes whose ranks replicate the dense parameters. ZeRO shards over these."""
 SAME_EXPERTS = tuple(name for name in SAME_PART if name != EXPERT)
-"""Along these, ranks hold the same experts, where experts lie along an axis of their own."""
+"""Axes whose ranks replicate the same experts, where experts have an axis of their own."""
 OTHER_PARTS = _that_divide("model")
-"""Along these, ranks hold other parts of one copy of the model; checkpoints number its files along them."""
+"""Axes whose ranks hold different parts of one model replica. Their ranks give ``mp_rank`` in checkpoint files."""
 PARTS_OF_LAYERS = tuple(name for name in OTHER_PARTS if name != PIPE)
-"""Along these, ranks hold other parts of the same layers. What they all hold whole counts on the first of them."""
+"""Axes whose ranks hold different parts of the same layers. A parameter that all of them hold whole is counted once."""

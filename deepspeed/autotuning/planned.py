@@ -245,14 +245,14 @@ class CandidatePlanner:
 
 
 def ranks_that_plan(settings: int, seconds: float, ranks: int, *, refine: bool) -> int:
-    """Returns how many ranks share the planning.
+    """Returns the number of ranks over which planning the candidates is divided.
 
-    The first call of a rank imports torch's compiler, 1.4 seconds of a processor. So a rank joins only for more than
-    that.
+    The first plan of a process imports torch's compiler, 1.4 seconds of processor time, so another rank must save
+    more than that.
 
     Args:
         settings: Stages and other choices to plan, each with two micro-batches or more.
-        seconds: Of a processor, for one plan.
+        seconds: Processor time of one plan.
         ranks: Ranks of a node.
         refine: Whether the best are planned with other bucket sizes too.
     """

@@ -37,7 +37,7 @@ _OPTIM = re.compile(r"(bf16_)?(zero_pp_rank_\d+_mp_rank_\d+|expp_rank_\d+_mp_ran
 
 
 class Format(Enum):
-    """Names the package, and its layout, that wrote a tag folder."""
+    """File layout of a tag folder: of this package, of the original one, or of the original's universal checkpoints."""
 
     OURS = "deepspeed"
     UPSTREAM = "upstream"

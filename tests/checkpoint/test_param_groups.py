@@ -50,7 +50,7 @@ def test_a_parameter_cut_over_ranks_with_other_values_is_named(caplog):
 
 
 def test_groups_that_a_schedule_will_part_are_not_one():
-    """Rates are equal at the start of a warm-up; what the schedule continues from is not."""
+    """At the start of a warm-up the current learning rates are equal, the ``base_lrs`` of the schedulers are not."""
     first, second = ({"base_lrs": [base], "_schedulers": [{"_last_lr": [base]}]} for base in (0.1, 0.3))
     held = merge_groups([(rank(0.0, schedule=first), [["a"]]), (rank(0.0, schedule=second), [["b"]])], first)
     assert [group["params"] for group in held.groups] == [["a"], ["b"]]

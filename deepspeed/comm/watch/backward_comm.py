@@ -43,7 +43,7 @@ def note_anywhere() -> None:
 
 
 class BackwardCommTracker:
-    """Tracks whether layers may communicate in the backward of one model.
+    """Records whether layers of a model may start collectives during its backward.
 
     Args:
         model: With ``modules()``; it is not kept alive.

@@ -152,7 +152,7 @@ class PostReader:
         return found
 
     def _sample(self, ranks: Sequence[int]) -> list[int]:
-        """Returns a few of ``ranks`` in a row, without this one; others at the next read."""
+        """Returns the next ``_SAMPLE`` of ``ranks`` in rotation, without this rank."""
         start = (self._rank + self._reads) * _SAMPLE
         some = (ranks[(start + place) % len(ranks)] for place in range(min(_SAMPLE + 1, len(ranks))))
         return [rank for rank in some if rank != self._rank][:_SAMPLE]

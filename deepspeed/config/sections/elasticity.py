@@ -1,4 +1,4 @@
-"""``elasticity``: batch sizes that suit many numbers of ranks, and runs that continue when ranks come and go."""
+"""``elasticity``: batch sizes that many world sizes divide, and training that continues when ranks fail or join."""
 
 from __future__ import annotations
 

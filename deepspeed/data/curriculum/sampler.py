@@ -155,7 +155,7 @@ class DeepSpeedDataSampler(BatchSampler):
         return dice.permutation(self._clusters.members[cluster])
 
     def _take(self, cluster: int, count: int) -> NDArray[Any]:
-        """Returns the next samples of a cluster, which is shuffled again whenever it is used up."""
+        """Returns the next sample indices of a cluster; reshuffles it each time all its samples have been drawn."""
         taken: list[NDArray[Any]] = [self._orders[cluster][:0]]
         while count > 0:
             start = self._positions[cluster]

@@ -22,11 +22,11 @@ _MOST_PASSES = 4_000  # of blocks on a stage; of longer steps fewer micro-batche
 
 @dataclass(frozen=True)
 class PredictedTimeline:
-    """What the streams of some ranks do in a step.
+    """Spans on the streams of some ranks in one step.
 
     Attributes:
-        ranks: By name of the rank, what its streams do; one rank may have no name.
-        drawn: Micro-batches that are there.
+        ranks: Name of a rank to its spans; the name is empty without pipeline stages.
+        drawn: Micro-batches that have spans.
         accumulation: Micro-batches of the step.
     """
 
@@ -37,7 +37,7 @@ class PredictedTimeline:
 
 @dataclass
 class _SpanBuilder:
-    """Puts spans one after another on the stream of computation."""
+    """Appends spans one after another on the compute stream."""
 
     spans: list[StreamSpan] = field(default_factory=list)
     clock: float = 0.0
@@ -55,13 +55,13 @@ class _SpanBuilder:
 def place_passes(
     timeline: Timeline, stage: int, passes: Mapping[tuple[int, Kind], Iterable[StreamSpan]], start: float = 0.0
 ) -> list[StreamSpan]:
-    """Returns the spans of a stage's passes where its schedule puts them, with its waits for other stages.
+    """Returns a stage's forward and backward spans at their times in the schedule; gaps become waits for other stages.
 
     Args:
         timeline: Of the schedule.
         stage: Number of the stage.
-        passes: By chunk and kind of computation, the spans of one pass, which begins at 0.
-        start: When the schedule begins.
+        passes: Spans of one micro-batch by (chunk, kind of computation), in seconds from the start of that computation.
+        start: Time at which the schedule begins, in seconds.
     """
     found: list[StreamSpan] = []
     free = 0.0
@@ -153,7 +153,7 @@ def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
 
 @dataclass(frozen=True)
 class _LayerWaitTimes:
-    """Waits of stage 3 in a pass: before the blocks, behind each one, and after them, in seconds."""
+    """Waits of ZeRO stage 3 in a forward or backward, in seconds: before the first, between, after the last block."""
 
     before: float = 0.0
     between: float = 0.0

@@ -326,7 +326,7 @@ def test_ranks_of_several_hosts_continue_over_gloo():
 
 
 def _groups_come_and_go() -> None:
-    """A group that is destroyed takes its connections along, while the job continues with others."""
+    """Destroying a process group closes its connections, and the job's other groups still work."""
     world = Job.current().axis_of().transport()
     warm_up(world)
     kept, counts, aborts = [], [], []
