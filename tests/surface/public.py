@@ -43,6 +43,8 @@ COMMANDS = {
     "ds_io": "cli.io_speed",
     "ds_nvme_tune": "cli.nvme_tune",
     "ds_elastic": "cli.elastic",
+    "ds_report_run": "cli.report_run",
+    "ds_trace": "cli.trace",
 }
 
 
