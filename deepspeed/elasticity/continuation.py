@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from deepspeed.axes import SEQUENCE, TENSOR
@@ -55,6 +56,7 @@ class Recovery:
         lost: Who is gone, in words.
         joined: How many members are new.
         repeated: Updates that are done again besides the step that was under way.
+        loaded: The checkpoint that was loaded, as no copies were left; None: none was.
         detected: From the loss, as the links saw it, until this rank's training thread knew; 0 for a join.
         regrouped: Until the members that are left had agreed and their process group stood.
         rebuilt: Until the engine was rebuilt.
@@ -68,6 +70,7 @@ class Recovery:
     lost: tuple[str, ...] = ()
     joined: int = 0
     repeated: int = 0
+    loaded: str | None = None
     detected: float = 0.0
     regrouped: float = 0.0
     rebuilt: float = 0.0
@@ -111,7 +114,8 @@ class ElasticRun:
         held: Copies of model states.
         recoveries: All changes of the ranks so far.
         cost: Of the copies.
-        checkpoints: The folder to go back to where copies are gone with their owners; None: there is none.
+        checkpoints: The folder to go back to where copies are gone with their owners; None: the last one in ``used``.
+        used: Folders that the run has saved to or loaded from, the last one last.
         engine: Whose states these are; None: it is gone.
         filled: Epoch of the last plan by which an engine was filled.
     """
@@ -121,6 +125,7 @@ class ElasticRun:
     recoveries: list[Recovery] = field(default_factory=list)
     cost: CopyCost = field(default_factory=CopyCost)
     checkpoints: str | os.PathLike[str] | None = None
+    used: list[Path] = field(default_factory=list)
     engine: Callable[[], EngineBase | None] = lambda: None
     filled: int = 0
 
@@ -140,7 +145,7 @@ class ElasticRun:
         """Belongs to ``engine`` from now on. Copies of another one's states are forgotten."""
         if self.engine() is not engine:
             self.held.clear()
-            self.recoveries, self.cost, self.checkpoints = [], CopyCost(), None
+            self.recoveries, self.cost, self.checkpoints, self.used = [], CopyCost(), None, []
             self.engine = weakref.ref(engine)
 
 
@@ -167,6 +172,7 @@ class Continuation:
         self._forward: tuple[int, ForwardStates] | None = None  # updates before the step, what its forwards change
         self.filled_in = 0.0  # seconds
         self.came = 0  # bytes from other ranks
+        self.loaded: str | None = None  # the checkpoint that the engine was filled from, where it was
         self._is_valid = False  # the engine's states are those of a whole number of updates
         self._buddy = BuddyLink(transport, run.held)
         plan = run.members.plan
@@ -332,6 +338,7 @@ class Continuation:
         if lost:
             recovery.detected = time.monotonic() - min(each.seen for each in lost)
         self._hold_live_states()
+        self._note_folders()
         take_apart(self._engine)
         while True:
             known = set(links.lost)
@@ -374,6 +381,7 @@ class Continuation:
         recovery.nbytes += made.came
         recovery.ranks = recovery.ranks[0], len(plan.members)
         recovery.repeated = max(recovery.step - self._engine.global_steps, 0)
+        recovery.loaded = made.loaded
         self.run.recoveries.append(recovery)
         made._log_recovery(recovery)
         return made
@@ -437,26 +445,42 @@ class Continuation:
         if not self._layout.is_whole:
             self._copy()
         # Only when every rank has reached this point may a rank drop the copies of the former job.
-        gather_objects(self._transport, None, label="copies of all ranks")
+        used = gather_objects(self._transport, self.run.used, label="copies of all ranks")
+        self.run.used = self.run.used or next(filter(None, used), [])  # of a process that joins
         held.trim(plan.epoch)
         self.run.filled = plan.epoch
         self.filled_in = time.monotonic() - started
 
+    def _note_folders(self) -> None:
+        """Takes the folders of checkpoints from the engine, which will be rebuilt."""
+        used = self._engine._checkpoints.used
+        self.run.used = [*(folder for folder in self.run.used if folder not in used), *used]
+
     def _load_checkpoint(self) -> None:
-        """Goes back to the last checkpoint, as a rank and its buddy are gone."""
-        folder = self.run.checkpoints
-        gone = ", ".join(member.name for member in self.run.members.plan.lost)
-        if folder is None or self._engine.load_checkpoint(folder)[0] is None:
-            where = "no folder of checkpoints was given" if folder is None else f"{folder} holds no checkpoint"
+        """Goes back to the last checkpoint of this run, as all holders of some part are gone. Every rank must call it.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        run = self.run
+        chosen = None if run.checkpoints is None else Path(run.checkpoints).absolute()
+        known = gather_objects(self._transport, (chosen, run.used), label="folders of checkpoints")
+        used: list[Path] = next(filter(None, (folders for _, folders in known)), [])
+        chosen = next(filter(None, (folder for folder, _ in known)), used[-1] if used else None)
+        gone = ", ".join(member.name for member in run.members.plan.lost)
+        if chosen is None:
+            where = "no folder of checkpoints was given or saved to"
+        elif chosen not in used:  # what is there may be of another run
+            where = f"this run has neither saved a checkpoint to {chosen} nor loaded one from there"
+        else:
+            self.loaded = self._engine.load_checkpoint(chosen)[0]
+            where = f"{chosen} holds no checkpoint"
+        if self.loaded is None:
             raise CheckpointError(
-                f"elasticity.continue: {gone} held model states and their copies, and {where}, so the run cannot "
-                "continue. Give ElasticSteps(checkpoints=...) the folder that the run saves to"
+                f"elasticity.continue: {gone} held model states and all copies of them, and {where}, so the run cannot "
+                "continue. Save checkpoints inside the steps (engine.save_checkpoint), and if they go to several "
+                "folders, name one of them in ElasticSteps(checkpoints=...)"
             )
-        log_dist(
-            f"elastic: {gone} held model states and their copies; the run continues from the last checkpoint in "
-            f"{folder}, after step {self._engine.global_steps}",
-            level=logging.WARNING,
-        )
 
     def _log_recovery(self, recovery: Recovery) -> None:
         events = [
@@ -480,6 +504,13 @@ class Continuation:
         )
         for name in recovery.lost:
             log_dist(f"elastic: {name}", level=logging.WARNING)
+        if recovery.loaded is not None:
+            log_dist(
+                f"elastic: no copies are left of what they held; the run continues from the last checkpoint, "
+                f"{recovery.loaded}, after step {self._engine.global_steps}: {recovery.repeated} finished step(s) are "
+                "lost and done again",
+                level=logging.WARNING,
+            )
         log_dist(
             f"elastic: went from {recovery.ranks[0]} to {recovery.ranks[1]} ranks at step {recovery.step} in "
             f"{recovery.total:.2f} s (detected {recovery.detected:.2f}, regrouped {recovery.regrouped:.2f}, rebuilt "

@@ -22,7 +22,8 @@ class RunShape:
     """Bounds the number of ranks of a job of the run.
 
     Attributes:
-        parts: Parts of the model, held by neighbouring ranks. A process keeps its part.
+        parts: Parts of the model, held by neighbouring ranks. A process keeps its part while another one holds each of
+            the others.
         multiple: The number of ranks that hold one part is a multiple of this (ranks that share a sequence).
         sharing: Neighbouring ranks that share layers, and draw the same random numbers.
     """
@@ -51,13 +52,14 @@ class RunShape:
             find_source: Tells what a choice could continue from.
 
         Raises:
-            CommunicationError: A part of the model has no living holder, or too few.
+            CommunicationError: A part of the model has no living holder, or too few, and the living are too few for
+                one copy of the model.
         """
         by_part = [[member for member in living if member.part == part] for part in range(self.parts)]
         counts = list(map(len, by_part))
         present = self.holders(counts)
         if present == 0:
-            raise CommunicationError(self._words_for_none(counts))
+            return self._assign_again(living, by_part)
         holders = present
         while sum(max(holders + self.multiple - count, 0) for count in counts) <= len(joining):
             holders += self.multiple
@@ -71,6 +73,18 @@ class RunShape:
         members = numbered([filled[part][place] for place in range(holders) for part in range(self.parts)], self.parts)
         ranked = {member.number for member in members}
         return MemberSelection(members, spares_of(living, ranked), source)
+
+    def _assign_again(self, living: Sequence[RunMember], by_part: Sequence[Sequence[RunMember]]) -> MemberSelection:
+        """Gives other parts to as few processes as possible. None has values of them, so a checkpoint is loaded."""
+        holders = len(living) // self.parts // self.multiple * self.multiple
+        if holders == 0:
+            raise CommunicationError(self._words_for_none(list(map(len, by_part))))
+        ordered = [sorted(members, key=lambda one: (one.rank < 0, one.rank)) for members in by_part]
+        kept = [members[:holders] for members in ordered]
+        rest = iter([one for members in ordered for one in members[holders:]])
+        filled = [[*members, *islice(rest, holders - len(members))] for members in kept]
+        members = numbered([filled[part][place] for place in range(holders) for part in range(self.parts)], self.parts)
+        return MemberSelection(members, spares_of(living, {member.number for member in members}), None)
 
     def _best(
         self,
@@ -111,8 +125,9 @@ class RunShape:
         few = [f"{count} of part {part}" for part, count in enumerate(counts) if count < self.multiple]
         return (
             f"elasticity.continue: expected at least {self.multiple} living process(es) for each of the {self.parts} "
-            f"part(s) of the model, which tensor- or expert-parallel ranks hold, found {', '.join(few)}. The others "
-            "hold other parts and cannot take the place of the lost ones. Start the run again from its last checkpoint"
+            f"part(s) of the model, which tensor- or expert-parallel ranks hold, found {', '.join(few)}, and "
+            f"{sum(counts)} process(es) in all. They are too few to hold the whole model. Start the run again from its "
+            "last checkpoint"
         )
 
 

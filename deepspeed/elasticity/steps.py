@@ -127,8 +127,8 @@ class ElasticSteps:
         collate_fn: Makes a micro-batch of a list of samples; None: torch's ``default_collate``.
         shuffle: Take samples in a new random order in every epoch; otherwise in their order.
         seed: Of the orders.
-        checkpoints: The folder that the run saves to: where a rank and its buddy are lost at once, it continues from
-            the last checkpoint there.
+        checkpoints: A folder that the run saves to or has loaded from: where all that held some part of the states are
+            lost at once, it continues from the last checkpoint there. None: the one that was used last.
 
     Raises:
         CallOrderError: The engine has no ``elasticity.continue``.

@@ -36,6 +36,9 @@ class EngineCheckpoints:
         run_state: Gives the engine's present state.
         resume: Called with what was loaded, so that the engine continues from there.
         sums_are_open: Whether micro-steps have run since the last update.
+
+    Attributes:
+        used: Folders that were saved to or loaded from, absolute, the last one last.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class EngineCheckpoints:
         self._sums_are_open = sums_are_open
         self._made_saver: Saver | None = None
         self._own_engine: CheckpointEngine | None = None
+        self.used: list[Path] = []
         self._writes_for_all = False
 
     def save_checkpoint(
@@ -118,6 +122,7 @@ class EngineCheckpoints:
         )
         with self._progress.during("save", step=run_state.counters["global_steps"], tag=options.tag):
             self._saver.save(run_state, options)
+        self._note_use(options.root)
         return True
 
     def load_checkpoint(
@@ -185,8 +190,12 @@ class EngineCheckpoints:
         loaded = load(run_state, options, self._saver.exchange)
         if loaded is None:
             return None, None
+        self._note_use(options.root)
         self._resume(loaded)
         return str(loaded.folder), loaded.client_state
+
+    def _note_use(self, folder: Path) -> None:
+        self.used = [*(known for known in self.used if known != folder.absolute()), folder.absolute()]
 
     def close(self) -> None:
         """Waits for a save in the background and gives the channel of checkpoints back."""

@@ -151,9 +151,9 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
         arguments: ``config``, ``total`` (steps), ``die`` (by name: step and place where the process kills itself;
             after ``error``, where it raises; after ``stop``, where it stops),
             ``model`` (its kind), ``pause`` (seconds in each step), ``save`` (steps between checkpoints) and
-            ``checkpoints``, ``load`` (whether to load the last one first), ``pauses`` (steps at which one
-            ``ElasticSteps`` ends and the next begins); ``kills``: how often a rank kills itself at
-            a random moment, with ``seed``.
+            ``checkpoints`` (``names_folder``: whether ``ElasticSteps`` gets them), ``load`` (whether to load the last
+            one first), ``pauses`` (steps at which one ``ElasticSteps`` ends and the next begins); ``kills``: how often
+            a rank kills itself at a random moment, with ``seed``.
             ``children``: whether ranks fork a child that outlives them by five seconds.
         name: Of the process.
         folder: For results.
@@ -190,7 +190,8 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
 
     def all_steps() -> Iterator[ElasticStep]:
         for total in (*arguments.get("pauses", ()), arguments["total"]):
-            yield from ElasticSteps(engine, make_data(), total, checkpoints=checkpoints)
+            named = checkpoints if arguments.get("names_folder", True) else None
+            yield from ElasticSteps(engine, make_data(), total, checkpoints=named)
 
     for step in all_steps():
         ranks = int(os.environ["WORLD_SIZE"])

@@ -171,7 +171,8 @@ def test_a_rank_and_its_buddy_at_once_go_back_to_the_checkpoint(tmp_path):
     }  # fmt: skip
     result = run_job(tmp_path, 4, arguments)
     check(result, 5)
-    assert "the run continues from the last checkpoint" in "".join(result.errors.values())
+    words = "global_step2, after step 2: 1 finished step(s) are lost and done again"
+    assert words in "".join(result.errors.values())
     assert [(tuple(r["ranks"]), r["lost"], r["repeated"]) for r in result.recoveries] == [((4, 2), 2, 1)]
 
 
@@ -183,11 +184,22 @@ def test_a_process_joins_between_two_copies(tmp_path):
     assert [(tuple(r["ranks"]), r["repeated"]) for r in result.recoveries] == [((2, 3), 0)]
 
 
+@pytest.mark.slow
+def test_a_checkpoint_that_another_run_has_left_is_not_taken(tmp_path):
+    saved = str(tmp_path / "saved")
+    (tmp_path / "a").mkdir()
+    run_job(tmp_path / "a", 2, {"config": make_config(1), "total": 2, "save": 2, "checkpoints": saved})
+    die = {"r0": [(1, "start")], "r1": [(1, "start")]}
+    result = run_job(tmp_path, 4, {"config": make_config(1), "total": 3, "die": die, "checkpoints": saved})
+    assert [result.codes[name] for name in ("r2", "r3")] == [1, 1]
+    assert "this run has neither saved a checkpoint to" in result.errors["r2"]
+
+
 def test_a_rank_and_its_buddy_without_a_checkpoint_end_the_run(tmp_path):
     die = {"r0": [(1, "start")], "r1": [(1, "start")]}
     result = run_job(tmp_path, 4, {"config": make_config(1), "total": 3, "die": die})
     assert [result.codes[name] for name in ("r2", "r3")] == [1, 1]
-    assert "and no folder of checkpoints was given, so the run cannot continue" in result.errors["r2"]
+    assert "and no folder of checkpoints was given or saved to, so the run cannot" in result.errors["r2"]
 
 
 @pytest.mark.parametrize("stage", [0, slow(3)])
@@ -281,11 +293,34 @@ def test_precisions_and_offload_of_cut_layers(tmp_path, stage, more, tolerance):
     assert all(scale == scales[0] for scale in scales)
 
 
+@pytest.mark.parametrize("stage", [3, slow(0), slow(1), slow(2)])
+def test_others_take_the_part_of_the_layers_that_nobody_holds_any_more(tmp_path, stage):
+    """Both ranks with part 0 are killed: one of the others takes it, with the values of the last checkpoint."""
+    die = {"r0": [(3, "start")], "r2": [(3, "start")]}
+    arguments = {
+        "config": make_config(stage, tensor_parallel=CUT), "total": 6, "save": 2, "model": "awkward", "die": die,
+        "checkpoints": str(tmp_path / "saved"), "names_folder": False,
+    }  # fmt: skip
+    result = run_job(tmp_path, 4, arguments)
+    assert result.codes == {"r0": -9, "r1": 0, "r2": -9, "r3": 0}, result.errors
+    check(result, 6, kind="awkward")
+    assert [(tuple(r["ranks"]), r["repeated"]) for r in result.recoveries] == [((4, 2), 1)]
+    words = "global_step2, after step 2: 1 finished step(s) are lost and done again"
+    assert words in result.errors["r1"] + result.errors["r3"]
+
+
 @pytest.mark.slow
-def test_all_that_hold_a_part_of_the_layers_are_killed(tmp_path):
+def test_all_that_hold_a_part_of_the_layers_are_killed_before_a_checkpoint(tmp_path):
     result = cut_job(tmp_path, 4, 1, {"r0": [(2, "start")], "r2": [(2, "start")]})
     assert [result.codes[name] for name in ("r1", "r3")] == [1, 1]
-    assert "parallel ranks hold, found 0 of part 0" in result.errors["r1"]
+    assert "and no folder of checkpoints was given or saved to, so the run cannot" in result.errors["r1"]
+
+
+@pytest.mark.slow
+def test_too_few_are_left_for_all_parts_of_the_layers(tmp_path):
+    result = cut_job(tmp_path, 2, 1, {"r0": [(2, "start")]})
+    assert result.codes == {"r0": -9, "r1": 1}
+    assert "found 0 of part 0, and 1 process(es) in all. They are too few to hold the whole" in result.errors["r1"]
 
 
 @pytest.mark.slow

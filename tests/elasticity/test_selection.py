@@ -89,10 +89,28 @@ def test_ranks_that_share_sequences_are_a_multiple():
     assert [one.number for one in chosen.spares] == [3]
 
 
-def test_a_part_that_nobody_holds_any_more_ends_the_run():
-    living = [member(number, 2) for number in (1, 3)]
-    with pytest.raises(CommunicationError, match="each of the 2 part.*found 0 of part 0"):
-        RunShape(2).choose(living, holding(4, 2, [1, 3]), [], newest_whole)
+@pytest.mark.parametrize(
+    ("ranks", "parts", "left", "expected", "spares"),
+    [
+        (4, 2, [1, 3], [(3, 0), (1, 1)], []),
+        (6, 2, [1, 3, 5], [(3, 0), (1, 1)], [(5, 1)]),
+        (8, 2, [1, 3, 5, 7], [(5, 0), (1, 1), (7, 0), (3, 1)], []),
+        (9, 3, [1, 2, 4, 7], [(4, 0), (1, 1), (2, 2)], [(7, 1)]),
+    ],
+)
+def test_others_take_a_part_that_nobody_holds_any_more(ranks, parts, left, expected, spares):
+    """Nobody has states of it, and as few as can take another part."""
+    living = [member(number, parts) for number in left]
+    chosen = RunShape(parts).choose(living, holding(ranks, parts, left), [], newest_whole)
+    assert [(one.number, one.part) for one in chosen.members] == expected
+    assert [one.rank for one in chosen.members] == list(range(len(expected)))
+    assert [(one.number, one.part) for one in chosen.spares] == spares
+    assert chosen.source is None
+
+
+def test_a_part_that_nobody_holds_any_more_ends_the_run_of_too_few():
+    with pytest.raises(CommunicationError, match=r"each of the 2 part.*found 0 of part 0, and 1 process"):
+        RunShape(2).choose([member(1, 2)], holding(2, 2, [1]), [], newest_whole)
 
 
 def test_a_choice_of_many_is_made_at_once():
@@ -106,5 +124,7 @@ def test_a_choice_of_many_is_made_at_once():
 def test_the_parts_that_too_few_processes_hold_are_named():
     """Two processes of part 0 are enough for ranks that share sequences in pairs; one of part 1 is not."""
     living = [member(number, 2) for number in (0, 1, 2)]
-    with pytest.raises(CommunicationError, match=r"at least 2 living process\(es\) .* found 1 of part 1\. The others"):
+    with pytest.raises(
+        CommunicationError, match=r"least 2 living process\(es\) .* found 1 of part 1, and 3 process"
+    ):
         RunShape(2, multiple=2).choose(living, holding(4, 2, [0, 1, 2]), [], newest_whole)

@@ -84,15 +84,18 @@ class Channel:
         """For small exchanges and first values."""
         return self._transport
 
-    def reconnect(self, made: Channel) -> None:
+    def reconnect(self, made: Channel, *, moves: bool = False) -> None:
         """Continues as ``made``, a channel of another job: whoever holds this one, such as a layer, notices nothing.
 
         Args:
             made: Over as many ranks, among which this one has the same place. It must not be used any more.
+            moves: This rank may have another place, among another number of ranks.
 
         Raises:
             DeepSpeedConfigError: There are other ranks, or this one has another place.
         """
+        if moves:
+            self.rank, self.size = made.rank, made.size
         if (made.rank, made.size) != (self.rank, self.size):
             raise DeepSpeedConfigError(
                 f"the model was cut as part {self.rank} of {self.size}, but this rank is number {made.rank} of the "

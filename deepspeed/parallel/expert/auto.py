@@ -77,7 +77,9 @@ def spread_experts(
     assignment = _ExpertAssignment(ep_size, peers, device)
     exchanged: ReplacedParameters = {}
     for name, module in found.items():
-        if spread_of(module) is None:
+        if spread_of(module) is not None:
+            _say_parts(name, module, assignment)  # this rank may have another place than in a former job
+        else:
             exchanged |= _cut(name, module, assignment)
             _state(module).grouped = section.use_grouped_mm
             _state(module).is_coded = section.dispatch_dtype == "int8"
@@ -279,11 +281,20 @@ def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> Replace
                 exchanged[id(parameter)] = part
             part.allreduce = False  # type: ignore[attr-defined]
             part.group_name = group_name(assignment.ep_size)  # type: ignore[attr-defined]
-            mine = assignment.mine(experts)
-            shape = (experts, *part.shape[1:])
-            say_part(part, TilePart.cut(f"{name}.{own}" if name else own, shape, 0, [(mine.start, mine.stop)]))
     spread(module, Spread(experts, assignment.ep_size, takes_all(module)))
+    _say_parts(name, module, assignment)
     return exchanged
+
+
+def _say_parts(name: str, module: nn.Module, assignment: _ExpertAssignment) -> None:
+    """Says of the stacks of a module that is spread which experts this rank has."""
+    experts = _state(module).num_experts
+    mine = assignment.mine(experts)
+    for own, parameter in module._parameters.items():
+        if parameter is not None and getattr(parameter, "group_name", None) == group_name(assignment.ep_size):
+            shape = (experts, *full_shape(parameter)[1:])
+            part = TilePart.cut(f"{name}.{own}" if name else own, shape, 0, [(mine.start, mine.stop)])
+            say_part(parameter, part)
 
 
 @torch.no_grad()

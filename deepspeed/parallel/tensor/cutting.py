@@ -32,7 +32,6 @@ from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
-from deepspeed.models.attention_modules import AttentionHeads, change_heads
 from deepspeed.models.head import takes_loss_function, use_loss_function
 from deepspeed.models.inputs import small_inputs
 from deepspeed.parallel.expert.auto import spread_modules
@@ -40,13 +39,19 @@ from deepspeed.parallel.stages import gather_from_stages, is_pipeline, is_stage,
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
 from deepspeed.parallel.tensor.channel import connect, connect_lists
-from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
-from deepspeed.parallel.tensor.linear import ColumnLinear
-from deepspeed.parallel.tensor.making import Maker, cut_parameter
+from deepspeed.parallel.tensor.layout import Layout, ParameterCut, describe, layout_of
+from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear
+from deepspeed.parallel.tensor.making import (
+    Maker,
+    become_part,
+    cut_parameter,
+    set_features,
+    set_head_counts,
+    slice_arguments,
+)
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_of
-from deepspeed.parallel.tensor.split import Heads
 from deepspeed.parallel.tensor.structure import of_structure, summed_inside
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
 from deepspeed.uncompiled import without_compiling
@@ -55,6 +60,7 @@ from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.tiling.parts import mark_owners, part_owners_of
 
 CUT = "ds_autotp_parsed"  # the name that programs ask for
+_COPIES = "tensor copies"
 
 
 @dataclass
@@ -108,11 +114,11 @@ class LayerConnection:
         """Whether their job has come to its end."""
         return self.job() is not Job.current()
 
-    def go_on_as(self, made: LayerConnection, model: nn.Module) -> None:
-        """Continues as ``made``, of another job."""
-        self.channel.reconnect(made.channel)
+    def go_on_as(self, made: LayerConnection, model: nn.Module, *, moves: bool) -> None:
+        """Continues as ``made``, of another job; ``moves``: this rank may have another place in it."""
+        self.channel.reconnect(made.channel, moves=moves)
         if self.replicas is not None and made.replicas is not None:
-            self.replicas.reconnect(made.replicas)
+            self.replicas.reconnect(made.replicas, moves=moves)
         for parameter in model.parameters():
             if (owners := part_owners_of(parameter)) is not None:
                 mark_owners(parameter, replace(owners, transport=self.channel.transport))
@@ -140,7 +146,12 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     known = getattr(model, CUT, None)
     if isinstance(known, CutModel):
         if known.connection is not None and known.connection.is_over:
-            known.connection.go_on_as(LayerConnection.of(model, known.layout, mesh, device), model)
+            connection = LayerConnection.of(model, known.layout, mesh, device)
+            # Of a run that lost all processes with one part, which a checkpoint gives to others: it fills them.
+            moves = Job.current().awaits_copies and connection.channel.rank != known.channel.rank
+            if moves:
+                _become_part(model, known, connection.channel.rank)
+            known.connection.go_on_as(connection, model, moves=moves)
             same_random_states(known.channel)
         return known
     if size == 1 or section.autotp_size <= 1:
@@ -167,7 +178,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         maker.make(layer)
     for name, (attention, heads) in layout.heads.items():
         set_head_counts(model.get_submodule(name), attention, heads, channel.rank)
-        slice_arguments(model.get_submodule(name), attention, heads, channel.rank)
+        slice_arguments(model.get_submodule(name), attention, heads, channel)
     if sequences is not None:
         cut_sequences(model, sequences, channel)
     _use_parallel_loss(model, section, channel, device)
@@ -360,67 +371,45 @@ def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel, data: Tran
         if id(parameter) in done:
             continue
         done.add(id(parameter))
-        low = cut.split.replicas(place)[0]
-        group = None
-        if any(stop - start > 1 for start, stop in map(cut.split.replicas, range(layout.size))):
-            group = "tensor copies"
-            made.counts[group] = place == low
+        group = _COPIES if _has_copies(cut) else None
         cut_parameter(parameter, cut, first_names[id(parameter)], made.channel, group, data)
+    made.counts = _counts(layout, place)
 
 
-_PER_HEAD = ("alibi", "position_bias")
-"""Arguments that have something for every head."""
-
-_MASK = "attention_mask"
-"""The argument that may have heads as its second of four dimensions: where ALiBi is added to it, for example."""
+def _has_copies(cut: ParameterCut) -> bool:
+    """Returns whether several ranks that share the layer have the same part of a parameter."""
+    return any(high - low > 1 for low, high in map(cut.split.replicas, range(cut.split.size)))
 
 
-def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
-    """Sets the numbers of an attention module to those of a rank's part.
-
-    Args:
-        module: The module.
-        whole: What it had.
-        heads: How they are divided.
-        place: This rank's.
-
-    Returns:
-        By attribute: the number before and after.
-    """
-    low, high = heads.of_query(place)
-    first, last = heads.of_key_value(place)
-    return change_heads(module, whole, high - low, last - first)
+def _counts(layout: Layout, place: int) -> dict[str, bool]:
+    """Returns :attr:`CutModel.counts` of a rank, by its place among those that share the layers."""
+    copied = next(filter(_has_copies, layout.parameters.values()), None)  # the others have the same ranks
+    return {} if copied is None else {_COPIES: place == copied.split.replicas(place)[0]}
 
 
-def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> None:
-    """Lets an attention module see this rank's part of what it is handed per head (ALiBi, position biases).
+def _become_part(model: nn.Module, known: CutModel, place: int) -> None:
+    """Makes a cut model the part of another rank. Its cut parameters are zeros until a checkpoint is loaded.
 
     Args:
-        module: The module.
-        whole: What it had.
-        heads: How they are divided.
-        place: This rank's.
+        model: Cut, not sharded.
+        known: Its cut.
+        place: The rank's place among those that share the layers.
     """
-    low, high = heads.of_query(place)
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for name in _PER_HEAD:
-            if isinstance(value := kwargs.get(name), torch.Tensor):
-                kwargs = {**kwargs, name: _part_of_heads(value, whole.query, low, high)}
-        if isinstance(mask := kwargs.get(_MASK), torch.Tensor) and mask.dim() == 4:
-            kwargs = {**kwargs, _MASK: _part_of_heads(mask, whole.query, low, high)}
-        return args, kwargs
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _part_of_heads(value: torch.Tensor, count: int, low: int, high: int) -> torch.Tensor:
-    """Returns the heads of this rank along the first of 3 dimensions or the second of 4; other tensors whole."""
-    if value.dim() == 4:
-        return value[:, low:high] if value.shape[1] == count else value
-    if value.dim() == 3 and value.shape[0] % count == 0:
-        return value.view(-1, count, *value.shape[1:])[:, low:high].flatten(0, 1)
-    return value
+    before, layout = known.channel.rank, known.layout
+    by_name: Mapping[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    for name, cut in layout.parameters.items():
+        become_part(by_name[name], cut, place)
+    known.counts = _counts(layout, place)
+    for module in model.modules():
+        linear = getattr(module, "tensor_cut", None)
+        if isinstance(linear, CutLinear):
+            low, high = linear.split.replicas(place)
+            linear.replicas = known.connection.replicas if known.connection is not None and high - low > 1 else None
+            set_features(module, linear)
+    for name, (attention, heads) in layout.heads.items():
+        (low, high), (first, last) = heads.of_query(before), heads.of_key_value(before)
+        present = replace(attention, query=high - low, key_value=last - first)
+        set_head_counts(model.get_submodule(name), present, heads, place)
 
 
 BY_DEFAULT_BELOW = 300_000_000

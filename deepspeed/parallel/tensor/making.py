@@ -13,10 +13,12 @@ from deepspeed.comm.transports.differentiable import copy_to, reduce_from
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
+from deepspeed.models.attention_modules import AttentionHeads, change_heads
 from deepspeed.models.configurations import rotary_width_of, text_config
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear, SharedInputs
 from deepspeed.parallel.tensor.rules import CutStyle, is_transposed
+from deepspeed.parallel.tensor.split import Heads
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
@@ -25,7 +27,7 @@ from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.tiling.describe import CUT, put_in_group
-from deepspeed.zero.tiling.parts import PartOwners, mark_owners, say_part
+from deepspeed.zero.tiling.parts import PartOwners, mark_owners, part_owners_of, say_part
 from deepspeed.zero.tiling.tiles import TilePart
 
 
@@ -66,6 +68,26 @@ def cut_parameter(
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     if group is not None:
         put_in_group([parameter], group)
+
+
+def become_part(parameter: nn.Parameter, cut: ParameterCut, place: int) -> None:
+    """Makes a parameter that was cut the part of another rank. Its values are zeros afterwards.
+
+    Args:
+        parameter: Not sharded.
+        cut: Which parts there are.
+        place: The rank's place among those that share the layer.
+    """
+    owners = part_owners_of(parameter)
+    assert owners is not None and address_of(parameter) is None
+    shape = (*cut.shape[: cut.dim], cut.split.width(place), *cut.shape[cut.dim + 1 :])
+    values = parameter.detach().new_zeros(shape)
+    parameter.grad = None
+    # A graph of a step that was broken off may keep the parameter's autograd node, which expects gradients of the
+    # former shape. Torch gives up the node where the dtype changes.
+    parameter.data = values.to(torch.float32 if values.dtype == torch.float64 else torch.float64)
+    parameter.data = values
+    say_part(parameter, owners.parts[place])
 
 
 def _part(values: torch.Tensor, dim: int, intervals: list[tuple[int, int]]) -> torch.Tensor:
@@ -144,10 +166,9 @@ class Maker:
             is_gathered=is_gathered,
             replicas=self._replicas if high - low > 1 else None,
         )
-        out, inside = full_shape(module.weight) if not transposed else full_shape(module.weight)[::-1]  # type: ignore
         module.__class__ = kinds[1] if transposed else kinds[0]
         module.tensor_cut = cut  # type: ignore[assignment]
-        module.in_features, module.out_features = int(inside), int(out)  # type: ignore[assignment]
+        set_features(module, cut)
 
     def _embedding(self, module: nn.Module, layer: LayerCut, way: CutStyle) -> None:
         assert layer.split is not None and isinstance(module, nn.Embedding)
@@ -156,6 +177,13 @@ class Maker:
         projection = CutLinear(self._channel, self._shared_inputs, layer.split, layer.name, is_gathered=True)
         cut = CutEmbedding(self._channel, layer.split, layer.name, padding, projection)
         module.tensor_cut = cut  # type: ignore[assignment]
+
+
+def set_features(module: nn.Module, cut: CutLinear) -> None:
+    """Sets the numbers of features of a cut linear layer to those of its weight."""
+    shape = full_shape(module.weight)  # type: ignore[arg-type]
+    out, inside = shape[::-1] if cut.is_transposed else shape
+    module.in_features, module.out_features = int(inside), int(out)  # type: ignore[assignment]
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
@@ -224,3 +252,58 @@ def _sum_output(channel: Channel, name: str) -> Callable[..., Any]:
         return reduce_from(output, channel, f"the output of {name}")
 
     return hook
+
+
+_PER_HEAD = ("alibi", "position_bias")
+"""Arguments that have something for every head."""
+
+_MASK = "attention_mask"
+"""The argument that may have heads as its second of four dimensions: where ALiBi is added to it, for example."""
+
+
+def set_head_counts(module: nn.Module, whole: AttentionHeads, heads: Heads, place: int) -> dict[str, tuple[int, int]]:
+    """Sets the numbers of an attention module to those of a rank's part.
+
+    Args:
+        module: The module.
+        whole: What it had.
+        heads: How they are divided.
+        place: This rank's.
+
+    Returns:
+        By attribute: the number before and after.
+    """
+    low, high = heads.of_query(place)
+    first, last = heads.of_key_value(place)
+    return change_heads(module, whole, high - low, last - first)
+
+
+def slice_arguments(module: nn.Module, whole: AttentionHeads, heads: Heads, channel: Channel) -> None:
+    """Lets an attention module see this rank's part of what it is handed per head (ALiBi, position biases).
+
+    Args:
+        module: The module.
+        whole: What it had.
+        heads: How they are divided.
+        channel: The ranks that share them.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        low, high = heads.of_query(channel.rank)
+        for name in _PER_HEAD:
+            if isinstance(value := kwargs.get(name), torch.Tensor):
+                kwargs = {**kwargs, name: _part_of_heads(value, whole.query, low, high)}
+        if isinstance(mask := kwargs.get(_MASK), torch.Tensor) and mask.dim() == 4:
+            kwargs = {**kwargs, _MASK: _part_of_heads(mask, whole.query, low, high)}
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _part_of_heads(value: torch.Tensor, count: int, low: int, high: int) -> torch.Tensor:
+    """Returns the heads of this rank along the first of 3 dimensions or the second of 4; other tensors whole."""
+    if value.dim() == 4:
+        return value[:, low:high] if value.shape[1] == count else value
+    if value.dim() == 3 and value.shape[0] % count == 0:
+        return value.view(-1, count, *value.shape[1:])[:, low:high].flatten(0, 1)
+    return value
