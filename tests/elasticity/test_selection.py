@@ -124,7 +124,5 @@ def test_a_choice_of_many_is_made_at_once():
 def test_the_parts_that_too_few_processes_hold_are_named():
     """Two processes of part 0 are enough for ranks that share sequences in pairs; one of part 1 is not."""
     living = [member(number, 2) for number in (0, 1, 2)]
-    with pytest.raises(
-        CommunicationError, match=r"least 2 living process\(es\) .* found 1 of part 1, and 3 process"
-    ):
+    with pytest.raises(CommunicationError, match=r"least 2 living process\(es\) .* found 1 of part 1, and 3 process"):
         RunShape(2, multiple=2).choose(living, holding(4, 2, [0, 1, 2]), [], newest_whole)
