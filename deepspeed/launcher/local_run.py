@@ -77,6 +77,8 @@ class LocalRun:
     ) -> None:
         _open_standard_streams()
         self._handed_on = handed_on_signals(stop_signal)
+        self._stop_signal = stop_signal
+        self._stop_at: float | None = None  # when the ranks must have ended after it
         self._grace = grace
         self._failure_file = failure_file
         self._workers = workers
@@ -106,6 +108,7 @@ class LocalRun:
         self._signal: int | None = None  # the signal that ends the run, ours or the supervisor's
         self._done: dict[str, Any] | None = None
         self._notes = ExitNotes(None)
+        self._left_behind: dict[int, float] = {}  # ranks that run while the others continue without them, since when
 
     def run(self) -> int:
         """Runs all ranks to their end.
@@ -190,7 +193,7 @@ class LocalRun:
                 continue  # started by nohup: outliving the terminal is what the user wants
             previous[number] = signal.signal(number, self._on_signal)
         for each in self._handed_on:
-            handler = signal.signal(each, lambda number, _frame: self._command(number, None))
+            handler = signal.signal(each, lambda number, _frame: self._hand_on(number))
             previous.setdefault(each, handler)
         return previous
 
@@ -204,13 +207,20 @@ class LocalRun:
     def _take_signal(self, number: int) -> None:
         """Treats a signal to the command that started the launchers as one to this launcher."""
         if number in self._handed_on:
-            self._command(number, None)
+            self._hand_on(number)
         else:
             self._on_signal(number, None)
 
-    def _command(self, number: int, grace: float | None) -> None:
+    def _hand_on(self, number: int) -> None:
+        """Sends the ranks a signal that they decide about. That of ``--signal`` gives them the time of ``--grace``."""
+        if number == self._stop_signal and self._grace is not None:
+            self._stop_at = self._stop_at or time.monotonic() + self._grace
+        self._command(number, None)
+
+    def _command(self, number: int, grace: float | None, rank: int | None = None) -> None:
+        command = {"signal": int(number), "grace": grace, "rank": rank}
         try:
-            self._channel.sendall(json.dumps({"signal": int(number), "grace": grace}).encode() + b"\n")
+            self._channel.sendall(json.dumps(command).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
             return  # it has ended already, and the loop will read that
 
@@ -240,6 +250,21 @@ class LocalRun:
             if self._signal is None and (self._output.is_broken or (self._shares_screen and self._output.is_abandoned)):
                 self._on_signal(signal.SIGPIPE, None)
             self._consider_failures(now)
+            self._end_ranks_that_hang(now)
+
+    def _end_ranks_that_hang(self, now: float) -> None:
+        """Ends ranks that have not ended in time, for which this launcher would wait without end.
+
+        They are those that the others continue without, and all ranks after the signal of ``--signal``.
+        """
+        for state in self._states.values() if self._notes.do_continue else ():
+            if state.pid is not None and state.status is None and self._notes.is_recovered(state.pid):
+                if now > self._left_behind.setdefault(state.rank, now) + GRACE_AFTER_FAILURE:
+                    self._command(signal.SIGKILL, None, state.rank)
+        if self._stop_at is not None and now > self._stop_at and self._signal is None and self._first is None:
+            self._print_line(f"the ranks have not ended within {self._grace:g} s (--grace) of the signal of --signal")
+            self._signal = self._stop_signal
+            self._command(signal.SIGTERM, GRACE_AFTER_FAILURE)
 
     def _read(self, key: selectors.SelectorKey) -> bool:
         """Reads one pipe once; False when it is empty for now or at its end."""
@@ -451,7 +476,8 @@ class LocalRun:
 
     def _have_saved(self) -> bool:
         """Whether all ranks have left with the code that asks for another start (:mod:`deepspeed.preemption`)."""
-        return bool(self._states) and all(state.status == os.EX_TEMPFAIL for state in self._states.values())
+        statuses = [state.status for state in self._states.values() if not self._was_survived(state)]
+        return bool(statuses) and all(status == os.EX_TEMPFAIL for status in statuses)
 
     def _must_report(self, first: Failure) -> bool:
         """Whether this launcher names the failure: on a shared screen only the one it happened to, or else the hub."""

@@ -69,7 +69,8 @@ class Supervisor:
     Messages are JSON objects, one per line. To the front, by ``event``: ``started`` (rank, pid), ``failed_to_start``
     (rank, reason), ``exited`` (rank, time, and status as from ``subprocess``: minus the signal's number for a signal),
     ``signalled`` (signal: this process itself got one), ``done`` (leftovers, stuck). From the front: what to send the
-    ranks (signal) and how long they may take (grace, seconds; null: they need not end).
+    ranks (signal) and how long they may take (grace, seconds; null: they need not end); or which rank alone gets the
+    signal, with its children (rank).
 
     Args:
         workers: The ranks.
@@ -187,15 +188,17 @@ class Supervisor:
         if not data:
             self._front_is_alive = False
             return signal.SIGTERM, GRACE_AFTER_FAILURE
-        self._received += data
-        if b"\n" not in self._received:
-            return None
-        line, self._received = self._received.split(b"\n", 1)
-        command = json.loads(line)
-        if command["grace"] is None:
-            self._send_ranks(command["signal"])
-            return None
-        return command["signal"], command["grace"]
+        *lines, self._received = (self._received + data).split(b"\n")
+        for command in map(json.loads, lines):
+            if command.get("rank") is not None:
+                processes.send_groups(
+                    [pid for pid, rank in self._running.items() if rank == command["rank"]], command["signal"]
+                )
+            elif command["grace"] is None:
+                self._send_ranks(command["signal"])
+            else:
+                return command["signal"], command["grace"]
+        return None
 
     def _send_ranks(self, number: int) -> None:
         for pid in self._running:  # not reaped yet, so no other process has its number

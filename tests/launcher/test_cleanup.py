@@ -294,3 +294,72 @@ def test_a_program_that_calls_the_launcher_keeps_its_own_children(launch, tmp_pa
         [os.sys.executable, str(script)], capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path
     )
     assert done.stdout.splitlines() == ["code 137", "None True"], done.stderr
+
+
+CONTINUING = """
+    import pathlib, signal
+    from deepspeed.exit_notes import ExitNotes
+    notes = ExitNotes.here()
+    notes.continues()
+    pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
+    other = pathlib.Path(f"pid{1 - rank}")
+    while not other.exists() or not other.read_text(): time.sleep(0.02)
+    other = int(other.read_text())
+    pathlib.Path(f"ready{rank}").touch()
+"""
+"""Ranks of a run that continues without those that are lost, as elasticity.continue does."""
+
+
+def test_a_rank_that_hangs_is_ended_where_the_run_continues_without_it(launch):
+    script = (
+        CONTINUING
+        + """
+    if rank == 1:
+        for number in (15, 2, 1): signal.signal(number, signal.SIG_IGN)
+        time.sleep(300)
+    notes.recovered([other])
+    """
+    )
+    launcher = launch(script, "--num_gpus=2", "-q")
+    code, _, err = launcher.finish()
+    assert code == 0, err
+    assert "was lost: ended by signal 9 (SIGKILL)" in err and "the run continued without it" in err
+    assert not launcher.processes()
+
+
+@pytest.mark.parametrize(("continues", "code"), [(True, 0), (False, 137)])
+def test_rank_0_is_killed_and_the_run_continues_or_does_not(launch, continues, code):
+    """Where the others cannot continue, the code is that of the rank that was lost."""
+    script = (
+        CONTINUING
+        + f"""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while notes.cause_of(other) == "": time.sleep(0.02)
+    if {continues}:
+        notes.recovered([other])
+    sys.exit({int(not continues)})
+    """
+    )
+    found, _, err = launch(script, "--num_gpus=2", "-q").finish()
+    assert found == code, err
+    assert ("the run continued without it" in err) is continues
+
+
+def test_the_launcher_is_killed_while_ranks_could_continue(launch):
+    launcher = launch(CONTINUING + "    time.sleep(300)", "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    launcher.process.kill()
+    all_gone(launcher)
+    assert launcher.finish()[0] == -signal.SIGKILL
+
+
+def test_ranks_that_hang_at_the_signal_of_the_scheduler_are_ended(launch):
+    """They have the time of --grace."""
+    launcher = launch(STUBBORN_RANK.replace("15,", "10, 15,"), "--num_gpus=2", "-q", "--signal=USR1", "--grace=1")
+    launcher.wait_for_files("ready0", "ready1")
+    launcher.process.send_signal(signal.SIGUSR1)
+    code, _, err = launcher.finish()
+    assert code == 128 + signal.SIGUSR1, err
+    assert "the ranks have not ended within 1 s (--grace) of the signal of --signal" in err
+    assert not launcher.processes()
