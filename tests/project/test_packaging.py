@@ -12,6 +12,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import deepspeed
 from tests.project.graph import PACKAGE, ROOT
@@ -49,6 +50,25 @@ def test_torch_is_pinned_exactly_and_bounded_only_from_below():
     assert [line for line in project["dependencies"] if line.startswith("torch")] == ["torch>=2.11"]
     assert sorted(project["scripts"]) == sorted(COMMANDS)
     assert all("<" not in line for line in project["dependencies"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("python", ["3.10.2", "3.11.2", "3.12.1", "3.13.0"])
+def test_every_pin_exists_for_every_python(tmp_path, python):
+    """Of a pin without a version for its Python, pip only says that it looks for others, for an hour."""
+    given = {"python_version": python.rpartition(".")[0], "python_full_version": python}
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = [Requirement(line) for line in lines if line]
+    wanted = [f"{pin.name}{pin.specifier}" for pin in pins if pin.marker is None or pin.marker.evaluate(given)]
+    assert len(wanted) >= 20
+    look = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--ignore-installed"]
+    chosen = ["--only-binary=:all:", "--python-version", python, "--target", str(tmp_path), *wanted]
+    done = subprocess.run([*look, *chosen], capture_output=True, text=True)
+    wrong = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+    if any("onnection" in line or "retries" in line for line in wrong):
+        pytest.skip(f"the package index cannot be reached: {wrong[-1]}")
+    assert not wrong and done.returncode == 0, wrong[-1:] or done.stderr
 
 
 def test_nothing_needs_a_compiler():
