@@ -43,6 +43,11 @@ class ExitNotes:
         found = os.environ.get(NOTES)
         return cls(Path(found) if found else None)
 
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher of this package reads what the ranks write."""
+        return self._folder is not None
+
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def continues(self) -> None:

@@ -144,15 +144,12 @@ class LocalRun:
             self._channel.close()
             for log in self._logs:
                 log.close()
-            if notes is not None:
-                shutil.rmtree(notes, ignore_errors=True)
+            shutil.rmtree(notes, ignore_errors=True)
 
     # --- start ------------------------------------------------------------------------------------------------------
 
-    def _open_notes(self) -> Path | None:
-        """Makes the folder through which ranks and this launcher talk; for the ranks of one machine only."""
-        if self._link is not None:
-            return None
+    def _open_notes(self) -> Path:
+        """Makes the folder through which the ranks of this machine and this launcher talk."""
         folder = Path(tempfile.mkdtemp(prefix="deepspeed-notes-"))
         for worker in self._workers:
             worker.environment[NOTES] = str(folder)
@@ -332,7 +329,7 @@ class LocalRun:
         failures = [self._failure_of(state) for state in failed] + self._elsewhere
         if not failures or self._first is not None or self._signal is not None:
             return
-        if self._notes.do_continue and any(s.pid is not None and s.status is None for s in self._states.values()):
+        if self._do_continue and any(s.pid is not None and s.status is None for s in self._states.values()):
             return  # the others continue, or fail too
         if self._settle_until is None:
             self._settle_until = now + _SETTLE_SECONDS
@@ -350,9 +347,15 @@ class LocalRun:
                 return  # the hub knows of all machines
         self._decide(best)
 
+    @property
+    def _do_continue(self) -> bool:
+        """Whether the other ranks continue when one is lost; ranks of several machines say so to one launcher only."""
+        return self._link is None and self._notes.do_continue
+
     def _was_survived(self, state: RankState) -> bool:
         """Whether the other ranks have gone on without this one, which has failed."""
-        return state.pid is not None and state.has_failed and self._notes.is_recovered(state.pid)
+        is_alone = self._link is None
+        return is_alone and state.pid is not None and state.has_failed and self._notes.is_recovered(state.pid)
 
     def _failure_of(self, state: RankState) -> Failure:
         local = next(worker.local_rank for worker in self._workers if worker.rank == state.rank)

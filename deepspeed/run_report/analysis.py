@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed.axes import OTHER_PARTS, ROWS
 from deepspeed.run_report.failures import find_failures
-from deepspeed.run_report.recorder import OUTSIDE
+from deepspeed.run_report.rank_file import OUTSIDE
 from deepspeed.run_report.run_data import Line, RankRun, RunData
 
 PHASES = ("forward", "backward", "step", "save", "load", OUTSIDE)

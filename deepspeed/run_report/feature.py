@@ -28,7 +28,7 @@ from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.release import VERSION
 from deepspeed.run_report.analysis import SlowRank, slow_ranks
-from deepspeed.run_report.page import report_at_end, report_of_earlier_start
+from deepspeed.run_report.page_times import StandbyWriter, report_at_end, report_of_earlier_start
 from deepspeed.run_report.rank_file import RecentSteps, open_folder, rank_path
 from deepspeed.run_report.recorder import StepRecorder
 from deepspeed.run_report.run_data import PLAN, Line, RankRun, RunData
@@ -75,9 +75,13 @@ class RunReportFeature(EngineFeature):
             posts = StepBoard(store, rank, world_size, _facts(setup, runtime))
             return TrackingHooks(StepRecorder(posts.steps, rank, {}, after_step=posts.after_step))
         folder = Path(section.path)
-        on_close = partial(report_at_end, folder, rank)
-        if rank == 0:
-            ExitNotes.here().run_report_missing(folder)  # the launcher writes the page if this rank is killed
+        # If rank 0 is killed, the launcher of this package writes the page, or else the standby.
+        notes, standby = ExitNotes.here(), None
+        if rank == 0 and notes.has_launcher:
+            notes.run_report_missing(folder)
+        elif rank == 0:
+            standby = StandbyWriter(folder)
+        on_close = partial(report_at_end, folder, rank, standby=standby)
         watch = StragglerWatch(RankFileReader(folder).read, world_size) if rank == 0 and world_size > 1 else None
         after_step = None if watch is None else watch.after_step
         return TrackingHooks(

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deepspeed.errors import DeepSpeedError
-from deepspeed.exit_notes import ExitNotes
-from deepspeed.logging import log_dist
 from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing, mfu
 from deepspeed.run_report.failures import FAILURE, find_failures
-from deepspeed.run_report.rank_file import PATTERN, has_end
 from deepspeed.run_report.run_data import RunData, read_run
 
 _NAMES = {"step": "update", "outside": "outside the engine"}
 
 _MOST_MOMENTS = 5
-_PATIENCE = 2.0  # seconds
-_SMALL = 64 << 20  # bytes that are read in a second or two
 
 _STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
@@ -49,13 +40,6 @@ def write_report(folder: Path) -> Path:
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
     return folder / "report.html"
-
-
-def _await_ends(folder: Path) -> None:
-    """Waits a moment for the other ranks to end their files, as they do when all is well."""
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline and not all(map(has_end, folder.glob(PATTERN))):
-        time.sleep(0.05)
 
 
 def make_page(run: RunData, analysis: RunSummary) -> str:
@@ -115,67 +99,6 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
     ]
     head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
-
-
-def report_at_end(folder: Path, rank: int, has_failed: bool) -> None:
-    """Writes the report of a run that ends, or says how to do so where reading the files would hold up the end.
-
-    Rank 0 does it, and a rank that has failed, as the others may be killed now.
-
-    Args:
-        folder: ``run_report.path`` of the run.
-        rank: That ends.
-        has_failed: Whether an exception ends it.
-    """
-    if rank == 0:
-        _await_ends(folder)
-        _report_if_small(folder, rank)
-        ExitNotes.here().run_report_written()
-    elif has_failed:
-        with _sole_writer(folder) as is_sole:
-            if is_sole:
-                _report_if_small(folder, rank)
-
-
-def report_of_earlier_start(folder: Path) -> None:
-    """Writes the report of a start that was killed before it did, when the next one begins. Rank 0 calls it.
-
-    Nothing happens where no rank has written after the page.
-
-    Args:
-        folder: ``run_report.path`` of the run, before a rank of the new start opens its file.
-    """
-    written = [path.stat().st_mtime_ns for path in folder.glob(PATTERN)]
-    page = folder / "report.html"
-    if not written or (page.exists() and page.stat().st_mtime_ns >= max(written)):
-        return
-    try:
-        _report_if_small(folder, 0)
-    except DeepSpeedError as error:  # of a damaged file of that start, which must not hold up this one
-        log_dist(f"run report: no page about the start before this one: {error}", level=30)
-
-
-@contextmanager
-def _sole_writer(folder: Path) -> Iterator[bool]:
-    """Yields False while another rank is inside: of a thousand ranks that fail together, few shall read all files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_sole = True
-        except OSError:  # taken, or a file system without locks
-            is_sole = False
-        yield is_sole
-    finally:
-        os.close(descriptor)
-
-
-def _report_if_small(folder: Path, rank: int) -> None:
-    nbytes = sum(path.stat().st_size for path in folder.glob(PATTERN))
-    if nbytes > _SMALL:
-        log_dist(f"run report: {nbytes / 2**20:,.0f} MiB to read; run ds_report_run {folder}", ranks=[rank])
-    else:
-        log_dist(f"run report: {write_report(folder)}", ranks=[rank])
 
 
 def all_events(run: RunData) -> list[dict[str, Any]]:

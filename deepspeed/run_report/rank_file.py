@@ -15,6 +15,10 @@ from typing import Any
 from deepspeed.errors import DeepSpeedConfigError
 
 PATTERN = "rank-*.jsonl"
+
+OUTSIDE = "outside"
+"""The phase between calls of the engine: data, evaluation, and the program's own code."""
+
 _PATIENCE = 1.0  # seconds that lines may stay in memory
 
 

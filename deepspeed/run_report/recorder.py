@@ -21,13 +21,10 @@ from deepspeed.comm.transports.counters import traffic, waiting
 from deepspeed.engine_feature import StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
 from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
-from deepspeed.run_report.rank_file import RankFile, RecentSteps
+from deepspeed.run_report.rank_file import OUTSIDE, RankFile, RecentSteps
 
 _MANY = 4096
 """Phases of a step whose marks are kept until the step after it; an evaluation may run any number of forwards."""
-
-OUTSIDE = "outside"
-"""The phase between calls of the engine: data, evaluation, and the program's own code."""
 
 
 @dataclass

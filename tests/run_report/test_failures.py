@@ -8,19 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deepspeed.run_report.failures import _KILLED
-from deepspeed.run_report.page import report_at_end, report_of_earlier_start, write_report
+from deepspeed.run_report.page import write_report
+from deepspeed.run_report.page_times import StandbyWriter, report_at_end, report_of_earlier_start
 from deepspeed.run_report.rank_file import RankFile
 from deepspeed.run_report.recorder import StepRecorder
 from tests.engine.support import engine_of
 from tests.harness import RanksFailed, run_ranks
 from tests.harness.toy_models import tower
 from tests.launcher.processes import Launcher
+from tests.launcher.test_nodes import start
 from tests.run_report.runs import step_line, write_rank
 
 _PROGRAM = """
@@ -62,10 +65,17 @@ def test_an_exception_is_the_first_sentence_an_event_and_a_mark(tmp_path):
     assert [event for event in numbers["events"] if event["name"] == "failure"] == [failure]
 
 
-def test_a_killed_rank_is_a_failure(tmp_path):
+def _await_page(folder):
+    deadline = time.monotonic() + 120
+    while not (folder / "report.html").exists():
+        assert time.monotonic() < deadline, "no page"
+        time.sleep(0.05)
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_page_of_a_killed_rank_is_written_at_once_and_names_it(tmp_path):
     assert _run(tmp_path, "kill").returncode == -signal.SIGKILL
-    write_report(tmp_path)
-    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    (failure,) = _await_page(tmp_path)["failures"]  # nothing but the standby can have written it
     assert failure["text"] == f"failed after step 5: {_KILLED}"
     last = [json.loads(line)["time"] for line in (tmp_path / "rank-00000.jsonl").read_text().splitlines()][-1]
     assert failure["time"] == last
@@ -167,6 +177,25 @@ def test_a_rank_that_ends_well_leaves_the_page_to_rank_0(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+def test_the_standby_ends_when_the_page_is_written(tmp_path):
+    write_rank(tmp_path, 0, [step_line(1)])
+    standby = StandbyWriter(tmp_path)
+    assert standby._process.poll() is None
+    report_at_end(tmp_path, 0, False, standby)
+    assert standby._process.returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.jsonl", "report.html", "report.json"]
+
+
+def test_the_standby_survives_the_signals_of_a_shutdown(tmp_path):
+    write_rank(tmp_path, 0, [step_line(1)])
+    standby = StandbyWriter(tmp_path)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.killpg(standby._process.pid, number)
+    standby._process.stdin.close()  # as if this process were gone
+    assert standby._process.wait(120) == 0
+    assert (tmp_path / "report.html").exists()
+
+
 def _first_step_of_the_next_start(folder):
     engine = engine_of(tower(), 1, run_report={"path": folder})
     page = (Path(folder) / "report.html").read_text()
@@ -222,3 +251,46 @@ def test_the_launcher_writes_the_page_where_rank_0_was_killed(tmp_path, how):
     failures = json.loads((tmp_path / "report" / "report.json").read_text())["failures"]
     assert sorted(failure["rank"] for failure in failures) == [0, 1]
     assert how == "kill" or failures[0]["text"].endswith("ValueError: <b>broken</b> batch"), "the cause first"
+
+
+_WAITING = """
+import os, signal, sys, time, torch, deepspeed
+deepspeed.init_distributed("gloo")
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+config["run_report"] = {"path": "report"}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+for step in range(3):
+    engine.backward(engine(torch.randn(2, 4)).square().mean())
+    engine.step()
+engine.save_checkpoint("saved")  # brings the lines to the file
+if engine.global_rank == int(sys.argv[-2]):
+    os.kill(os.getpid(), getattr(signal, sys.argv[-1]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signalled", [(0, "SIGKILL"), (1, "SIGKILL"), (0, "SIGTERM")])
+def test_the_page_of_a_run_of_torchrun_is_written_at_once(tmp_path, signalled):
+    (tmp_path / "train.py").write_text(_WAITING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    done = subprocess.run(
+        [*torchrun, *map(str, signalled)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    failures = _await_page(tmp_path / "report")["failures"]
+    assert sorted((failure["rank"], failure["step"]) for failure in failures) == [(0, 3), (1, 3)]
+
+
+@pytest.mark.slow
+def test_the_launcher_of_rank_0_writes_the_page_of_a_run_on_two_machines(tmp_path):
+    first, second = start(tmp_path, _WAITING, ranks=(1, 1), arguments=("1", "SIGKILL"))
+    (code, _, err), _ = first.finish(), second.finish()
+    assert code == 128 + signal.SIGKILL
+    assert f"run report: {tmp_path / 'report' / 'report.html'}" in err and "had left running" not in err
+    failures = json.loads((tmp_path / "report" / "report.json").read_text())["failures"]
+    assert sorted((failure["rank"], failure["step"]) for failure in failures) == [(0, 3), (1, 3)]
