@@ -118,6 +118,7 @@ class ElasticRun:
         used: Folders that the run has saved to or loaded from, the last one last.
         engine: Whose states these are; None: it is gone.
         filled: Epoch of the last plan by which an engine was filled.
+        lost: Members that were lost since then.
     """
 
     members: RunMembership
@@ -128,6 +129,7 @@ class ElasticRun:
     used: list[Path] = field(default_factory=list)
     engine: Callable[[], EngineBase | None] = lambda: None
     filled: int = 0
+    lost: list[RunMember] = field(default_factory=list)
 
     @classmethod
     def present(cls) -> ElasticRun | None:
@@ -341,10 +343,11 @@ class Continuation:
         self._note_folders()
         take_apart(self._engine)
         while True:
-            known = set(links.lost)
+            known, counted, started = set(links.lost), recovery.total, time.monotonic()
             try:
                 return self._change_once(recovery)
             except (DeepSpeedError, RuntimeError) as error:
+                recovery.regrouped += time.monotonic() - started - (recovery.total - counted)
                 if not links.wait_for_loss(_LOSS_SECONDS) or set(links.lost) <= known:
                     raise
                 log_dist(f"elastic: a further member was lost meanwhile ({error}); trying again", ranks=[-1])
@@ -366,12 +369,14 @@ class Continuation:
         members, started = self.run.members, time.monotonic()
         members.starter.end_job()
         causes = {number: lost.cause for number, lost in members.links.lost.items()}
+        known = len(self.run.lost)
         plan, waited = self._agree()
+        # Before the job starts: if that fails, the next plan does not list these members again.
+        names = [_obituary(each, recovery.step, causes.get(each.number, "")) for each in self.run.lost[known:]]
+        recovery.lost = (*recovery.lost, *names)
         members.starter.start_job(plan)
         Job.current().members = members
         recovery.regrouped += time.monotonic() - started - waited
-        names = [_obituary(each, recovery.step, causes.get(each.number, "")) for each in plan.lost]
-        recovery.lost = (*recovery.lost, *names)
         recovery.joined += len(plan.newcomers)
         started = time.monotonic()
         build_again(self._engine)
@@ -409,6 +414,9 @@ class Continuation:
                 self.leave()
                 raise SystemExit(0)
             waited, since = waited + (time.monotonic() - since if served else 0.0), time.monotonic()
+            # By its own former plan: this process may have missed one that the leader took.
+            left = {member.number for member in agreed.everybody}
+            self.run.lost += [member for member in members.plan.everybody if member.number not in left]
             members.plan = agreed
             served = frozenset(member.number for member in agreed.members)
             if members.links.number in served:
@@ -467,7 +475,7 @@ class Continuation:
         known = gather_objects(self._transport, (chosen, run.used), label="folders of checkpoints")
         used: list[Path] = next(filter(None, (folders for _, folders in known)), [])
         chosen = next(filter(None, (folder for folder, _ in known)), used[-1] if used else None)
-        gone = ", ".join(member.name for member in run.members.plan.lost)
+        gone = ", ".join(member.name for member in run.lost)
         if chosen is None:
             where = "no folder of checkpoints was given or saved to"
         elif chosen not in used:  # what is there may be of another run
@@ -519,7 +527,8 @@ class Continuation:
             level=logging.WARNING,
         )
         log_dist(_invitation(self.run.members.plan, self.run.members.links.token))
-        ExitNotes.here().recovered([member.pid for member in self.run.members.plan.lost])
+        ExitNotes.here().recovered([member.pid for member in self.run.lost])
+        self.run.lost = []
 
 
 def shape_of(engine: EngineBase) -> RunShape:

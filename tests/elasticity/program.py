@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pkgutil
 import random
 import signal
 import threading
@@ -154,6 +155,7 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
             ``checkpoints`` (``names_folder``: whether ``ElasticSteps`` gets them), ``load`` (whether to load the last
             one first), ``pauses`` (steps at which one ``ElasticSteps`` ends and the next begins); ``kills``: how often
             a rank kills itself at a random moment, with ``seed``.
+            ``aimed``: by name, the one of :data:`MOMENTS` at whose first coming the process kills itself.
             ``children``: whether ranks fork a child that outlives them by five seconds.
         name: Of the process.
         folder: For results.
@@ -167,6 +169,8 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
     model = make_model(kind)
     groups = make_groups(model) if kind == "awkward" else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    if name in arguments.get("aimed", {}):
+        _die_at(*MOMENTS[arguments["aimed"][name]])
     dtype = next(engine.module.parameters()).dtype
     checkpoints = arguments.get("checkpoints")
     if arguments.get("children") and os.fork() == 0:
@@ -213,6 +217,7 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
             time.sleep(arguments.get("pause", 0.0))
         line = {"step": step.number, "done": step.is_done, "loss": step.loss, "ranks": ranks}
         results.write(json.dumps({**line, "rates": engine.get_lr(), "scale": engine.optimizer.loss_scale}) + "\n")
+    engine.wait_for_checkpoint()
     recoveries = [
         {"ranks": r.ranks, "lost": len(r.lost), "repeated": r.repeated, "seconds": r.total, "words": r.lost}
         for r in continuation_of(engine).run.recoveries
@@ -220,6 +225,24 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
     counted = {name: int(buffer) for name, buffer in engine.module.named_buffers()}
     ended = {"end": True, "steps": engine.global_steps, "recoveries": recoveries, "buffers": counted}
     results.write(json.dumps(ended) + "\n")
+
+
+MOMENTS = {
+    "regroup": ("deepspeed.comm.members.regroup:Regroup", "run"),
+    "form": ("deepspeed.comm.members.form:JobManager", "start_job"),
+    "build": ("deepspeed.elasticity.continuation", "build_again"),
+    "fill": ("deepspeed.elasticity.continuation", "restore"),
+    "load": ("deepspeed.engine.checkpointing", "load"),
+    "end": ("deepspeed.elasticity.copies:CopyStore", "trim"),
+    "write": ("deepspeed.checkpoint.save", "_write_files"),
+    "commit": ("deepspeed.checkpoint.save", "_commit"),
+}
+"""Moments of a recovery and of a save, by the function that is called then. A recovery ends when old copies go."""
+
+
+def _die_at(owner: str, function: str) -> None:
+    """Lets this process kill itself where a function is called."""
+    setattr(pkgutil.resolve_name(owner), function, lambda *_args, **_named: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _wait_for_those_who_die_too(

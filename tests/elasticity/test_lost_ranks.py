@@ -228,6 +228,68 @@ def test_kills_at_random_moments(tmp_path, stage, kills, seed):
     check(result, 5 * kills, 2e-5)
 
 
+# -- deaths while the others recover, or save --------------------------------------------------------------------------
+
+
+def test_a_rank_is_killed_in_each_phase_of_a_recovery(tmp_path):
+    """Each breaks off the recovery from the one before; the last of six continues alone."""
+    aimed = {"r1": "regroup", "r2": "form", "r3": "build", "r4": "fill"}
+    arguments = {"config": make_config(0), "total": 4, "die": {"r0": [(2, "start")]}, "aimed": aimed}
+    result = run_job(tmp_path, 6, arguments)
+    assert result.codes == {**dict.fromkeys(("r0", *aimed), -9), "r5": 0}, result.errors
+    check(result, 4)
+    assert [tuple(r["ranks"]) for r in result.recoveries] == [(6, 1)]
+    assert result.recoveries[0]["lost"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("moment", ["regroup", "form", "build", "fill", "end"])
+def test_a_second_rank_is_killed_in_a_recovery(tmp_path, stage, moment):
+    """Not the buddy of the first one."""
+    arguments = {"config": make_config(stage), "total": 4, "die": {"r0": [(2, "backward")]}, "aimed": {"r2": moment}}
+    result = run_job(tmp_path, 4, {**arguments, "model": "awkward"})
+    assert result.codes == {"r0": -9, "r1": 0, "r2": -9, "r3": 0}, result.errors
+    check(result, 4, kind="awkward")
+    assert result.recoveries[-1]["ranks"][1] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["regroup", "form", "build", "load", "end"])
+def test_a_rank_is_killed_while_others_take_its_part_of_the_layers(tmp_path, moment):
+    """Of six, those with part 0 are killed, and then one to whom that part was given."""
+    die = dict.fromkeys(("r0", "r2", "r4"), [(3, "start")])
+    arguments = {
+        "config": make_config(2, tensor_parallel=CUT), "total": 6, "save": 2, "model": "awkward", "die": die,
+        "checkpoints": str(tmp_path / "saved"), "aimed": {"r3": moment},
+    }  # fmt: skip
+    result = run_job(tmp_path, 6, arguments)
+    assert {name for name, code in result.codes.items() if code == 0} == {"r1", "r5"}, result.errors
+    check(result, 6, kind="awkward")
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim", "moment", "more"),
+    [
+        (2, "r1", "write", {}),
+        slow(2, "r0", "commit", {}),
+        slow(0, "r0", "write", {}),
+        slow(3, "r1", "write", {"checkpoint": {"async_save": True}}),
+        slow(2, "r0", "commit", {"checkpoint": {"async_save": True}}),
+    ],
+)
+def test_a_rank_is_killed_while_all_save(tmp_path, stage, victim, moment, more):
+    """The run continues, later saves succeed, and another run continues from what is there."""
+    arguments = {"total": 6, "save": 2, "checkpoints": str(tmp_path / "saved"), "aimed": {victim: moment}}
+    (tmp_path / "a").mkdir()
+    result = run_job(tmp_path / "a", 3, {"config": make_config(stage, **more), **arguments})
+    assert result.codes == {**dict.fromkeys(("r0", "r1", "r2"), 0), victim: -9}, result.errors
+    check(result, 6)
+    saved = {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()}
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step6"
+    assert {"global_step4", "global_step6"} <= saved <= {"global_step2", "global_step4", "global_step6"}
+
+
 # -- ranks that share layers -------------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,6 @@ class JobPlan:
         address: Where the member that made the plan holds the store: host and port.
         source: Generation and epoch of the copies that training continues from; None: each rank has its state, or the
             last checkpoint is loaded.
-        lost: Members of the job before that are gone.
         newcomers: Numbers of members that have no state.
         spares: Members of the run that have no rank in this job, and wait for another one.
     """
@@ -69,7 +68,6 @@ class JobPlan:
     members: tuple[RunMember, ...]
     address: tuple[str, int]
     source: tuple[int, int] | None = None
-    lost: tuple[RunMember, ...] = ()
     newcomers: tuple[int, ...] = ()
     spares: tuple[RunMember, ...] = ()
 
@@ -85,7 +83,6 @@ class JobPlan:
             "members": [member.to_json() for member in self.members],
             "address": list(self.address),
             "source": None if self.source is None else list(self.source),
-            "lost": [member.to_json() for member in self.lost],
             "newcomers": list(self.newcomers),
             "spares": [member.to_json() for member in self.spares],
         }
@@ -100,7 +97,6 @@ class JobPlan:
             tuple(RunMember.from_json(each) for each in values["members"]),
             (str(host), int(port)),
             None if source is None else (int(source[0]), int(source[1])),
-            tuple(RunMember.from_json(each) for each in values["lost"]),
             tuple(int(number) for number in values["newcomers"]),
             tuple(RunMember.from_json(each) for each in values["spares"]),
         )

@@ -213,7 +213,6 @@ class Regroup:
             members=chosen.members,
             address=(host, self._open_store(host)),
             source=chosen.source,
-            lost=tuple(lost.member for lost in self._links.lost.values()),
             newcomers=tuple(member.number for member in chosen.members if member.number in newcomers),
             spares=chosen.spares,
         )
