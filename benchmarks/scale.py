@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -26,10 +27,11 @@ from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.step import PredictedStep, StepSetup, predict_step
 
 RECORDS = Path(__file__).with_name("data") / "scale-public.json"
-UNFUSED = ("sc", "korthikanti")  # from before fused attention
 NEMO = ("nemo", "bridge")
 OF_DEEPSPEED = ("zero", "deepspeed")
-MEGATRON = (*UNFUSED, *NEMO)  # with fused elementwise kernels
+_MEGATRON = re.compile(r"Megatron|NeMo|MLPerf|Narayanan|Korthikanti|MegaScale|Llama 3", re.IGNORECASE)
+"""Sources whose programs have fused elementwise kernels."""
+_FUSED_ATTENTION = (2022, 6)  # year and month: results published before have none (arXiv 2205.14135)
 FACTORS = {"sc a100": 1.06, "mosaic h100": 1.25}
 """Measured over predicted time of operations, of the machines whose programs are older than the constants."""
 HELD = {"contention": 0.32, "a100 bandwidth": 0.86}
@@ -86,9 +88,12 @@ def _why_not(record: Mapping[str, Any]) -> str | None:
     """Returns why a record cannot be predicted; None: it can."""
     model, batch, hardware = record["model"], record["batch"], record["hardware"]
     missing = [name for name in ("layers", "hidden", "heads", "vocab", "seq") if model.get(name) is None]
-    missing += [] if batch["global_batch_sequences"] is not None else ["global batch"]
+    missing += [] if _width_of(model) else ["ffn_hidden"]
+    missing += [] if batch.get("global_batch_sequences") is not None else ["global batch"]
     if missing:
         return f"The source does not state {', '.join(missing)}."
+    if "fp4" in (record.get("precision") or "").lower():
+        return "Products in 4 bits have no rate in the table of devices."
     if device_of_product(hardware["gpu"], _memory_of(hardware)) is None:
         return f"The table of devices has no {hardware['gpu']}."
     try:
@@ -116,25 +121,43 @@ def run_of(record: Mapping[str, Any]) -> PublishedRun:
     """Returns the run that a record describes, with every setup that the record may mean."""
     source = _source_of(record)
     measured, hardware = record["measured"], record["hardware"]
-    shape, layouts = shape_of(record, source), layouts_of(record, source)
+    shape, layouts = shape_of(record), layouts_of(record, source)
     machine = machine_of(hardware)
-    seconds = next(
-        (s for name in ("step_s", "step_s_derived", "step_s_derived_from_eq3") if (s := measured.get(name))), None
-    )
     memory = measured.get("memory_gib") or measured.get("memory_gib_adamw")
     setups = tuple(StepSetup(shape, layout, machine, record["model"]["seq"]) for layout in layouts)
-    if "sequence length not stated" in record["verified"]:
+    if "sequence length not stated" in (record.get("verified") or ""):
         memory = None
     return PublishedRun(
         record["id"],
         source,
         f"{source} {machine.device.name}",
         setups,
-        seconds,
+        _seconds_of(record, setups[0]),
         memory and memory * 2**30,
         is_counted=source == "korthikanti",
         unrecomputed=_unrecomputed(measured),
     )
+
+
+def _seconds_of(record: Mapping[str, Any], setup: StepSetup) -> float | None:
+    """Returns the seconds of a step: as published, or from tokens or model FLOP/s per second and device."""
+    measured = record["measured"]
+    named = [value for name, value in measured.items() if name.startswith("step_s") and value]
+    if named:
+        return float(measured.get("step_s") or named[0])
+    tokens = setup.layout.samples * setup.tokens / setup.layout.ranks
+    if measured.get("tokens_per_s_per_gpu"):
+        return float(tokens / measured["tokens_per_s_per_gpu"])
+    share, peak = measured.get("mfu_pct"), record["hardware"].get("peak_bf16_tflops")
+    rate, flops = measured.get("model_tflops_per_gpu"), setup.model_flops / setup.layout.ranks / 1e12
+    if not rate and share:
+        rate = share / 100 * (peak or setup.machine.device.flops / 1e12)
+    if not rate and setup.layout.recompute in ("full", "none"):
+        rate, flops = (
+            measured.get("hardware_tflops_per_gpu"),
+            flops * (4 / 3 if setup.layout.recompute == "full" else 1),
+        )
+    return float(flops / rate) if rate else None
 
 
 def _unrecomputed(measured: Mapping[str, Any]) -> float | None:
@@ -142,9 +165,29 @@ def _unrecomputed(measured: Mapping[str, Any]) -> float | None:
     return None if None in parts else sum(parts) * 2**30
 
 
-def shape_of(record: Mapping[str, Any], source: str) -> DecoderShape:
+def _width_of(model: Mapping[str, Any]) -> int | None:
+    names = ("moe_ffn_hidden", "ffn_hidden") if model.get("experts") else ("ffn_hidden",)
+    return next((model[name] for name in names if model.get(name)), None)
+
+
+def _published(source: str) -> tuple[int, int]:
+    """Returns the year and the month of a source, as far as its words say them; otherwise a late one."""
+    number = re.search(r"arXiv[: ]*(\d\d)(\d\d)\.", source)
+    if number:
+        return 2000 + int(number[1]), int(number[2])
+    year = re.search(r"\b(20[12]\d)(?:-(\d\d))?", source)
+    return (int(year[1]), int(year[2] or 12)) if year else (2026, 1)
+
+
+def _has_fused_attention(record: Mapping[str, Any]) -> bool:
+    is_named = "flash" in (record.get("notes") or "").lower()
+    return is_named or _published(record["source"]) >= _FUSED_ATTENTION
+
+
+def shape_of(record: Mapping[str, Any]) -> DecoderShape:
     """Returns the model of a record."""
     model = record["model"]
+    is_fused = _has_fused_attention(record)
     experts = model.get("experts") or 0
     return DecoderShape(
         layers=model["layers"],
@@ -152,13 +195,13 @@ def shape_of(record: Mapping[str, Any], source: str) -> DecoderShape:
         heads=model["heads"],
         vocab=model["vocab"],
         kv_heads=model.get("kv_heads"),
-        intermediate=model.get("moe_ffn_hidden") if experts else model["ffn_hidden"],
+        intermediate=_width_of(model),
         head_size=model.get("head_dim"),
         is_gated=bool(model.get("gated_mlp", True)),
         experts=experts,
         experts_per_token=model.get("experts_per_token") or 2,
-        has_fused_attention=source not in UNFUSED,
-        dropout=0.1 if source in UNFUSED else 0.0,
+        has_fused_attention=is_fused,
+        dropout=0.0 if is_fused else 0.1,
     )
 
 
@@ -167,7 +210,7 @@ def machine_of(hardware: Mapping[str, Any]) -> Machine:
     device = device_of_product(hardware["gpu"], _memory_of(hardware))
     assert device is not None  # such records are left out
     rate = (hardware.get("inter_gbps_per_gpu") or 400) / 8 * 1e9
-    each = hardware["gpus_per_node"]
+    each = hardware.get("gpus_per_node") or 8
     return Machine(device, max(hardware["gpus"] // each, 1), min(each, hardware["gpus"]), device.memory, network=rate)
 
 
@@ -179,9 +222,12 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
     data = gpus // (tensor * pipe * context)
     stage = parallel.get("zero_stage")
     shards = parallel.get("fsdp_group") or data * context
-    is_compiled = source in MEGATRON or "compile" in record.get("notes", "")
+    notes = record.get("notes") or ""
+    is_compiled = bool(_MEGATRON.search(record["source"])) or "compile" in notes
     is_of_2024 = "2024" in record["source"]
-    recompute = record["recompute"]
+    recompute = record.get("recompute") or "not stated"
+    precision = (record.get("precision") or "").lower()
+    is_old = not _has_fused_attention(record)
     base = ParallelLayout(
         tensor=tensor,
         pipe=pipe,
@@ -193,7 +239,7 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         # A pipeline keeps the parameters that it has gathered, so that stage 3 moves what stage 1 does.
         stage=int(source in NEMO) if stage is None else min(stage, 1) if pipe > 1 else stage,
         # Scales by row made products as slow as in bf16 (torchao of 2024).
-        is_fp8=record["precision"].startswith("fp8") and "rowwise" not in record["precision"],
+        is_fp8="fp8" in precision and "rowwise" not in precision,
         shard_ranks=shards if shards < data * context else None,
         # torchtitan compiles the loss since 2025.
         has_fused_loss=source in ("mosaic", *NEMO) or (source == "titan" and is_compiled and not is_of_2024),
@@ -203,16 +249,20 @@ def layouts_of(record: Mapping[str, Any], source: str) -> list[ParallelLayout]:
         keeps_outputs=source == "titan" and is_of_2024,
         offload="optimizer" in (parallel.get("offload") or ""),
         cuts_norms=tensor > 1 and parallel.get("sequence_parallel") is not False,
-        overlaps_tensor="async TP" in record.get("notes", "") or "async" in record["id"] or source in NEMO,
-        overlaps_data=source not in UNFUSED,
-        gradient_bytes=4 if source in ("sc", "korthikanti", "titan") else 2,
+        overlaps_tensor="async TP" in notes or "async" in record["id"] or source in NEMO,
+        overlaps_data=not is_old,
+        overlaps_gather=not is_old and source not in OF_DEEPSPEED,
+        gradient_bytes=4 if source == "titan" or (is_old and is_compiled) else 2,
         recompute=_recomputation(recompute),
     )
     chunks = [parallel.get("vpp") or 1]
-    if source == "sc":
+    if pipe > 1 and (source == "sc" or parallel.get("vpp") is None):
         layers = record["model"]["layers"] // pipe
-        chunks = [n for n in (1, 2, 3, 4) if layers % n == 0] if pipe > 1 else [1]
-    micro = [batch["micro_batch"]] if batch["micro_batch"] else [1, 2, 4, 8, 16]
+        chunks = [n for n in (1, 2, 3, 4) if layers % n == 0 or source != "sc"]
+    micro = [batch["micro_batch"]] if batch.get("micro_batch") else [1, 2, 4, 8, 16]
+    if source == "titan" and pipe > 1:
+        # Unless it is told otherwise, torchtitan divides a rank's samples into as many micro-batches as stages.
+        micro = [batch["global_batch_sequences"] // (data * pipe)]
     recomputes = ["none", "selective", "full"] if "not stated" in recompute else [base.recompute]
     found = []
     for each, samples, how in itertools.product(chunks, micro, recomputes):
@@ -280,6 +330,8 @@ _LIMITS = {
 """The lowest and the highest value of each constant that ``--fit`` tries."""
 _SHARED = ("half_size", "link", "network", "contention")
 _FEW_ROUNDS = 10
+_MOVED = 0.1
+_FEW_RUNS = 3  # from which a rank correlation says something
 
 
 def limits_of(name: str) -> tuple[float, float]:
@@ -341,6 +393,34 @@ def fit(runs: list[PublishedRun]) -> dict[str, float]:
     return values
 
 
+def left_out(runs: list[PublishedRun]) -> list[str]:
+    """Returns a table: of each source, the errors with constants that were fitted to all runs of the others.
+
+    The machines of the source have no factor of their own then.
+    """
+    timed = [run for half in split(runs) for run in half]
+    lines = ["Each source with constants fitted to the others alone, without a factor of its own:", ""]
+    lines += [
+        "| source | records | median error | worst | constants that moved by more than 10 % |",
+        "|---|---|---|---|---|",
+    ]
+    table = constants()
+    for source in dict.fromkeys(run.source for run in timed):
+        own = [run for run in timed if run.source == source]
+        values = fit([run for run in timed if run.source != source])
+        values |= {name: 1.0 for name in values if name.startswith(f"factor {source} ")}
+        reached = reached_of(values, own)
+        errors = [abs(predicted(run, reached).seconds / (run.seconds or 1.0) - 1) for run in own]
+        moved = [
+            f"{name} {table[name]:.2f} to {value:.2f}"
+            for name, value in values.items()
+            if abs(value / table[name] - 1) > _MOVED and not name.startswith(f"factor {source} ")
+        ]
+        found = f"{statistics.median(errors):.1%} | {max(errors):.1%}"
+        lines.append(f"| {source} | {len(own)} | {found} | {', '.join(moved) or 'none'} |")
+    return lines
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -373,22 +453,25 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
         for run in half:
             errors[run.source].append(abs(steps[run.name].seconds / (run.seconds or 1.0) - 1))
         everything = [error for of_source in errors.values() for error in of_source]
+        if not everything:
+            continue
         each = "; ".join(f"{name} {statistics.median(of):.1%}, {max(of):.1%}" for name, of in errors.items())
         lines.append(f"| {title} | {len(half)} | {statistics.median(everything):.1%} | {each} |")
     of_memory = [abs(run.memory_of(steps[run.name]) / run.memory - 1) for run in runs if run.memory is not None]
     too_large = [run.name for run in runs if not steps[run.name].fits]
-    lines += ["", f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "]
-    lines[-1] += f"{max(of_memory):.1%}. Refused although it ran: {', '.join(too_large) or 'none'}."
+    lines += ["", "Memory is published of no record."]
+    if of_memory:
+        lines[-1] = f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "
+        lines[-1] += f"{max(of_memory):.1%}."
+    lines[-1] += f" Refused although it ran: {', '.join(too_large) or 'none'}."
     lines += ["", *_without_recomputation(runs)]
     pairs = [(steps[run.name], run) for run in runs if run.seconds]
-    lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs):.2f}; "]
+    lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs)}; "]
     sources = dict.fromkeys(run.source for _, run in pairs)
     by_source = {name: [pair for pair in pairs if pair[1].source == name] for name in sources}
-    lines[-1] += (
-        ", ".join(f"{name} {_rank_correlation(own):.2f} of {len(own)}" for name, own in by_source.items()) + "."
-    )
+    lines[-1] += ", ".join(f"{name} {_rank_correlation(own)}" for name, own in by_source.items()) + "."
     lines[-1] += " Of sweeps, that is one model on one machine in three or more ways: "
-    lines[-1] += ", ".join(f"{name} {_rank_correlation(own):.2f} of {len(own)}" for name, own in sweeps(pairs)) + "."
+    lines[-1] += (", ".join(f"{name} {_rank_correlation(own)}" for name, own in sweeps(pairs)) or "none") + "."
     lines.append("")
     lines += ["Constants: " + ", ".join(f"{name} {value:.3g}" for name, value in constants().items()) + ".", ""]
     lines.append(
@@ -408,6 +491,8 @@ def without_recomputation(run: PublishedRun) -> PredictedStep:
 
 
 def _without_recomputation(runs: list[PublishedRun]) -> list[str]:
+    if all(run.unrecomputed is None for run in runs):
+        return []
     lines = [
         "Published as too large for their devices: the same models with nothing recomputed and norms not cut. The "
         "source counts states and activations.",
@@ -445,33 +530,37 @@ _HOW = (
     "constants are rounded and near a fit; `docs/design/prediction.md` says what `--fit` gives. The test is not blind: "
     "what operations cost, how records are read, and the limits of two constants ("
     + ", ".join(f"{name} {value}" for name, value in HELD.items())
-    + ") were chosen with the errors of both halves in sight. Where a source leaves out the "
-    "micro-batch, the chunks or what is recomputed, the fastest prediction that fits is taken. Memory is what the "
-    "allocator reserves at most, and of korthikanti, whose figures are counted, states and activations. What the "
-    "sources leave open: torchtitan's micro-batches beside stages, and the dtype of the logits that its pipelines keep "
-    "(fp32 is assumed); the sequence length of deepspeed-muon (34.5 GiB are published; activations and logits grow "
-    "with the length, and the record assumes 512 tokens), so that record is not counted; whether "
-    "bridge's 70B on GB200 sent activations to the host. Rank correlations: nemo's four runs are four models, one way "
-    "each, within 6 % of each other in FLOP/s. That is no sweep, and their order is within the error. Two machines "
+    + ") were chosen with the errors of both halves in sight. Where a source leaves out the micro-batch, the chunks or "
+    "what is recomputed, the fastest prediction that fits is taken. Memory is what the allocator reserves at most, "
+    "and of korthikanti, whose figures are counted, states and activations. What the sources leave open: "
+    "torchtitan's micro-batches beside stages (its default, as many as stages, is assumed), and the dtype of the "
+    "logits that its pipelines keep (fp32 is assumed); the sequence length of deepspeed-muon (34.5 GiB are "
+    "published; activations and logits grow with the length, and the record assumes 512 tokens), so that record is "
+    "not counted; whether bridge's 70B on GB200 sent activations to the host. Rank correlations: nemo's four runs "
+    "are four models, one way each, within 6 % of each other in FLOP/s. That is no sweep, and their order is within "
+    "the error. Two machines "
     "have a factor of their own: " + ", ".join(f"{name} {factor}" for name, factor in FACTORS.items()) + "."
 )
 
 
-def _rank_correlation(pairs: list[tuple[PredictedStep, PublishedRun]]) -> float:
-    """Spearman's rank correlation of model FLOP/s, predicted and measured."""
+def _rank_correlation(pairs: list[tuple[PredictedStep, PublishedRun]]) -> str:
+    """Returns Spearman's rank correlation of model FLOP/s, predicted and measured, and the number of runs."""
     made = [step.model_flops for step, _ in pairs]
     seen = [step.model_flops * step.seconds / (run.seconds or 1.0) for step, run in pairs]
 
     def ranks(values: list[float]) -> list[float]:  # equal values share the mean of their ranks
         return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
-    return statistics.correlation(ranks(made), ranks(seen))
+    if min(len(set(made)), len(set(seen))) < _FEW_RUNS:
+        return f"none of {len(pairs)}"
+    return f"{statistics.correlation(ranks(made), ranks(seen)):.2f} of {len(pairs)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="file for the table")
     parser.add_argument("--fit", action="store_true", help="fit the constants and print them; they are not written")
+    parser.add_argument("--leave-out", action="store_true", help="also fit without each source and predict it")
     parser.add_argument("--records", type=Path, default=RECORDS, help="file of records to use instead")
     options = parser.parse_args()
     runs, refused = read_records(options.records)
@@ -479,6 +568,8 @@ def main() -> None:
         print(json.dumps({name: round(value, 3) for name, value in fit(split(runs)[0]).items()}, indent=2))
         return
     text = report(runs, refused)
+    if options.leave_out:
+        text += "\n" + "\n".join(left_out(runs)) + "\n"
     print(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")

@@ -240,6 +240,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         network=network,
         disk=options.disk,
         headroom=options.headroom,
+        fp8=options.fp8 and not options.predict and options.search is None,
     )
 
 
@@ -316,15 +317,16 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _picture(plan: Plan, target: str) -> str:
     """The streams of a planned step."""
-    step = plan.timed_step
-    if step is None:
+    step, streams = plan.timed_step, plan.streams
+    if step is None or streams is None:
         raise DeepSpeedConfigError(
             "--picture: the rates of the device are not known, so that there is no timeline; choose a --device of the "
             "table, or give a --machine file"
         )
     title = f"{plan.request.source.name}, rank {plan.rank} of {plan.machine.ranks:,}"
-    ranks = {"": step.spans}
-    return step_trace_json(ranks) if target.endswith(".json") else step_svg(step, ranks, title)
+    if streams.drawn < streams.accumulation:
+        title += f"; {streams.drawn} of {streams.accumulation} micro-batches are drawn"
+    return step_trace_json(streams.ranks) if target.endswith(".json") else step_svg(step, streams.ranks, title)
 
 
 def _sweep(options: argparse.Namespace) -> int:

@@ -24,12 +24,13 @@ from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 from deepspeed.plan.timeline.predicted_streams import predicted_streams
 
 _FLAGS = {
-    "fp8": ("is_fp8", "linear layers compute in fp8"),
+    "fp8": ("is_fp8", "linear layers compute in fp8; without --predict the times are those, the bytes those of bf16"),
     "compiled": ("is_compiled", "elementwise operations are fused"),
     "fused-loss": ("has_fused_loss", "one kernel computes the loss from 16-bit logits"),
     "cut-norms": ("cuts_norms", "tensor_parallel.sequence_parallel_norms, with a pipeline too"),
     "fsdp": ("is_fsdp", "stage 3 as FSDP has it: fp32 shards alone, embedding and head stay gathered"),
     "keep-outputs": ("keeps_outputs", "the last stage of a pipeline keeps the logits of all micro-batches"),
+    "overlap-gather": ("overlaps_gather", "stages 1 and 2 gather updated parameters while the next forward runs"),
     "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks overlap with matrix products, in chunks"),
 }
 _NUMBERS = {
@@ -77,7 +78,7 @@ def refuse_without_prediction(options: argparse.Namespace) -> None:
     """
     if options.predict or options.search is not None:
         return
-    given = [f"--{name}" for name in _FLAGS if getattr(options, name.replace("-", "_"))]
+    given = [f"--{name}" for name in _FLAGS if name != "fp8" and getattr(options, name.replace("-", "_"))]
     given += [f"--{name}" for name in _NUMBERS if getattr(options, name.replace("-", "_")) is not None]
     given += [f"--{name}" for name in ("recompute", "context") if getattr(options, name) is not None]
     given += [f"--{name}" for name in ("whole-vocabulary", "no-overlap") if getattr(options, name.replace("-", "_"))]

@@ -44,6 +44,7 @@ class PlanOptions:
         network: Bytes per second and direction between nodes, per device; None: 50e9.
         disk: Bytes per second of a node's disk; None: 5e9.
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
+        fp8: Times are those of linear layers that multiply in fp8; memory and traffic stay as they are.
         rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
         schedule: Of the pipeline; None: as the configuration says, or ``1f1b``.
         num_chunks: Chunks per stage; None: as the configuration says, or as few as the schedule can have.
@@ -69,6 +70,7 @@ class PlanOptions:
     network: float | None = None
     disk: float | None = None
     headroom: float | None = None
+    fp8: bool = False
     rank: int | None = None
     schedule: str | None = None
     num_chunks: int | None = None
@@ -164,11 +166,13 @@ def make_machine(
     network: float | None = None,
     disk: float | None = None,
     headroom: float | None = None,
+    fp8: bool = False,
 ) -> Machine:
     """Puts the machine of :func:`plan` together; arguments as there.
 
     Raises:
-        DeepSpeedConfigError: A rate is not above 0, ``headroom`` is no share, or the memory of the device is not known.
+        DeepSpeedConfigError: A rate is not above 0, ``headroom`` is no share, the memory of the device is not known, or
+            it has no fp8.
     """
     for name, rate in {"flops": flops, "link": link, "host_link": host_link, "network": network, "disk": disk}.items():
         if rate is not None and not (isinstance(rate, (int, float)) and 0 < rate < math.inf):
@@ -194,6 +198,11 @@ def make_machine(
     rates = {"flops": flops, "link": link, "host_link": host_link}
     given: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
     found = replace(found, **given)
+    if fp8 and not found.fp8_flops:
+        raise DeepSpeedConfigError(
+            f"fp8: device {found.name!r} has no fp8 operations per second (fp8_flops); choose another device, give "
+            "them in a file of --machine, or leave fp8 out"
+        )
     settings = {"network": network, "disk": disk, "headroom": headroom}
     return Machine(
         device=found,
@@ -201,6 +210,7 @@ def make_machine(
         devices_per_node=devices_per_node,
         device_memory=own_memory or found.memory,
         host_memory=None if host_memory is None else read_bytes(host_memory, "host memory"),
+        multiplies_in_fp8=fp8,
         **{name: value for name, value in settings.items() if value is not None},
     )
 

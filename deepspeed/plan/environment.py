@@ -256,7 +256,7 @@ class SimulatedPart:
 def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount, SimulatedDisk, SimulatedJob]]:
     """Everything that the engine must not notice; undone at the end. Gives what counts: operations, disk, ranks."""
     count = OperationCount(part.kind)
-    disk = SimulatedDisk(count.note)
+    disk = SimulatedDisk(count.note, count.trace)
     accelerator = get_accelerator()
     device = SimulatedDevice(part.kind, count.trace)
     world = SimulatedJob(part.rank, part.mesh, device.communication_backend_name() or "nccl", count.trace)

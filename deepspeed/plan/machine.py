@@ -43,6 +43,7 @@ class Machine:
         network: Bytes per second and direction between nodes, per accelerator.
         disk: Bytes per second and direction of one node's disk.
         headroom: Share of the device's memory that is left to the driver, the communication library and fragmentation.
+        multiplies_in_fp8: A simulated step is timed as if its linear layers multiplied in fp8, the head too.
     """
 
     device: Device
@@ -53,11 +54,17 @@ class Machine:
     network: float = 50e9
     disk: float = 5e9
     headroom: float = 0.05
+    multiplies_in_fp8: bool = False
 
     @property
     def ranks(self) -> int:
         """Accelerators of all nodes."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations per second of an accelerator, at most: in bf16, or in fp8 where products are in fp8."""
+        return max(self.device.flops, self.device.fp8_flops if self.multiplies_in_fp8 else 0.0)
 
     @property
     def link_domain(self) -> int:

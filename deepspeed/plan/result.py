@@ -22,7 +22,14 @@ from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_
 from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.simulated_step import SimulatedStep
-from deepspeed.plan.timeline.timed_step import PipelineRecording, TimedStep, time_pipeline, time_step
+from deepspeed.plan.timeline.predicted_streams import PredictedTimeline
+from deepspeed.plan.timeline.timed_step import (
+    PipelineRecording,
+    TimedStep,
+    pipeline_streams,
+    time_pipeline,
+    time_step,
+)
 from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
 from deepspeed.zero.placement import Tier
 
@@ -215,23 +222,41 @@ class Plan:
     @cached_property
     def timed_step(self) -> TimedStep | None:
         """Times of a step's parts; None where the device's rates or some of the stages are not known."""
-        machine, pipeline = self.machine, self.request.pipeline
+        machine, is_asynchronous = self.machine, self.request.kind != "cpu"
         if min(machine.device.flops, machine.device.memory_bandwidth) <= 0:
             return None
-        is_asynchronous = self.request.kind != "cpu"
-        if pipeline.stages == 1:
+        if self.request.pipeline.stages == 1:
             trace = self.simulated.trace
             return time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+        stages = self._recording
+        if stages is None:
+            return None
+        return time_pipeline(stages, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+
+    @property
+    def streams(self) -> PredictedTimeline | None:
+        """Streams of the simulated rank, or of the first, the busiest and the last stage; None without timed_step."""
+        step, stages = self.timed_step, self._recording
+        if step is None:
+            return None
+        if stages is None:
+            return PredictedTimeline({"": step.spans}, self.accumulation_steps, self.accumulation_steps)
+        is_asynchronous = self.request.kind != "cpu"
+        return pipeline_streams(stages, self.machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+
+    @cached_property
+    def _recording(self) -> PipelineRecording | None:
+        """What the stages issue; None without stages, or where some of them were not simulated."""
+        machine, pipeline = self.machine, self.request.pipeline
         alike = {stage: part.kind.stage for part in self.parts for stage in part.layers}
-        if len(alike) < pipeline.stages:
+        if pipeline.stages == 1 or len(alike) < pipeline.stages:
             return None
         events = {part.kind.stage: part.simulated.trace for part in self.parts}
         sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
         nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
         along = self.mesh.group(0, PIPE)
         transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
-        stages = PipelineRecording(events, alike, pipeline, transfer)
-        return time_pipeline(stages, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+        return PipelineRecording(events, alike, pipeline, transfer)
 
     @cached_property
     def better_accumulation(self) -> tuple[int, PipelineBubble] | None:
@@ -252,7 +277,7 @@ class Plan:
     @cached_property
     def _chunk_times(self) -> dict[int, Times] | None:
         """The seconds of each chunk for one micro-batch, with the exchanges that its computations wait for."""
-        flops, pipeline = self.machine.device.flops, self.request.pipeline
+        flops, pipeline = self.machine.peak_flops, self.request.pipeline
         if pipeline.stages == 1 or flops <= 0 or sum(len(p.layers) for p in self.parts) < pipeline.stages:
             return None
         sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
@@ -270,7 +295,7 @@ class Plan:
     def _slowdown(self, part: PlannedPart) -> float:
         """Returns how many times longer computations take with the exchanges that they wait for."""
         flow, machine = part.simulated.flow, self.machine
-        computing = flow.flops / machine.device.flops
+        computing = flow.flops / machine.peak_flops
         return 1 + exposed_seconds(flow, self._travels(part), machine) / computing if computing else 1.0
 
     def activations_in_flight(self, part: PlannedPart, stage: int) -> int:

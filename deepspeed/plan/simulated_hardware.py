@@ -21,7 +21,13 @@ from deepspeed.offload.pinned import HostMemorySource
 from deepspeed.offload.run_directory import Disk, RunDirectory
 from deepspeed.plan.autocasting import SimulatedAutocast
 from deepspeed.plan.memory import META
-from deepspeed.plan.timeline.step_trace import FINISHING_STREAM, HostWaitEvent, StepRecording, StreamWaitEvent
+from deepspeed.plan.timeline.step_trace import (
+    FINISHING_STREAM,
+    FileWaitEvent,
+    HostWaitEvent,
+    StepRecording,
+    StreamWaitEvent,
+)
 from deepspeed.zero.placement import Tier
 
 Note = Callable[[torch.Tensor, Tier, bool], None]
@@ -178,6 +184,23 @@ class _SimulatedFolder:
         """There is nothing to remove."""
 
 
+class _SimulatedTransfer(Transfer):
+    """A read or write that takes no time; when it is waited for is recorded.
+
+    Args:
+        trace: Records it.
+        number: Of its start.
+    """
+
+    def __init__(self, trace: StepRecording, number: int) -> None:
+        super().__init__([])
+        self._trace, self._number = trace, number
+
+    @override
+    def wait(self) -> None:
+        self._trace.add(FileWaitEvent(self._number))
+
+
 class _SimulatedFile:
     """A file of which only the size exists."""
 
@@ -203,12 +226,12 @@ class _SimulatedFile:
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
         """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""
         self._disk.read += buffer.numel()
-        return Transfer([])
+        return _SimulatedTransfer(self._disk.trace, self._disk.trace.start_file(buffer.numel(), is_read=True))
 
     def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
         """Starts to write such a tensor at ``offset``."""
         self._disk.written += buffer.numel()
-        return Transfer([])
+        return _SimulatedTransfer(self._disk.trace, self._disk.trace.start_file(buffer.numel(), is_read=False))
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -217,14 +240,18 @@ class _SimulatedFile:
 class SimulatedDisk(Disk):
     """A disk that is large enough and keeps nothing.
 
+    Args:
+        note: Called for tensors over files.
+        trace: Records reads and writes.
+
     Attributes:
         nbytes: Size of all files.
         read: Bytes read so far.
         written: Bytes written so far.
     """
 
-    def __init__(self, note: Note) -> None:
-        self.note = note
+    def __init__(self, note: Note, trace: StepRecording) -> None:
+        self.note, self.trace = note, trace
         self.nbytes = self.read = self.written = 0
 
     @override

@@ -129,12 +129,11 @@ def exposed_seconds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine:
     The next computation needs the result of every exchange between tensor ranks, and of every ``all_to_all`` of
     sequences or experts. Only sums of a backward between tensor ranks hide: each behind the gradient of one weight.
     """
-    device = machine.device
-    if device.flops <= 0:
+    if machine.peak_flops <= 0:
         return 0.0
     tensor = sum(_seconds(t, machine) for t in moved if t.axis == TENSOR)
     others = sum(_seconds(t, machine) for t in moved if t.name == "all_to_all" and t.axis in (SEQUENCE, EXPERT))
-    hidden = _WEIGHT_GRADIENTS * flow.flops / device.flops
+    hidden = _WEIGHT_GRADIENTS * flow.flops / machine.peak_flops
     return others + tensor / 2 + max(0.0, tensor / 2 - hidden)
 
 
@@ -149,9 +148,9 @@ def lower_bounds(flow: StepTotals, moved: Sequence[PlannedTransfer], machine: Ma
     for cannot work at once, so their sum is an entry of its own.
     """
     device = machine.device
-    disk = (flow.read + flow.written) * machine.devices_per_node
+    disk = max(flow.read, flow.written) * machine.devices_per_node
     amounts = {
-        "arithmetic": (flow.flops, device.flops),
+        "arithmetic": (flow.flops, machine.peak_flops),
         "links inside the node": (sum(t.inside for t in moved), device.link),
         "network between nodes": (sum(t.between for t in moved), machine.network),
         "link to the host": (max(flow.down, flow.up), device.host_link),

@@ -15,6 +15,7 @@ import pytest
 
 import deepspeed
 from benchmarks.scale import HELD, RECORDS, constants, limits_of, predicted, reached_of, read_records, read_runs, split
+from benchmarks.scale import main as compare_records
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
 from deepspeed.cli.predict import prediction_picture
@@ -79,6 +80,14 @@ def test_states_of_a_published_model():
     ends = 2 * 51200 * 12288 / 8 * 18  # the embedding is on the first stage, the head on the last
     states = [8 * made.state_bytes - 8 * ends / 2 + ends]
     assert math.isclose(states[0], 18 * shape.parameters / 8, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_engine_waits_for_updated_parameters(stage):
+    waits, beside = (step(stage=stage, overlaps_gather=overlaps) for overlaps in (False, True))
+    gather = NetworkModel(machine()).gather(2 * LLAMA_8B.parameters, RankGroup(8))
+    slowed = DEVICES["h100"].efficiency.contention * gather
+    assert waits.seconds - beside.seconds == pytest.approx((gather - slowed) * (1 - 1 / LLAMA_8B.layers), rel=0.01)
 
 
 # -- physics -----------------------------------------------------------------------------------------------------------
@@ -331,7 +340,8 @@ def test_search_from_the_command_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--layers 2 --hidden 64 --heads 4 --vocab 128 --fp8", "--fp8: only with --predict"),
+        ("--layers 2 --hidden 64 --heads 4 --vocab 128 --compiled", "--compiled: only with --predict"),
+        ("--layers 2 --hidden 64 --heads 4 --vocab 128 --device a100 --fp8", "'a100' has no fp8"),
         ("--model nothing:there --predict", "decoder by its sizes"),
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --context 2 --sequence 2", "keep one"),
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --network fast", "network"),
@@ -397,7 +407,42 @@ def test_every_public_record_is_predicted_or_refused_with_a_sentence():
     runs, refused = read_records()
     records = json.loads(RECORDS.read_text(encoding="utf-8"))["records"]
     assert len(runs) + len(refused) == len(records) == 62
-    assert refused == {"zero3-offload-1t": "The source does not state heads, vocab, global batch."}
+    assert refused == {"zero3-offload-1t": "The source does not state heads, vocab, ffn_hidden, global batch."}
+
+
+def test_records_of_other_sources_are_read(tmp_path, capsys, monkeypatch):
+    """One record of a source, with fewer facts than the public file has."""
+    like = next(r for r in json.loads(RECORDS.read_text(encoding="utf-8"))["records"] if r["id"] == "sc21-39.1B")
+    parallel = {"tp": 8, "pp": 2}
+    before = {
+        **like,
+        "id": "old-1",
+        "source": "arXiv 2201.00001",
+        "recompute": "full",
+        "measured": {"hardware_tflops_per_gpu": 138},
+        "parallel": parallel,
+        "notes": None,
+    }
+    tokens = {**before, "id": "new-1", "source": "a blog, 2024", "measured": {"tokens_per_s_per_gpu": 425.2}}
+    share = {**tokens, "id": "mfu-1", "precision": "MXFP8", "measured": {"mfu_pct": 33.2}}
+    small = {**share, "id": "small-1", "precision": "NVFP4"}
+    target = tmp_path / "records.json"
+    target.write_text(json.dumps({"records": [before, tokens, share, small]}), encoding="utf-8")
+    runs, refused = read_records(target)
+    assert refused == {"small-1": "Products in 4 bits have no rate in the table of devices."}
+    assert [run.seconds for run in runs] == pytest.approx([14.45] * 3, rel=0.01)
+    old, new, mfu = (run.setups[0] for run in runs)
+    assert not old.shape.has_fused_attention and new.shape.has_fused_attention
+    assert mfu.layout.is_fp8 and not new.layout.is_fp8
+    assert {setup.layout.chunks for setup in runs[0].setups} == {1, 2, 3, 4}, "the source does not say"
+    monkeypatch.setattr("sys.argv", ["scale", "--records", str(target)])
+    compare_records()
+    assert "mfu none of 1" in capsys.readouterr().out
+
+
+def test_torchtitan_has_as_many_micro_batches_as_stages():
+    run = next(run for run in read_runs() if run.name == "titan-405b-Interleaved-1F1B")
+    assert [(s.layout.micro_batch, s.layout.accumulation) for s in run.setups] == [(4, 8)]
 
 
 def test_schedules_that_split_the_backward_are_searched():

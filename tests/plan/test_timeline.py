@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -19,12 +20,14 @@ from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
 from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
-from deepspeed.plan.timeline.replay import COMPUTE, COPY_UP, ReplayRunner, segments
+from deepspeed.plan.timeline.replay import COMPUTE, COPY_UP, FILE_READ, ReplayRunner, segments
 from deepspeed.plan.timeline.step_trace import (
     COMPUTE_STREAM,
     FINISHING_STREAM,
     CollectiveEvent,
     CopyEvent,
+    FileEvent,
+    FileWaitEvent,
     HostWaitEvent,
     MarkEvent,
     OperationEvent,
@@ -190,6 +193,23 @@ def test_the_host_waits_for_the_event_of_a_copy_and_not_for_all():
     assert found.host < 1e-4
 
 
+def test_the_host_waits_for_files_and_their_two_directions_do_not_queue():
+    """Eight ranks share a disk of 8 GB/s, so a rank has 1 GB/s."""
+    network = NetworkModel(replace(MACHINE, disk=8e9))
+
+    def run(*events):
+        return ReplayRunner(DeviceModel(DEVICE), network).run(events)
+
+    read, write = FileEvent(1, 2 * 10**9, True), FileEvent(2, 10**9, False)
+    assert run(read, FileWaitEvent(1)).files == pytest.approx(2.0)
+    assert run(read, write, FileWaitEvent(1), FileWaitEvent(2)).seconds == pytest.approx(2.0)
+    assert run(read, FileEvent(3, 10**9, True), FileWaitEvent(1), FileWaitEvent(3)).seconds == pytest.approx(3.0)
+    beside = run(read, moves(1.5), FileWaitEvent(1), moves(1.0))
+    assert beside.files == pytest.approx(0.5) and beside.seconds == pytest.approx(3.0)
+    assert run(moves(1.0), FileEvent(4, 3 * 10**9, False)).seconds == pytest.approx(3.0), "the next step finds it busy"
+    assert run(FileWaitEvent(9)).seconds == 0.0, "started before the step"
+
+
 def test_parts_of_a_step():
     events = [MarkEvent("forward", 0), moves(1), MarkEvent("backward", 0), moves(2), moves(1)]
     assert [(mark.phase, len(part)) for mark, part in segments(events)] == [("forward", 2), ("backward", 3)]
@@ -231,7 +251,7 @@ def test_stage_3_gathers_a_layer_ahead():
     assert beside >= 0.7 * len(gathers)
 
 
-@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (2, 1), (1, 2)])
 def test_the_simulation_and_the_layout_agree(stage, tensor):
     made = planned(stage, tensor=tensor, accumulation=4)
     layout = ParallelLayout(data=8 // tensor, tensor=tensor, stage=stage, accumulation=4)
@@ -300,6 +320,26 @@ def test_copies_of_offloaded_states_are_waited_for_where_the_engine_waits(stage)
     assert (read | held_up) & downs, "the update waits for gradients that come down"
 
 
+def test_offload_to_files_takes_the_time_of_the_disk():
+    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}
+    fast, slow = (planned(config={"zero_optimization": section}, disk=rate) for rate in (1e12, 1e9))
+    step, flow = slow.timed_step, slow.simulated.flow
+    busy = max(flow.read, flow.written) * 8 / 1e9
+    assert step.files > 0 and step.seconds >= busy, "a disk that all ranks of the node share"
+    assert step.seconds == pytest.approx(fast.timed_step.seconds + step.files, rel=0.15)
+    assert step.seconds >= slow.step_seconds
+    assert {FILE_READ, "writes of files"} <= {span.stream for span in step.spans}
+
+
+def test_products_in_fp8_take_the_time_of_the_layout():
+    plain, fast = (planned(3, fp8=fp8, accumulation=2) for fp8 in (False, True))
+    layouts = (ParallelLayout(data=8, stage=3, accumulation=2, is_fp8=fp8) for fp8 in (False, True))
+    slower, faster = (predict_step(StepSetup(SHAPE, layout, fast.machine, 4096)).seconds for layout in layouts)
+    assert plain.timed_step.seconds - fast.timed_step.seconds == pytest.approx(slower - faster, rel=0.15)
+    assert fast.step_seconds == pytest.approx(plain.step_seconds / 2, rel=0.01), "the bound is that of fp8"
+    assert fast.simulated.peaks == plain.simulated.peaks
+
+
 def test_a_ring_sends_keys_and_values_while_it_attends():
     """Each further rank of the ring costs a hop, which is waited for after the attention that runs beside it."""
     transformers = pytest.importorskip("transformers")
@@ -345,7 +385,7 @@ def test_parts_add_up():
     made = planned(3, accumulation=3)
     read = made.to_dict()["predicted"]
     parts = [*read["compute_seconds"].values(), *read["exposed_seconds"].values()]
-    parts += [read[f"{name}_seconds"] for name in ("host", "copy", "bubble", "update")]
+    parts += [read[f"{name}_seconds"] for name in ("host", "copy", "file", "bubble", "update")]
     assert math.isclose(sum(parts), read["step_seconds"])
     assert "A step is predicted to take" in made.table()
 
@@ -371,6 +411,65 @@ def test_pictures(tmp_path):
     names = {event["args"]["name"] for event in read if event["name"] == "thread_name"}
     assert names == {"compute", "data", "stream 1"}
     assert all(event["dur"] >= 0 for event in read if event["ph"] == "X")
+
+
+def check_trace(text):
+    """Chrome's trace format, as Perfetto reads it: complete events and metadata, every stream named once."""
+    read = json.loads(text)
+    assert read.keys() == {"traceEvents", "displayTimeUnit"} and read["displayTimeUnit"] in ("ms", "ns")
+    tracks = {}
+    for event in read["traceEvents"]:
+        assert event["ph"] in ("X", "M") and isinstance(event["pid"], int), event
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+            key = (event["pid"], event["tid"]) if event["name"] == "thread_name" else (event["pid"], None)
+            assert key not in tracks, "named twice"
+            tracks[key] = event["args"]["name"]
+            continue
+        assert event.keys() == {"ph", "pid", "tid", "name", "ts", "dur", "cat"}
+        assert isinstance(event["tid"], int) and isinstance(event["name"], str) and event["name"]
+        assert all(isinstance(event[key], (int, float)) and 0 <= event[key] < math.inf for key in ("ts", "dur"))
+        assert (event["pid"], event["tid"]) in tracks, "the stream has a name"
+    for key in tracks:  # Perfetto nests what overlaps on a track, and drops what overlaps in part
+        own = [e for e in read["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == key]
+        for one, other in itertools.pairwise(sorted(own, key=lambda event: event["ts"])):
+            assert one["ts"] + one["dur"] <= other["ts"] + 0.01, (tracks[key], one, other)
+    return tracks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 3, "nodes": 2},
+        {"stage": 3, "config": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}},
+        {"stage": 1, "pipe": 4, "accumulation": 8, "schedule": "zb-h1"},
+    ],
+)
+def test_a_trace_is_what_perfetto_reads(options):
+    assert check_trace(step_trace_json(planned(**options).streams.ranks))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 2), ("zbv", None)])
+def test_the_picture_of_a_simulated_pipeline_shows_its_critical_ranks(schedule, chunks):
+    shape = replace(SHAPE, layers=8)
+    given = {"pipe": 4, "schedule": schedule, "num_chunks": chunks, "accumulation": 8, "devices_per_node": 4}
+    made = deepspeed.plan(
+        shape,
+        {**CONFIG, "zero_optimization": {"stage": 1}},
+        sequence_length=1024,
+        suggest=False,
+        compare_checkpointing=False,
+        **given,
+    )
+    streams, step = made.streams, made.timed_step
+    names = list(streams.ranks)
+    assert names[0].startswith("stage 0") and names[-1].startswith("stage 3") and streams.drawn == 8
+    busiest = next(spans for name, spans in streams.ranks.items() if "busiest" in name)
+    end = max(span.end for span in busiest)
+    assert end == pytest.approx(step.seconds, rel=0.02)
+    computed = [span for span in busiest if span.stream == COMPUTE and not span.name.startswith("waits: other")]
+    assert sum(span.end - span.start for span in computed) == pytest.approx(step.seconds - step.bubble, rel=0.02)
+    assert check_trace(step_trace_json(streams.ranks))
 
 
 def test_pictures_from_the_command_line(tmp_path, capsys):

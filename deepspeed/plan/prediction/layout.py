@@ -44,7 +44,9 @@ class ParallelLayout:
         cuts_norms: With ``tensor``, norms and residual sums work on a part of the sequence.
         cuts_vocabulary: With ``tensor``, embedding, head and loss are cut over the vocabulary.
         overlaps_tensor: Exchanges between tensor ranks run beside the products that need them, in chunks.
-        overlaps_data: Gradients are sent while backward runs; at stages 1 and 2 updated parameters while forward runs.
+        overlaps_data: Gradients are sent while backward runs.
+        overlaps_gather: At stages 1 and 2 updated parameters are gathered while the next forward runs, as in Megatron.
+            This engine waits for them.
         gradient_bytes: Of an element of the gradients that are exchanged.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
         imbalance: Rows of the busiest rank's experts over those of the mean.
@@ -78,6 +80,7 @@ class ParallelLayout:
     cuts_vocabulary: bool = True
     overlaps_tensor: bool = False
     overlaps_data: bool = True
+    overlaps_gather: bool = False
     gradient_bytes: int = 2
     lighter_ends: int | None = None
     imbalance: float = 1.0

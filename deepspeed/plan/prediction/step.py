@@ -50,6 +50,18 @@ class StepSetup:
     machine: Machine
     tokens: int
 
+    @property
+    def model_flops(self) -> float:
+        """Operations of a step on all ranks, recomputation left out and attention counted as if it were not causal.
+
+        For each token that is 2 operations per parameter of a matrix forward and 4 backward, as publications count.
+        """
+        shape = self.shape
+        experts = shape.experts_per_token if shape.experts else 1
+        block = shape.attention_parameters + experts * shape.expert_parameters
+        scores = 12 * shape.layers * shape.heads * shape.width_of_head * self.tokens
+        return self.layout.samples * self.tokens * (6 * (shape.layers * block + shape.vocab * shape.hidden) + scores)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep(StepTimes):
@@ -83,16 +95,8 @@ class PredictedStep(StepTimes):
 
     @property
     def model_flops(self) -> float:
-        """Operations per second and rank, recomputation left out and attention counted as if it were not causal.
-
-        For each token that is 2 operations per parameter of a matrix forward and 4 backward, as publications count.
-        """
-        shape, setup = self.setup.shape, self.setup
-        experts = shape.experts_per_token if shape.experts else 1
-        block = shape.attention_parameters + experts * shape.expert_parameters
-        scores = 12 * shape.layers * shape.heads * shape.width_of_head * setup.tokens
-        total = self.tokens * (6 * (shape.layers * block + shape.vocab * shape.hidden) + scores)
-        return total / self.seconds / setup.layout.ranks
+        """Operations of :attr:`StepSetup.model_flops` per second and rank."""
+        return self.setup.model_flops / self.seconds / self.setup.layout.ranks
 
     @property
     def fits(self) -> bool:
@@ -370,9 +374,8 @@ class StepModel:
             sum(work.seconds for work in works)
             for works in zip(*((chunks[place].backward, chunks[place].forward) for place in stage.chunks), strict=True)
         )
-        return DataExchangeTimes(
-            gather, reduce, max(gather / layers, gather - forward), max(reduce / layers, reduce - backward)
-        )
+        gather_wait = max(gather / layers, gather - forward) if layout.overlaps_gather else gather
+        return DataExchangeTimes(gather, reduce, gather_wait, max(reduce / layers, reduce - backward))
 
     def update_seconds(self, stage: StageState) -> float:
         """Returns the seconds of the update on a stage.

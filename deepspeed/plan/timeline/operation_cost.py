@@ -47,11 +47,24 @@ class OperationCost:
     is_causal: bool = False
     is_backward: bool = False
 
-    def seconds(self, device: DeviceModel) -> float:
-        """Returns the seconds on a device."""
+    def seconds(self, device: DeviceModel, *, fp8: bool = False) -> float:
+        """Returns the seconds on a device.
+
+        Args:
+            device: The device.
+            fp8: Products of linear layers are in fp8 where all their sides are multiples of 16, with the casts of
+                their operands, each of which is cast once for two products.
+        """
         if self.kind is OperationKind.MATMUL:
             m, n, k, batch = self.sides
-            return device.matmul(m, n, k, batch=batch)
+            fp8 = (
+                fp8
+                and device.device.fp8_flops > 0
+                and self.name in _LINEAR
+                and not any(s % _FP8_SIDE for s in (m, n, k))
+            )
+            casts = device.traffic(2 * (m * k + k * n)) if fp8 else 0.0
+            return device.matmul(m, n, k, batch=batch, fp8=fp8) + casts
         if self.kind is OperationKind.ATTENTION:
             counted = self.flops / 2 if self.is_causal else self.flops
             return device.attention(counted, self.head_size, backward=self.is_backward)
@@ -59,6 +72,8 @@ class OperationCost:
 
 
 FREE = OperationCost("", OperationKind.FREE)
+_LINEAR = ("mm", "addmm")
+_FP8_SIDE = 16  # of which the sides of a product in fp8 are multiples
 _NO_KERNEL = (
     "empty",
     "new_empty",

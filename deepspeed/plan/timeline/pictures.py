@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from deepspeed.plan.prediction.step_times import StepTimes
-from deepspeed.plan.timeline.replay import COMPUTE, COPY_DOWN, COPY_UP, HOST, StreamSpan
+from deepspeed.plan.timeline.replay import COMPUTE, COPY_DOWN, COPY_UP, FILE_READ, FILE_WRITE, HOST, StreamSpan
 
 _LEFT, _NAMED, _WIDTH, _ROW, _TOP = 150, 100, 1100, 34, 60
 _COLOURS = {
@@ -20,7 +20,7 @@ _COLOURS = {
     "exchange": "#b08900",
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
-_IDLE = ("host", "other stages", "another stream", "copies", "update on the host")  # waits for no exchange
+_IDLE = ("host", "other stages", "another stream", "copies", "files", "update on the host")  # waits for no exchange
 _LEAST = 0.4  # pixels: neighbours of one colour are drawn as one rectangle up to this gap
 
 
@@ -95,7 +95,7 @@ def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]]) -> str:
 
 
 def _streams(spans: Sequence[StreamSpan]) -> list[str]:
-    first = [COMPUTE, HOST, COPY_UP, COPY_DOWN]
+    first = [COMPUTE, HOST, COPY_UP, COPY_DOWN, FILE_READ, FILE_WRITE]
     found = {span.stream for span in spans}
     return [name for name in first if name in found] + sorted(found.difference(first))
 

@@ -22,6 +22,8 @@ from deepspeed.plan.timeline.step_trace import (
     COMPUTE_STREAM,
     CollectiveEvent,
     CopyEvent,
+    FileEvent,
+    FileWaitEvent,
     HostWaitEvent,
     MarkEvent,
     OperationEvent,
@@ -32,6 +34,7 @@ from deepspeed.plan.timeline.step_trace import (
 )
 
 COMPUTE, HOST, COPY_UP, COPY_DOWN = "compute", "host", "copies to the device", "copies to the host"
+FILE_READ, FILE_WRITE = "reads of files", "writes of files"
 _COPIES = "copies"  # in place of an axis
 _READ = 10e-6  # seconds from the device's end of work until the host continues
 
@@ -80,6 +83,7 @@ class ReplayTimes:
         exposed: By axis, exchanges that computation waited for, and what they took from it while they ran beside it.
         host: Time in which the device had nothing to do, as the host had not issued it or read something.
         copies: Waits for copies between device and host.
+        files: Waits for reads and writes of files.
         update: Computation of updates.
         seconds: Until everything is over.
         spans: What each stream did.
@@ -90,6 +94,7 @@ class ReplayTimes:
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host: float = 0.0
     copies: float = 0.0
+    files: float = 0.0
     update: float = 0.0
     seconds: float = 0.0
     spans: list[StreamSpan] = field(default_factory=list)
@@ -117,6 +122,8 @@ class ReplayRunner:
             StreamRecordEvent: self._record,
             StreamWaitEvent: self._wait_for_stream,
             CopyEvent: self._copy,
+            FileEvent: self._start_file,
+            FileWaitEvent: self._wait_for_file,
             HostWaitEvent: self._read,
             MarkEvent: self._mark,
         }
@@ -127,13 +134,17 @@ class ReplayRunner:
         self._compute = self._host = self._wire = self._up = self._down = 0.0
         self._free: dict[str, float] = defaultdict(float)  # by communicator
         self._link_free = {True: 0.0, False: 0.0}  # of copies beside computation, up and down
+        self._disk_free = {True: 0.0, False: 0.0}  # for reads and for writes
+        self._disk_busy = {True: 0.0, False: 0.0}
+        self._files: dict[int, float] = {}  # by number of a read or write, its end
         self._works: dict[int, _ReplayedTransfer] = {}  # those that were not waited for
         self._beside: dict[int, _SideStream] = defaultdict(_SideStream)
         self._records: dict[int, _SideStream] = {}  # as the stream was at the event
         self._charged: set[int] = set()  # transfers whose cost computation has paid
         self._operations = 0  # on other streams
         self._phase = ""
-        self._updated = self._copied = 0.0  # updates on the host and its waits for copies since the device computed
+        # Updates on the host, and its waits for copies and for files, since the device computed.
+        self._updated = self._copied = self._filed = 0.0
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
         own = max(self._compute, self._host)
@@ -142,6 +153,9 @@ class ReplayRunner:
         ends += [stream.free for stream in self._beside.values() if stream.free > stream.copies]
         copies = [stream.copies for stream in self._beside.values()]
         last = max([own, self._down, *ends, *copies])
+        # What is still written then is written beside the next step, which begins with a disk that is as busy.
+        self._found.files += max(0.0, max(self._disk_busy.values()) - last)
+        last = max(last, *self._disk_busy.values())
         waits = max(0.0, max(ends, default=0.0) - own)
         self._found.exposed["data"] += waits
         self._found.copies += max(0.0, max(copies, default=0.0) - own - waits)
@@ -159,7 +173,7 @@ class ReplayRunner:
             self._found.spans.append(StreamSpan(HOST, cost.name, begin, self._host))
             return
         if cost not in self._known:
-            self._known[cost] = cost.seconds(self._device)
+            self._known[cost] = cost.seconds(self._device, fp8=self._network.machine.multiplies_in_fp8)
         seconds = self._known[cost]
         self._host += self._launch
         if event.stream != COMPUTE_STREAM:
@@ -187,11 +201,15 @@ class ReplayRunner:
         gap = begin - self._compute
         updated, self._updated = min(self._updated, gap), 0.0
         copied, self._copied = min(self._copied, gap - updated), 0.0
+        filed = min(self._filed, gap - updated - copied)
+        self._filed -= filed
+        rest = gap - copied - updated - filed
         self._found.copies += copied
         self._found.update += updated
-        self._found.host += gap - copied - updated
+        self._found.files += filed
+        self._found.host += rest
         end = self._compute
-        for name, seconds in (("copies", copied), ("update on the host", updated), ("host", gap - copied - updated)):
+        for name, seconds in (("copies", copied), ("files", filed), ("update on the host", updated), ("host", rest)):
             self._draw(COMPUTE, f"waits: {name}", end, end + seconds)
             end += seconds
         self._compute = begin
@@ -316,6 +334,20 @@ class ReplayRunner:
             self._operations += 1
             stream.transfers[-self._operations] = _ReplayedTransfer(_COPIES, begin, stream.free)
         self._found.spans.append(StreamSpan(COPY_UP if event.is_up else COPY_DOWN, "copy", begin, stream.free))
+
+    def _start_file(self, event: FileEvent) -> None:
+        """Starts a read or a write: each direction has the disk's rate, which the ranks of a node share."""
+        machine = self._network.machine
+        seconds = event.nbytes * machine.devices_per_node / machine.disk
+        self._disk_busy[event.is_read] += seconds
+        begin = max(self._host, self._disk_free[event.is_read])
+        end = self._disk_free[event.is_read] = self._files[event.number] = begin + seconds
+        self._found.spans.append(StreamSpan(FILE_READ if event.is_read else FILE_WRITE, "file", begin, end))
+
+    def _wait_for_file(self, event: FileWaitEvent) -> None:
+        until = self._files.pop(event.number, 0.0)  # 0: waited for before, or started before the recording
+        self._filed += max(0.0, until - max(self._host, self._compute))
+        self._host = max(self._host, until)
 
     def _read(self, event: HostWaitEvent) -> None:
         if event.record < 0:

@@ -64,6 +64,20 @@ class CopyEvent(NamedTuple):
     stream: int = COMPUTE_STREAM
 
 
+class FileEvent(NamedTuple):
+    """The start of a read or a write of a file of offloaded states, behind those of its direction."""
+
+    number: int
+    nbytes: int
+    is_read: bool
+
+
+class FileWaitEvent(NamedTuple):
+    """The point at which the host waits for a read or a write of a file."""
+
+    number: int
+
+
 class HostWaitEvent(NamedTuple):
     """The point at which the host waits: for a value of the device, or for event ``record`` of a stream."""
 
@@ -91,6 +105,8 @@ TraceEvent = (
     | StreamRecordEvent
     | StreamWaitEvent
     | CopyEvent
+    | FileEvent
+    | FileWaitEvent
     | HostWaitEvent
     | MarkEvent
 )
@@ -143,6 +159,12 @@ class StepRecording:
         """
         self._count += 1
         self.add(StreamRecordEvent(self._count, self.stream if stream is None else stream))
+        return self._count
+
+    def start_file(self, nbytes: int, *, is_read: bool) -> int:
+        """Records the start of a read or a write of a file and returns its number."""
+        self._count += 1
+        self.add(FileEvent(self._count, nbytes, is_read))
         return self._count
 
     def start(self, name: str, axis: str, nbytes: int, ranks: tuple[int, ...]) -> int:

@@ -9,14 +9,15 @@ from typing import Any
 from typing_extensions import override
 
 from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
-from deepspeed.parallel.pipe.schedule.simulate import Times
+from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.pipeline import Pipeline, idle_time
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.plan.timeline.operation_cost import OperationKind
-from deepspeed.plan.timeline.replay import ReplayRunner, ReplayTimes, StreamSpan, segments
+from deepspeed.plan.timeline.predicted_streams import PredictedTimeline, place_passes
+from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, ReplayTimes, StreamSpan, segments
 from deepspeed.plan.timeline.step_trace import TraceEvent
 
 
@@ -26,16 +27,18 @@ class TimedStep(StepTimes):
 
     Attributes:
         copies: Waits for copies between device and host, in seconds.
+        files: Waits for reads and writes of files, in seconds.
         spans: What each stream does in the micro-batches that were simulated.
     """
 
     copies: float = 0.0
+    files: float = 0.0
     spans: list[StreamSpan] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return super().seconds + self.copies
+        return super().seconds + self.copies + self.files
 
     def plus(self, part: ReplayTimes, times: float = 1.0) -> TimedStep:
         """Returns this and ``times`` a part of the step."""
@@ -48,17 +51,18 @@ class TimedStep(StepTimes):
             exposed={axis: self.exposed.get(axis, 0.0) + times * part.exposed[axis] for axis in axes},
             host=self.host + times * part.host,
             copies=self.copies + times * part.copies,
+            files=self.files + times * part.files,
             update=self.update + times * part.update,
         )
 
     @override
     def rows(self) -> list[tuple[str, float]]:
         *others, bubble, update = super().rows()
-        return [*others, ("waits for copies", self.copies), bubble, update]
+        return [*others, ("waits for copies", self.copies), ("waits for files", self.files), bubble, update]
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "copy_seconds": self.copies}
+        return {**super().to_dict(), "copy_seconds": self.copies, "file_seconds": self.files}
 
 
 def _replay(machine: Machine, *, is_asynchronous: bool) -> ReplayRunner:
@@ -115,15 +119,8 @@ def time_pipeline(
         accumulation: Micro-batches of the step.
         is_asynchronous: The device works beside the host.
     """
-    replay = _replay(machine, is_asynchronous=is_asynchronous)
-    stages: dict[int, _TimedStage] = {}
-    for stage, events in traces.events.items():
-        stages[stage] = _time_stage(replay, events, accumulation, traces.transfer)
-    times: dict[int, Times] = {}
-    for stage, simulated in traces.alike.items():
-        own = [chunk for chunk, owner in enumerate(traces.pipeline.stage_of) if owner == stage]
-        times |= dict(zip(own, stages[simulated].times, strict=True))
-    busiest = max(stages.values(), key=lambda stage: stage.passes.seconds + stage.tail.seconds)
+    stages, times = _time_stages(traces, machine, accumulation, is_asynchronous=is_asynchronous)
+    busiest = stages[_busiest(stages)]
     idle = idle_time(traces.pipeline, times, accumulation, processors=machine.processors)
     speed = 1.0
     if machine.processors is not None:
@@ -132,14 +129,89 @@ def time_pipeline(
     return replace(found, bubble=max(0.0, idle.seconds - idle.busy), spans=busiest.spans)
 
 
+def pipeline_streams(
+    traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
+) -> PredictedTimeline:
+    """Returns the streams of the first, the busiest and the last stage, with each pass where the schedule puts it.
+
+    Stages that share processors are drawn as if each had its own.
+
+    Args:
+        traces: Of the stages.
+        machine: On which they run.
+        accumulation: Micro-batches of the step.
+        is_asynchronous: The device works beside the host.
+    """
+    stages, times = _time_stages(traces, machine, accumulation, is_asynchronous=is_asynchronous)
+    pipeline, simulated = traces.pipeline, _busiest(stages)
+    busiest = min(stage for stage, other in traces.alike.items() if other == simulated)
+    shown = pipeline.enough(accumulation) if accumulation > _MOST_DRAWN else accumulation
+    timeline = simulate(pipeline.of(shown), [times[chunk] for chunk in range(len(pipeline.stage_of))])
+    ranks: dict[str, list[StreamSpan]] = {}
+    for number in sorted({0, busiest, pipeline.stages - 1}):
+        stage = stages[traces.alike[number]]
+        own = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == number]
+        passes = {(own[place], kind): stage.spans_of(place, kind) for place in range(len(own)) for kind in Computation}
+        spans = place_passes(timeline, number, passes)
+        late = timeline.makespan + stage.tail.exposed["data"]
+        tail = (("waits: data", timeline.makespan, late), ("update", late, late + stage.tail.update))
+        spans += [StreamSpan(COMPUTE, name, begin, end) for name, begin, end in tail if end > begin]
+        ranks[f"stage {number}" + (", busiest" if number == busiest else "")] = spans
+    return PredictedTimeline(ranks, shown, accumulation)
+
+
 @dataclass(frozen=True)
 class _TimedStage:
-    """A stage that never waits for others: its passes, what comes after them, and its chunks for one micro-batch."""
+    """A stage that never waits for others.
+
+    Attributes:
+        passes: All of them.
+        tail: What comes after them.
+        times: Of its chunks, for one micro-batch.
+        spans: What its streams do.
+        parts: By chunk and phase, one micro-batch.
+    """
 
     passes: TimedStep
     tail: ReplayTimes
     times: list[Times]
     spans: list[StreamSpan]
+    parts: Mapping[tuple[int, str], ReplayTimes]
+
+    def spans_of(self, place: int, kind: Computation) -> list[StreamSpan]:
+        """Returns the spans of one computation, from 0 on; a whole backward may have been recorded in two halves.
+
+        Args:
+            place: Of the chunk, among those of the stage.
+            kind: The computation.
+        """
+        chunk = sorted({chunk for chunk, _ in self.parts})[place]
+        if kind is Computation.BACKWARD and (chunk, kind.value) not in self.parts:
+            first, second = (self.parts.get((chunk, half), ReplayTimes()) for half in "IW")
+            later = [
+                span._replace(start=first.seconds + span.start, end=first.seconds + span.end) for span in second.spans
+            ]
+            return [*first.spans, *later]
+        return self.parts.get((chunk, kind.value), ReplayTimes()).spans
+
+
+def _time_stages(
+    traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
+) -> tuple[dict[int, _TimedStage], dict[int, Times]]:
+    """Returns the stages that were simulated, and the times of all chunks."""
+    replay = _replay(machine, is_asynchronous=is_asynchronous)
+    stages: dict[int, _TimedStage] = {}
+    for stage, events in traces.events.items():
+        stages[stage] = _time_stage(replay, events, accumulation, traces.transfer)
+    times: dict[int, Times] = {}
+    for stage, simulated in traces.alike.items():
+        own = [chunk for chunk, owner in enumerate(traces.pipeline.stage_of) if owner == stage]
+        times |= dict(zip(own, stages[simulated].times, strict=True))
+    return stages, times
+
+
+def _busiest(stages: Mapping[int, _TimedStage]) -> int:
+    return max(stages, key=lambda number: stages[number].passes.seconds + stages[number].tail.seconds)
 
 
 def _scaled(step: TimedStep, by: float) -> TimedStep:
@@ -151,6 +223,7 @@ def _scaled(step: TimedStep, by: float) -> TimedStep:
         exposed={axis: by * seconds for axis, seconds in step.exposed.items()},
         host=by * step.host,
         copies=by * step.copies,
+        files=by * step.files,
     )
 
 
@@ -172,7 +245,8 @@ def _time_stage(replay: ReplayRunner, events: Sequence[TraceEvent], accumulation
         seconds = {phase: part.seconds for (own, phase), part in parts.items() if own == chunk}
         split = seconds.get("I", 0.0) + seconds.get("W", 0.0)
         chunks.append(Times(seconds["F"], seconds.get("B", split), seconds.get("W", 0.0), transfer))
-    return _TimedStage(total, tail, chunks, whole.spans)
+    return _TimedStage(total, tail, chunks, whole.spans, parts)
 
 
+_MOST_DRAWN = 64  # micro-batches; of longer steps fewer are drawn
 _COMPUTATIONS = frozenset(kind.value for kind in Computation)
