@@ -116,6 +116,15 @@ def test_collectives_follow_the_slowest_link_and_their_hops():
     assert network.gather(1e9, RankGroup(1)) == 0
 
 
+def test_a_sum_between_processors_starts_twice():
+    efficiency = replace(DEVICES["h100"].efficiency, start=1e-3)
+    times = []
+    for cores in (0, 2):
+        device = replace(DEVICES["h100"], cores=cores, efficiency=efficiency)
+        times.append(NetworkModel(Machine(device, 1, 4, 10**9)).all_reduce(1e6, RankGroup(4)))
+    assert times[1] - times[0] == pytest.approx(1e-3, rel=0.01)
+
+
 def test_a_link_domain_may_span_nodes():
     rack = Machine(DEVICES["gb200"], 16, 4, DEVICES["gb200"].memory)
     assert NetworkModel(rack).spread(RankGroup(64)) == (1, 64)

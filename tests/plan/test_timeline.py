@@ -218,6 +218,20 @@ def test_parts_of_a_step():
 # -- a recorded step ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("degrees", "experts"), [({"tensor": 4}, 0), ({"tensor": 2}, 0), ({"ep": 4}, 4)])
+def test_every_exchange_between_processors_is_recorded(degrees, experts):
+    """Sums between tensor ranks take a call that gloo has of its own."""
+    shape = DecoderShape(layers=2, hidden=64, heads=4, vocab=128, experts=experts)
+    given = {"devices_per_node": 4, "sequence_length": 32, "suggest": False, "compare_checkpointing": False}
+    config = {**CONFIG, "bf16": {"enabled": False}, "zero_optimization": {"stage": 0}}
+    made = deepspeed.plan(shape, config, device="cpu", device_memory="8GB", **given, **degrees)
+    starts = [event for event in made.simulated.trace if isinstance(event, CollectiveEvent)]
+    asked = {key: calls for key, (calls, _) in made.simulated.flow.asked_along.items()}
+    assert Counter((event.name, event.axis) for event in starts) == asked
+    waits = {event.number for event in made.simulated.trace if isinstance(event, WaitEvent)}
+    assert {event.number for event in starts} <= waits
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_every_exchange_of_the_flow_is_recorded_and_waited_for(stage):
     made = planned(stage)

@@ -226,6 +226,11 @@ class TracedTransport:
         """Records and starts an all-reduce."""
         return self._traced("all_reduce", flat, functools.partial(self._plain.all_reduce, flat, out, how))
 
+    def sum_in_place(self, flat: Any, label: str) -> Any:
+        """Records and starts an all-reduce where the transport has a call of its own for it, as gloo has."""
+        work = self._plain.sum_in_place(flat, label)
+        return None if work is None else self._traced("all_reduce", flat, lambda: work)
+
     def swap(self, flat: Any, out: Any, **options: Any) -> Any:
         """Records and starts an all-to-all of equal slices."""
         return self._traced("all_to_all", flat, functools.partial(self._plain.swap, flat, out, **options))
