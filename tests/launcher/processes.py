@@ -86,7 +86,14 @@ class Launcher:
 
     def wait_for_files(self, *names: str, timeout: float = 120) -> None:
         """Waits until the ranks have written these files."""
-        wait_until(lambda: all((self.folder / name).exists() for name in names), timeout, f"files {names}")
+
+        def are_there() -> bool:
+            has_ended = self.process.poll() is not None and not self.processes()
+            found = all((self.folder / name).exists() for name in names)
+            assert found or not has_ended, f"the launcher ended without files {names}: {self.finish()}"
+            return found
+
+        wait_until(are_there, timeout, f"files {names}")
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, what: str) -> float:
