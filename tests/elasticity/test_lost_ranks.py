@@ -29,6 +29,13 @@ def check(result: JobResult, total: int = TOTAL, tolerance: float = 1e-6, kind: 
     assert all(lines[-1]["steps"] == total for lines in result.lines.values())
 
 
+def check_precise(broken: JobResult, calm: JobResult, death: int, tolerance: float) -> None:
+    """The losses of a run with a death in a step are those of one without; later ones up to a relative tolerance."""
+    allowed = {step: 0.0 if step < death else 1e-6 if step == death else tolerance for step in range(TOTAL)}
+    differs = {step: abs(broken.losses[step] / calm.losses[step] - 1.0) for step in allowed}
+    assert all(differs[step] <= allowed[step] for step in allowed), differs
+
+
 @pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
 def test_three_of_five_are_killed_one_after_the_other(tmp_path, stage):
     """In a forward, before a step (rank 0, which holds the store), and in a backward.
@@ -53,13 +60,18 @@ def test_three_of_five_are_killed_one_after_the_other(tmp_path, stage):
 @pytest.mark.parametrize(
     ("stage", "more", "tolerance"),
     [
-        (3, {"bf16": {"enabled": True}}, 2e-2),
-        slow(1, {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}, 5e-2),
+        (3, {"bf16": {"enabled": True}}, 1e-3),
+        slow(1, {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}, 1e-3),
         slow(2, {"zero": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
     ],
 )
 def test_precisions_and_offload(tmp_path, stage, more, tolerance):
-    """A run with a loss goes through the very losses and scales of one without, but for the order of sums."""
+    """A run with a loss goes through the very losses and scales of one without, but for the order of sums.
+
+    Up to the death all bits are equal. The step of the death begins with equal weights, so its loss differs by the
+    order of a sum in fp32. Later losses differ as those of runs on 2 and 3 ranks do, by gradients that are summed in
+    another order in 16 bits: up to 3e-4 here in both cases. In fp16 the step of the death overflows.
+    """
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
     arguments = {"config": make_config(stage, scheduler=schedule, **more), "total": TOTAL}
     (tmp_path / "a").mkdir()
@@ -67,8 +79,7 @@ def test_precisions_and_offload(tmp_path, stage, more, tolerance):
     calm = run_job(tmp_path / "a", 3, arguments)
     broken = run_job(tmp_path / "b", 3, {**arguments, "die": {"r1": [(2, "backward")]}})
     assert broken.codes["r1"] == -9
-    for step in range(TOTAL):
-        assert broken.losses[step] == pytest.approx(calm.losses[step], rel=tolerance)
+    check_precise(broken, calm, 2, tolerance)
     scales, rates = (
         [{line["step"]: line[name] for line in job.lines["r0"] if line.get("done")} for job in (calm, broken)]
         for name in ("scale", "rates")
@@ -338,8 +349,9 @@ def test_what_is_left_of_two_copies_makes_one(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "more", "tolerance"),
     [
-        (3, {"bf16": {"enabled": True}}, 2e-2),
-        (1, {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}, 5e-2),
+        (3, {"bf16": {"enabled": True}}, 1e-3),
+        # Between 20 and 24 another number of ranks skips other updates, without a death too.
+        (1, {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}, 1e-3),
         (2, {"zero": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
     ],
 )
@@ -349,8 +361,7 @@ def test_precisions_and_offload_of_cut_layers(tmp_path, stage, more, tolerance):
     calm = cut_job(tmp_path / "a", 4, stage, {}, more=more)
     broken = cut_job(tmp_path / "b", 4, stage, {"r1": [(2, "backward")]}, more=more)
     assert broken.codes == {"r0": 0, "r1": -9, "r2": 0, "r3": 0}, broken.errors
-    for step in range(TOTAL):
-        assert broken.losses[step] == pytest.approx(calm.losses[step], rel=tolerance)
+    check_precise(broken, calm, 2, tolerance)
     scales = [{line["step"]: line["scale"] for line in lines if "scale" in line} for lines in broken.lines.values()]
     assert all(scale == scales[0] for scale in scales)
 
