@@ -24,6 +24,8 @@ from deepspeed.logging import printable
 
 # A traceback whose rank lives on this long was only logged, and is shown after all.
 HOLD_SECONDS = 3.0
+# Where several ranks have one at once, a failure is probably spreading; on a busy machine dying takes seconds.
+HOLD_SECONDS_OF_SEVERAL = 15.0
 # What identifies the start of a report by Python, faulthandler or the C++ runtime.
 _REPORT_START = re.compile(
     rb"Traceback \(most recent call last\):|Fatal Python error:|terminate called|"
@@ -52,11 +54,13 @@ class ErrorStream(RankStream):
 
     Attributes:
         report_time: When the newest traceback started (monotonic seconds); None if there was none.
+        hold_seconds: How long a traceback is held while its rank lives on.
     """
 
     def __init__(self, rank: int, label: bytes, screen: Screen) -> None:
         super().__init__(rank, 2, label, screen)
         self.report_time: float | None = None
+        self.hold_seconds = HOLD_SECONDS
         self._tail: deque[bytes] = deque(maxlen=_KEPT_LINES)
         self._held: list[bytes] | None = None
         self._hold_for_good = False
@@ -91,7 +95,7 @@ class ErrorStream(RankStream):
         """Shows what was held too long: the rank has survived it."""
         super().tick(now)
         if self._held is not None and not self._hold_for_good and self.report_time is not None:
-            if now - self.report_time > HOLD_SECONDS:
+            if now - self.report_time > self.hold_seconds:
                 self.release()
 
     def release(self) -> None:

@@ -25,7 +25,16 @@ from typing import Any, BinaryIO
 
 from deepspeed.exit_notes import NOTES, ExitNotes
 from deepspeed.launcher import processes
-from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause, write_failure
+from deepspeed.launcher.failures import (
+    HOLD_SECONDS,
+    HOLD_SECONDS_OF_SEVERAL,
+    ErrorStream,
+    Failure,
+    RankState,
+    first_failure,
+    signal_cause,
+    write_failure,
+)
 from deepspeed.launcher.link import LauncherLink
 from deepspeed.launcher.screen import Output, RankStream, Screen
 from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker, handed_on_signals
@@ -241,6 +250,9 @@ class LocalRun:
             self._listen_to_others()
             now = time.monotonic()
             if not self._output.is_full:  # a rank blocked on a full pipe has not stopped writing
+                is_spreading = sum(stream.is_reporting for stream in self._errors) > 1
+                for stream in self._errors:
+                    stream.hold_seconds = HOLD_SECONDS_OF_SEVERAL if is_spreading else HOLD_SECONDS
                 for stream in (*self._out, *self._errors):
                     stream.tick(now)
             self._output.flush()

@@ -248,6 +248,22 @@ def test_a_rank_that_fails_beside_a_collective(tmp_path):
     assert lines[-1] == f"deepspeed: exit code {code}; the other ranks (2) were stopped"
 
 
+@pytest.mark.slow
+def test_ranks_that_die_slowly_keep_their_tracebacks_held(tmp_path):
+    script = """
+        import atexit, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        atexit.register(time.sleep, 6)  # as the end of a process on a busy machine; longer than HOLD_SECONDS
+        atexit.register(dist.destroy_process_group)  # runs first: the others notice while this rank is ending
+        dist.all_reduce(torch.ones(8))
+        if rank == 1: raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(8))
+    """
+    code, _, err = run(tmp_path, script, "--num_gpus=3", "-q")
+    assert code == 1 and err.count("Traceback") == 1 and "ValueError: bad batch" in err
+
+
 def test_a_handled_traceback_is_not_a_failure(tmp_path):
     script = """
         import traceback
