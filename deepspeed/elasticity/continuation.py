@@ -34,7 +34,7 @@ from deepspeed.elasticity.copies import (
 )
 from deepspeed.elasticity.restore import build_again, restore, take_apart
 from deepspeed.elasticity.selection import RunShape
-from deepspeed.engine.base import EngineBase
+from deepspeed.engine.engine import EngineBase
 from deepspeed.engine.resuming import run_state_of
 from deepspeed.engine_feature import UnevenBatch
 from deepspeed.errors import CallOrderError, CheckpointError, CommunicationError, DeepSpeedError

@@ -34,7 +34,7 @@ from deepspeed.checkpoint.states import restore_random_state
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.elasticity.copies import CopyLayout, CopyStore, SmallStates, StateCopy
-from deepspeed.engine.base import EngineBase
+from deepspeed.engine.engine import EngineBase
 from deepspeed.engine.initialize import build_parts
 from deepspeed.engine.resuming import resume_from
 from deepspeed.errors import CheckpointError, DeepSpeedError

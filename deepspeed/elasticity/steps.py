@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from deepspeed.elasticity.continuation import Continuation, CopyCost, Recovery, continuation_of
-from deepspeed.engine.base import EngineBase
+from deepspeed.engine.engine import EngineBase
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import warn_once
 

@@ -1,16 +1,362 @@
-"""The engine of a model that the program steps itself: forward, backward and step."""
+"""The engine: what those of plain models and of pipelines share, and the one that the program steps itself."""
 
 from __future__ import annotations
 
+import gc
 from abc import ABCMeta
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from deepspeed.engine.base import EngineBase
+from torch import nn
+from typing_extensions import Self
+
+from deepspeed.engine.accessors import ConfigAccessors
+from deepspeed.engine.batches import Batches
+from deepspeed.engine.checkpointing import EngineCheckpoints
+from deepspeed.engine.compiling import EngineCompile, gathers_between_graphs
+from deepspeed.engine.efficiency import EfficiencyAccess
+from deepspeed.engine.flops import ProfiledStep
+from deepspeed.engine.inspection import EngineInspection
+from deepspeed.engine.loading import EngineLoading
+from deepspeed.engine.loss_counter import LossCounter
+from deepspeed.engine.offloading import EngineOffload
+from deepspeed.engine.parts import EngineParts
+from deepspeed.engine.progress import ProgressLog
+from deepspeed.engine.queries import EngineQueries
+from deepspeed.engine.reminders import hint_for, watch_other_optimizers
+from deepspeed.engine.reports import state_text, summary
+from deepspeed.engine.resuming import resume_from, run_state_of
+from deepspeed.engine.train_step import LossScaling, TrainStep
+from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import log_dist_once
-from deepspeed.zero.runtime import MicroBatch
+from deepspeed.give_base import PlainAttributes
+from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.profiling.timer import ThroughputTimer
+from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Returns a method that calls ``method`` on an attribute of its object, with that method's signature and docstring.
+
+    Args:
+        collaborator: Name of the attribute.
+        method: Of the collaborator's class.
+    """
+
+    @wraps(method)
+    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self, collaborator), *args, **kwargs)
+
+    return forward
+
+
+def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
+    """Returns a property that reads and writes ``name`` of one of its object's attributes.
+
+    Args:
+        collaborator: Name of the attribute.
+        name: Of the collaborator's attribute.
+        meaning: Its documentation.
+    """
+
+    def read(self: Any) -> Any:
+        return getattr(getattr(self, collaborator), name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self, collaborator), name, value)
+
+    return property(read, write, doc=meaning)
+
+
+class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
+    """Wraps a model for training; without forward, backward and step, which subclasses run by their :class:`TrainStep`.
+
+    Attributes unknown to the engine are those of the wrapped model; :class:`~deepspeed.engine.engine.DeepSpeedEngine`
+    lists its own.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__()
+        self.module = parts.model
+        self._parts = parts
+        self._root = parts.parsed.root
+        self._precision = parts.precision
+        assert parts.parsed.batch is not None
+        self._batches = Batches(
+            parts.parsed.batch, parts.coordinates.data_size, is_counted=self._root.managed_gradient_accumulation
+        )
+        self._runtime: ZeroRuntime = parts.runtime
+        batch_size = self._batches.train_batch_size()
+        self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
+        compression = self._hooks.get("deepspeed.compression.feature")
+        self.compression_scheduler = None if compression is None else compression.schedule
+        self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(
+            lambda loss, **options: self.backward(loss, **options), lambda: self._train_step.before_update()
+        )
+        self.optimizer = parts.public_optimizer(self._updater)
+        self.basic_optimizer = parts.torch_optimizer
+        self.client_optimizer = parts.client.optimizer
+        self.client_lr_scheduler = parts.client.lr_scheduler
+        self.training_data = parts.client.training_data
+        self.collate_fn = parts.client.collate_fn
+        self.mpu = parts.client.mpu
+        self.lr_scheduler = parts.make_scheduler()
+        self._loading = EngineLoading(parts, self._batches, lambda: self.collate_fn)
+        self.training_dataloader = self.deepspeed_io(self.training_data) if self.training_data is not None else None
+        self.config: dict[str, Any] = parts.parsed.raw
+        self.device = parts.device
+        self.local_rank, self.global_rank = parts.local_rank, parts.global_rank
+        self.world_size = parts.world_size
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+        self.monitor = parts.monitor
+        self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0, self._hooks.trackers)
+        self.timers = self._progress.timers
+        # For programs that drive it or count epochs with it; the engine's own figure is in the log and the monitor.
+        self.tput_timer = ThroughputTimer(self._root.timers.throughput, self.train_batch_size())
+        self._train_step = self._make_train_step()
+        self._checkpoints = EngineCheckpoints(
+            parts,
+            self._progress,
+            run_state=partial(run_state_of, self),
+            resume=partial(resume_from, self),
+            sums_are_open=lambda: self._batches.since_update > 0,
+        )
+        self._compiling = EngineCompile(
+            self.module, gathers_between_graphs(parts.placement, parts.coordinates.zero_size)
+        )
+        self._offloading = EngineOffload(parts)
+        watch_other_optimizers()
+        log_dist(summary(self._runtime, parts.placement, parts.coordinates, self._batches))
+        if self._root.dump_state:
+            log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
+        self._stopped_gc = self._root.disable_python_gc and gc.isenabled()
+        if self._stopped_gc:
+            gc.disable()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(
+                f"neither the engine nor the wrapped {type(module).__name__} has {name!r}{hint_for(name)}"
+            ) from None
+
+    def _make_train_step(self) -> TrainStep:
+        settings = self._root.flops_profiler
+        return TrainStep(
+            self._runtime,
+            self._updater,
+            self._batches,
+            LossScaling(self._updater.loss_scaler if self._updater is not None else None),
+            self._progress,
+            precision=self._precision,
+            hooks=self._hooks,
+            profiled=ProfiledStep(settings, self) if settings.enabled else None,
+            advance_lr=self._advance_lr,
+            counts=self._make_loss_counter(),
+        )
+
+    def _make_loss_counter(self) -> LossCounter:
+        return LossCounter(self._updater)
+
+    def _advance_lr(self, arguments: Mapping[str, Any]) -> None:
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**arguments)
+
+    # -- where the training is ---------------------------------------------------------------------------------------
+
+    global_steps = forwarded_attribute("_train_step", "global_steps", "Updates so far, skipped ones included.")
+    global_samples = forwarded_attribute("_train_step", "global_samples", "Samples of those updates, over all ranks.")
+    skipped_steps = forwarded_attribute("_train_step", "skipped_steps", "Updates that were skipped.")
+    micro_steps = forwarded_attribute("_batches", "micro_steps", "Calls of ``step`` so far, or micro-batches.")
+    enable_backward_allreduce = forwarded_attribute(
+        "_train_step", "reduces_gradients", "Whether backwards reduce gradients."
+    )
+    is_gradient_accumulation_boundary = forwarded("_batches", Batches.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = forwarded("_batches", Batches.set_gradient_accumulation_boundary)
+    scale = forwarded("_train_step", TrainStep.scale)
+
+    def inspect(self) -> EngineInspection:
+        """Returns the parts whose memory and traffic the planner counts."""
+        return EngineInspection(
+            root=self._root,
+            precision=self._precision,
+            placement=self._parts.placement,
+            groups=self._parts.groups,
+            buckets=self._runtime.buckets,
+            memory_tracker=self._runtime.memory_tracker,
+            updater=self._updater,
+            driver=self._parts.driver,
+            reducer=self._runtime.reducer,
+        )
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        """Ends a step in which parameters were updated. May end the process (:mod:`deepspeed.preemption`)."""
+        self._report_step()
+        self._hooks.after_step(self.global_steps)
+
+    def _report_step(self) -> None:
+        if self._train_step.profiled is not None:  # before the times of this update are set to zero
+            self._train_step.profiled.after_update(self.global_steps)
+        if self._progress.is_silent:
+            return
+        scaler = self._updater.loss_scaler if self._updater is not None else None
+        self._progress.step(
+            StepInfo(
+                step=self.global_steps,
+                samples=self.global_samples,
+                batch=self.train_batch_size(),
+                own_batch=self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps(),
+                skipped=self.skipped_steps,
+                lr=self.get_lr(),
+                norm=self.get_global_grad_norm(),
+                loss_scale=float(scaler.loss_scale) if scaler is not None else None,
+                more=self._hooks.events() if self._progress.wants_events else (),
+            )
+        )
+        self._progress.memory(self.memory_report)
+
+    @property
+    def flops_profiler(self) -> Any:
+        """The profiler of ``flops_profiler.profile_step``; None if the section is off or this is not rank 0."""
+        profiled = self._train_step.profiled
+        return profiled.profiler if profiled is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Returns whether the latest ``step`` changed the parameters."""
+        return self._train_step.was_applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throws away every gradient."""
+        self._runtime.leave_backward("engine.zero_grad")
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.zero_grad()
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduces gradients that no boundary has reduced yet. Every rank must call it."""
+        self._runtime.leave_backward("engine.allreduce_gradients")
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.settle()
+
+    # -- batch sizes -------------------------------------------------------------------------------------------------
+
+    train_batch_size = forwarded("_batches", Batches.train_batch_size)
+    train_micro_batch_size_per_gpu = forwarded("_batches", Batches.train_micro_batch_size_per_gpu)
+    gradient_accumulation_steps = forwarded("_batches", Batches.gradient_accumulation_steps)
+    get_batch_info = forwarded("_batches", Batches.get_batch_info)
+    set_train_micro_batch_size = forwarded("_batches", Batches.set_train_micro_batch_size)
+    set_train_batch_size = forwarded("_batches", Batches.set_train_batch_size)
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    deepspeed_io = forwarded("_loading", EngineLoading.deepspeed_io)
+
+    # -- modes -------------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, for the model too."""
+        super().train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Evaluation mode, for the model too."""
+        return self.train(False)
+
+    compile = forwarded("_compiling", EngineCompile.compile)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Returns whether :meth:`compile` was called."""
+        return self._compiling.is_done
+
+    offload_states = forwarded("_offloading", EngineOffload.offload_states)
+    reload_states = forwarded("_offloading", EngineOffload.reload_states)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    save_checkpoint = forwarded("_checkpoints", EngineCheckpoints.save_checkpoint)
+    load_checkpoint = forwarded("_checkpoints", EngineCheckpoints.load_checkpoint)
+    wait_for_checkpoint = forwarded("_checkpoints", EngineCheckpoints.wait_for_checkpoint)
+    save_16bit_model = forwarded("_checkpoints", EngineCheckpoints.save_16bit_model)
+    export_weights = forwarded("_checkpoints", EngineCheckpoints.export_weights)
+    save_fp16_model = forwarded("_checkpoints", EngineCheckpoints.save_fp16_model)
+    load_module_state_dict = forwarded("_checkpoints", EngineCheckpoints.load_module_state_dict)
+    _zero3_consolidated_16bit_state_dict = forwarded(
+        "_checkpoints", EngineCheckpoints._zero3_consolidated_16bit_state_dict
+    )
+    _consolidated_16bit_state_dict = forwarded("_checkpoints", EngineCheckpoints._consolidated_16bit_state_dict)
+
+    module_state_dict = forwarded("_checkpoints", EngineCheckpoints.module_state_dict)
+
+    checkpoint_engine = forwarded_attribute(
+        "_checkpoints",
+        "engine",
+        "Stores state dicts by path: torch's files, or an object of a class derived from ``CheckpointEngine`` that a "
+        "program assigns, the same class on every rank. That one stores and loads the tensors of "
+        ":meth:`save_checkpoint` and :meth:`load_checkpoint`; None goes back to files.",
+    )
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def collect_python_gc(self) -> None:
+        """Runs Python's garbage collector now, for runs under ``disable_python_gc``."""
+        gc.collect()
+
+    def empty_partition_cache(self) -> None:
+        """Frees every gathered parameter that is not in use."""
+        self._runtime.drop_failed_backward()
+        self._runtime.free_gathered()
+
+    def destroy(self) -> None:
+        """Takes all hooks from the model and frees buffers. May be called in any state, more than once.
+
+        The model keeps what it holds: at stage 3 that is nothing of the parameters that are sharded (they are empty
+        from then on), so save or gather them before. It is not trained any more: :meth:`backward` and :meth:`step`
+        raise.
+        """
+        self._train_step.is_destroyed = True
+        held = {id(parameter) for parameter in self.module.parameters()}  # without those that were replaced since
+        empty = sum(
+            tile.numel
+            for bucket in self._runtime.buckets
+            if bucket.is_sharded
+            for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True)
+            if id(parameter) in held
+        )
+        if empty and not self._runtime.is_retired:
+            log_dist_once(
+                f"engine.destroy: {empty:,} parameters of the model were sharded and are empty from now on; what is to "
+                "be used later must be saved before (save_checkpoint, save_16bit_model) or copied inside "
+                "deepspeed.zero.GatheredParameters"
+            )
+        with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
+            last_first.callback(self._hooks.close)
+            last_first.callback(self._parts.groups.give_back)
+            last_first.callback(self.monitor.close)
+            last_first.callback(self._progress.close)
+            last_first.callback(self._parts.tiers.close)
+            if self._updater is not None:
+                last_first.callback(self._updater.destroy)
+            last_first.callback(self._runtime.destroy)
+            if not self._runtime.is_retired:
+                last_first.callback(self._runtime.drop_open_work, together=False)
+            last_first.callback(self._checkpoints.close)
+            last_first.callback(self._parts.claim.give_up)
+            if self._stopped_gc:
+                self._stopped_gc = False
+                last_first.callback(gc.enable)
 
 
 class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):

@@ -11,8 +11,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.data.loader import RepeatingLoader
-from deepspeed.engine.base import EngineBase, forwarded, forwarded_attribute
-from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.engine import DeepSpeedEngine, EngineBase, forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loss_counter import PipelineLossCounter
 from deepspeed.engine.parts import EngineParts

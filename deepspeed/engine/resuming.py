@@ -10,7 +10,7 @@ from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.load import LoadResult
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.engine import EngineBase
 
 
 def run_state_of(engine: EngineBase) -> RunState:
