@@ -28,12 +28,11 @@ from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
-from deepspeed.zero.update.driver import MeanGradient, UpdateDriver, UpdateParts, gradient_factor
+from deepspeed.zero.update.driver import MeanGradient, StepAgreement, UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.loop import ChunkUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_tables, split_state
 from deepspeed.zero.update.norm import norm_from_squares
 from deepspeed.zero.update.speculation import SpeculativeUpdater
-from deepspeed.zero.update.step_agreement import StepAgreement
 
 
 @dataclass
