@@ -19,12 +19,11 @@ from typing_extensions import override
 from deepspeed.comm.transports.transport import Work
 from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyHandle, CopyStream
-from deepspeed.zero.gradient.gradient_sum import GradientDestination, add_into
+from deepspeed.zero.gradient.gradient_sum import GradientDestination, Squares, add_into
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import FlatBuffer, Memory, MemoryTracker, StorageKind
 from deepspeed.zero.update.loop import Operands, PendingCopy, UpdateSlice, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket
-from deepspeed.zero.update.norm import Squares
 
 _STAGING = 2  # one copy on its way, one being filled
 

@@ -20,9 +20,8 @@ from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work,
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
-from deepspeed.zero.gradient.gradient_sum import GradientDestination, GradientSum, pack_and_square
+from deepspeed.zero.gradient.gradient_sum import GradientDestination, GradientSum, pack_and_square, squared_norm
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
-from deepspeed.zero.update.norm import squared_norm
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
 from deepspeed.ops.onebit.zero_one import LR_OWED, LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradient_sum import squared_norm
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.momentum import MomentumExchange
 from deepspeed.zero.update.driver import ExchangeResult, clip_factor
 from deepspeed.zero.update.masters import MasterRun
-from deepspeed.zero.update.norm import squared_norm
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
 

@@ -22,6 +22,7 @@ from deepspeed.ops.base import evaluate, step_hooks
 from deepspeed.ops.flat import FlatUpdate, NarrowStates, flat_updater
 from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.uncompiled import torchs
+from deepspeed.zero.gradient.gradient_sum import norm_from_squares
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
@@ -31,7 +32,6 @@ from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_g
 from deepspeed.zero.update.driver import MeanGradient, StepAgreement, UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.loop import ChunkUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_tables, split_state
-from deepspeed.zero.update.norm import norm_from_squares
 from deepspeed.zero.update.speculation import SpeculativeUpdater
 
 

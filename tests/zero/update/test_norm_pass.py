@@ -8,7 +8,7 @@ import pytest
 
 import deepspeed
 from deepspeed.zero.gradient import gradients
-from deepspeed.zero.update.norm import norm_from_squares, squared_norm
+from deepspeed.zero.gradient.gradient_sum import norm_from_squares, squared_norm
 from tests.harness import run_ranks
 from tests.offload.training import config, make_engine, train_some
 
