@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed.logging import log_dist
 from deepspeed.zero.address import address_of
-from deepspeed.zero.gather.outputs import tensors_in
+from deepspeed.zero.gather.hooks import tensors_in
 
 _PATIENCE = 8  # backwards of one update by a program that adds up gradients of its own accord
 

@@ -23,7 +23,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedErro
 from deepspeed.logging import log_dist_once
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.torch_private import call_after_backward, differentiates_a_function
-from deepspeed.zero.gather.outputs import tensors_in
+from deepspeed.zero.gather.hooks import tensors_in
 from deepspeed.zero.runtime import MicroBatch, ZeroRuntime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 

@@ -38,7 +38,7 @@ from deepspeed.plan.simulated_step import SimulatedStep
 from deepspeed.plan.step_totals import StepTotals
 from deepspeed.plan.timeline.step_trace import MarkEvent
 from deepspeed.plan.values import OperationCount
-from deepspeed.zero.gather.outputs import tensors_in
+from deepspeed.zero.gather.hooks import tensors_in
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 

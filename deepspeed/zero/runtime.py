@@ -22,8 +22,7 @@ from deepspeed.torch_private import is_inside_backward
 from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
-from deepspeed.zero.gather.hooks import ForwardHooks
-from deepspeed.zero.gather.outputs import tensors_in
+from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
 from deepspeed.zero.gather.schedule import GatherSchedule
 from deepspeed.zero.gather.units import buckets_of_leaves, find_units, gathering_modules, get_z3_leaf_modules
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy

@@ -32,7 +32,7 @@ from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.parallel.tensor.making import sum_own_gradients
 from deepspeed.parallel.tensor.rules import CutStyle, of_plan
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.gather.outputs import tensors_in
+from deepspeed.zero.gather.hooks import tensors_in
 from deepspeed.zero.tiling.parts import PartOwners, mark_owners, part_of_placements, say_part
 
 
