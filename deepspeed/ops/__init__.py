@@ -1,6 +1,6 @@
 """Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
 
-In reading order: ``rules`` (the arithmetic), ``chunks`` (cache-sized chunks), ``flat`` (the update of a run), ``base``
+In reading order: ``rules`` (the arithmetic, in cache-sized chunks), ``flat`` (the update of a run), ``base``
 (ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and
 ``muon``; ``elementwise`` (what may be cut) and ``build`` (from a config section).
 
@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {"__compatible_ops__": "deepspeed.ops.native:COMPATIBLE"},
     submodules=[
-        *("adagrad", "adam", "build", "chunks", "elementwise", "flat"),
+        *("adagrad", "adam", "build", "elementwise", "flat"),
         *("lamb", "lion", "muon", "op_builder", "rules", "segments", "sparse_attention", "transformer"),
     ],
 )

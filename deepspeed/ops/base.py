@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.chunks import run_in_chunks
 from deepspeed.ops.flat import FlatByRule, current_step, init_state
-from deepspeed.ops.rules import UpdateRule
+from deepspeed.ops.rules import UpdateRule, run_in_chunks
 from deepspeed.uncompiled import torchs
 
 

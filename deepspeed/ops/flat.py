@@ -13,9 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from deepspeed.ops.chunks import run_in_chunks
 from deepspeed.ops.rounding import ElementRounding
-from deepspeed.ops.rules import AdagradRule, AdamRule, SGDRule, UpdateRule
+from deepspeed.ops.rules import AdagradRule, AdamRule, SGDRule, UpdateRule, run_in_chunks
 
 
 @runtime_checkable

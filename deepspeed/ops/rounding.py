@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed.ops.chunks import scratch
+from deepspeed.ops.rules import scratch
 
 #: Entries of the table, and elements of a block.
 _BLOCK = 1 << 16

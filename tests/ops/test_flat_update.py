@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.ops import chunks
+from deepspeed.ops import rules
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.flat import FlatUpdate, flat_updater, supports_flat_update, why_not_flat
 
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_chunks_or_cuts(name, dtype):
 def test_chunk_length_does_not_change_bits(name, chunk_numel, monkeypatch):
     master, grads = data(torch.bfloat16)
     whole = updated(name, master, grads, grad_scale=0.37)
-    monkeypatch.setattr(chunks, "default_chunk_numel", lambda device: chunk_numel)
+    monkeypatch.setattr(rules, "default_chunk_numel", lambda device: chunk_numel)
     in_chunks = updated(name, master, grads, grad_scale=0.37)
     assert all(torch.equal(a, b) for a, b in zip(whole, in_chunks, strict=True))
 
@@ -217,10 +217,10 @@ def test_misfits_are_refused(grad, out, message):
 
 
 def test_scratch_made_in_inference_mode_is_usable_later(monkeypatch):
-    monkeypatch.setattr(chunks, "_buffers", chunks._Scratch())
+    monkeypatch.setattr(rules, "_buffers", rules._Scratch())
     with torch.inference_mode():
-        chunks.scratch("grad", 64, torch.float32, torch.device("cpu"))
-    chunks.scratch("grad", 64, torch.float32, torch.device("cpu")).fill_(1.0)
+        rules.scratch("grad", 64, torch.float32, torch.device("cpu"))
+    rules.scratch("grad", 64, torch.float32, torch.device("cpu")).fill_(1.0)
 
 
 class Overridden(FusedAdam):

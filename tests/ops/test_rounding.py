@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.ops import chunks
+from deepspeed.ops import rules
 from deepspeed.ops.flat import NarrowStates, RuleUpdate
 from deepspeed.ops.rounding import ElementRounding, ParameterInterval
 from deepspeed.ops.rules import AdamRule
@@ -87,7 +87,7 @@ def test_the_bits_do_not_depend_on_the_cuts(cuts, monkeypatch):
 
     whole = run([0, NUMEL])
     assert all(tensor.dtype == torch.bfloat16 for tensor in whole)
-    monkeypatch.setattr(chunks, "default_chunk_numel", lambda device: 4096)
+    monkeypatch.setattr(rules, "default_chunk_numel", lambda device: 4096)
     for found, expected in zip(run([0, *cuts, NUMEL]), whole, strict=True):
         assert torch.equal(found, expected)
 
