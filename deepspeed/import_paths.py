@@ -254,8 +254,9 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.parallel.pipe.schedule.published": "DataParallelSchedule InferenceSchedule TrainSchedule",
     },
     "runtime.pipe.topology": {
-        "deepspeed.parallel.pipe.grid": "PipelineParallelGrid",
-        "deepspeed.parallel.pipe.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+        "deepspeed.parallel.pipe.topology": (
+            "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
+        ),
     },
     "runtime.progressive_layer_drop": {
         "deepspeed.dropping.layers": "ProgressiveLayerDrop",

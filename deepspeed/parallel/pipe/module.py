@@ -27,7 +27,6 @@ from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
 from deepspeed.parallel.pipe.added_losses import run_collecting, run_recomputed, split_losses
 from deepspeed.parallel.pipe.cut import LayerCost, best_cut
-from deepspeed.parallel.pipe.grid import PipelineParallelGrid
 from deepspeed.parallel.pipe.partition import Method, chunk_bounds, costs_by_size, counted_costs, is_plan
 from deepspeed.parallel.pipe.schedule import place_chunks
 from deepspeed.parallel.pipe.spec import (
@@ -42,7 +41,7 @@ from deepspeed.parallel.pipe.spec import (
     trainable_numel,
 )
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
-from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.parallel.pipe.values import shapes_of
 
 DEFAULT_SCHEDULE = "1f1b"
