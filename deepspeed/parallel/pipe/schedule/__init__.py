@@ -1,11 +1,12 @@
 """Schedules of a pipeline: pure lists of what each stage does, and what they cost.
 
-``lists`` makes the computations of all stages, ``stage`` derives one stage's instructions from them, ``published`` has
-the schedules in the form that other programs know.
+``lists`` makes the computations of all stages, ``instructions`` derives one stage's instructions from them,
+``published`` has the schedules in the form that other programs know.
 """
 
 from __future__ import annotations
 
+from deepspeed.parallel.pipe.schedule.instructions import StageSchedule, inference_steps, training_steps
 from deepspeed.parallel.pipe.schedule.lists import (
     TRAIN_SCHEDULES,
     Action,
@@ -15,7 +16,6 @@ from deepspeed.parallel.pipe.schedule.lists import (
     make_schedule,
     place_chunks,
 )
-from deepspeed.parallel.pipe.schedule.stage import StageSchedule, inference_steps, training_steps
 
 __all__ = [
     "TRAIN_SCHEDULES",

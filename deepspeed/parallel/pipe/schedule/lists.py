@@ -2,7 +2,7 @@
 
 A *stage* is a place in the pipeline, held by one rank of each model copy. A *chunk* is a run of consecutive layers,
 numbered through the model; a stage holds one chunk or several. An *action* is one computation on one chunk and one
-micro-batch. Transfers and loads of data follow from the actions (:mod:`deepspeed.parallel.pipe.schedule.stage`).
+micro-batch. Transfers and loads of data follow from the actions (:mod:`deepspeed.parallel.pipe.schedule.instructions`).
 
 The functions may continue beyond the last micro-batch: computations on micro-batches that do not exist are left out
 afterwards. No computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for
