@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.comm.watch.wait_records import with_advice
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, PipelineError
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
 
 _FIRST_COUNT = with_advice(
@@ -279,6 +279,25 @@ def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -
         f"{where}: expected the number of tokens in this rank's loss, as a number or a tensor of one element, "
         f"found {found}. Pass for example (labels != -100).sum()"
     )
+
+
+def checked_metric(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    """Returns a metric that was given beside the loss: 0-dim, fp32, on ``device``, without its graph.
+
+    Raises:
+        PipelineError: It is no number.
+    """
+    try:
+        number = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or number.numel() != 1 or number.is_complex():
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+        raise PipelineError(
+            f"the metric {name!r}, given beside the loss, is {what}; expected a number or a tensor of one element, of "
+            "which the mean over micro-batches is taken"
+        )
+    return number.detach().float().reshape(())
 
 
 def mean_of_sum(total: torch.Tensor, count: Any) -> torch.Tensor:

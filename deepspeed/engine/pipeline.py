@@ -15,8 +15,7 @@ from deepspeed.engine.engine import DeepSpeedEngine, EngineBase, forwarded, forw
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loss_counter import PipelineLossCounter
 from deepspeed.engine.parts import EngineParts
-from deepspeed.engine.stage_compute import PipelineCompute
-from deepspeed.engine.stage_failures import StageFailures
+from deepspeed.engine.stage_compute import PipelineCompute, StageFailures
 from deepspeed.engine_feature import marks_of
 from deepspeed.errors import DeepSpeedConfigError, PipelineError
 from deepspeed.models.stacked_experts import stacked_weights

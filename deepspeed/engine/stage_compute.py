@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,11 @@ from deepspeed.comm.transports.objects import gather_json, gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.loss_counter import checked_count, mean_of_sum, read_counts
+from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.roots import paired_roots
-from deepspeed.engine.stage_failures import StageFailures
 from deepspeed.engine.train_step import TrainStep
-from deepspeed.errors import PipelineError
+from deepspeed.errors import CommunicationError, DivergenceError, PipelineError
 from deepspeed.parallel.pipe.added_losses import split_losses
 from deepspeed.parallel.pipe.data import DataAgreement, DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.module import PipelineModule
@@ -331,6 +331,52 @@ class PipelineCompute:
         return mean.to(self._device)
 
 
+class StageFailures:
+    """Ends a call on every rank with the message of the first rank that fails in it.
+
+    Args:
+        job: All ranks.
+        place: Returns where this rank is in a call with the given name, for messages.
+    """
+
+    def __init__(self, job: Transport, place: Callable[[str], str]) -> None:
+        self._job = job
+        self._place = place
+        self._message = ""  # of the failure that ended the connections between the ranks
+
+    def refuse_after_failure(self, call: str) -> None:
+        """Raises PipelineError if an earlier call failed: the ranks are no longer connected."""
+        if self._message:
+            raise PipelineError(
+                f"{call}: an earlier call failed, and the ranks are no longer connected. {self._message}. Start the "
+                "job again, from its last checkpoint"
+            )
+
+    @contextmanager
+    def shared(self, call: str) -> Iterator[None]:
+        """Reports an exception of the block to all ranks; it ends the step and the connections of the ranks.
+
+        Raises:
+            PipelineError: The block raised, or another rank reported a failure; with the same message on every rank.
+        """
+        try:
+            yield
+        except (CommunicationError, DivergenceError) as error:
+            is_reported = str(error).startswith(f"{call}: ")
+            message = str(error) if is_reported else f"{self._place(call)}: {error}"
+            self._message = message
+            raise PipelineError(message) from (None if is_reported else error)
+        except DataError:
+            raise
+        except Exception as error:
+            what = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+            message = f"{self._place(call)}: {what}"
+            if self._job.watch is not None:  # there are other ranks
+                self._message = message
+                self._job.watch.post_failure(message)
+            raise PipelineError(message) from error
+
+
 # -- losses, sent to every rank and averaged over the copies of the model ----------------------------------------------
 
 
@@ -366,7 +412,7 @@ class MicroBatchLosses:
         self.losses.append(mean.float().reshape(()))
         self.counts[micro_batch] = count
         for name, value in metrics.items():
-            number = _as_number(name, value, loss.device)
+            number = checked_metric(name, value, loss.device)
             total, given = self._metrics.get(name, (torch.zeros_like(number), 0))
             self._metrics[name] = total + number, given + 1
         return mean
@@ -391,20 +437,6 @@ class MicroBatchLosses:
     def metrics(self) -> dict[str, float]:
         """The mean of each over the micro-batches that gave it."""
         return {name: float(total) / count for name, (total, count) in self._metrics.items()}
-
-
-def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    try:
-        number = torch.as_tensor(value, device=device)
-    except (TypeError, ValueError, RuntimeError):
-        number = None
-    if number is None or number.numel() != 1 or number.is_complex():
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
-        raise PipelineError(
-            f"the metric {name!r}, given beside the loss, is {what}; expected a number or a tensor of one element, of "
-            "which the mean over micro-batches is taken"
-        )
-    return number.detach().float().reshape(())
 
 
 class GivenLoss(NamedTuple):
