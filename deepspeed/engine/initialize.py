@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
-from deepspeed.comm.start.environment import ranks_per_node
-from deepspeed.comm.transports.transport import Transport
 from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.groups import make_groups
 from deepspeed.engine.islands import settle_islands
-from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, group_indices, move_to_runs
+from deepspeed.engine.optimizers import check_optimizer, choose_optimizer
 from deepspeed.engine.parts import Client, EngineParts
-from deepspeed.engine.zero_settings import placement_for, precision_for, runtime_options
-from deepspeed.engine_feature import EngineSetup
+from deepspeed.engine.zero_settings import place_model, placement_for, precision_for
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.offload.tiers import OffloadTiers, open_tiers
-from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.gather.units import mark_configured_leaves
-from deepspeed.zero.group import Groups
-from deepspeed.zero.placement import Placement
-from deepspeed.zero.runtime import ZeroRuntime, build_runtime
-from deepspeed.zero.storage import distinct
-from deepspeed.zero.update.loop import state_itemsizes
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, driver_of
 
 
@@ -59,8 +45,7 @@ def initialize(
     Args:
         args: Command-line arguments; ``deepspeed_config`` and ``device_rank`` (the number of the device) are read.
         model: The model.
-        optimizer: A torch optimizer on the model's parameters, a callable that builds one from them, or None for the
-            configuration's.
+        optimizer: A torch optimizer, a callable that builds one from the parameters, or None for the configuration's.
         model_parameters: Parameters or group dicts to train; None means all that require gradients.
         training_data: Data set; the third member of the result is a loader over this rank's share.
         lr_scheduler: A scheduler, a callable that builds one on the torch optimizer, or None for the configuration's.
@@ -122,7 +107,7 @@ def build_parts(
     driver = driver_of(optimizer) if islands is None else islands.driver_around(driver_of(optimizer))
     driver.refuse(parsed.root, placement)
     groups, placement = make_groups(setup, placement, precision, optimizer, own_groups, has_warm_up=driver.has_warm_up)
-    tiers, runtime = _place_model(setup, placement, precision, groups, optimizer)
+    tiers, runtime = place_model(setup, placement, precision, groups, optimizer)
     return EngineParts(
         client=client,
         model=client.model,
@@ -142,59 +127,6 @@ def build_parts(
         islands=islands,
         local_rank=local_rank_of(client.args),
     )
-
-
-def _place_model(
-    setup: EngineSetup,
-    placement: Placement,
-    precision: PrecisionPolicy,
-    groups: Groups,
-    optimizer: torch.optim.Optimizer | None,
-) -> tuple[OffloadTiers, ZeroRuntime]:
-    """Gives parameters, buffers and masters of a model their places. Every rank of the job must call it.
-
-    Args:
-        setup: What was asked for.
-        placement: Where model states live.
-        precision: Their dtypes.
-        groups: Who shares them.
-        optimizer: The torch optimizer, whose parameters become this rank's parts of the masters; or None.
-
-    Returns:
-        The memory away from the device, and the runtime.
-
-    Raises:
-        DeepSpeedConfigError: A leaf module does not exist, or the optimizer cannot update what it would get.
-    """
-    root, model, device = setup.root, setup.model, setup.device
-    mark_configured_leaves(model, root.zero_optimization.leaf_module)
-    tiers = open_tiers(
-        root,
-        placement,
-        device,
-        rank=comm.get_rank(),
-        ranks_here=ranks_per_node(os.environ, comm.get_world_size(), get_accelerator().device_count()),
-        state_itemsizes=state_itemsizes(optimizer),
-        is_trained=optimizer is not None,
-    )
-    options = runtime_options(root, placement, precision, device, optimizer, tiers)
-    runtime = build_runtime(model, options, groups, group_indices(optimizer))
-    precision.cast_buffers(model, device)
-    _spread_buffers(model, groups.peers)
-    if optimizer is not None:
-        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
-    return tiers, runtime
-
-
-@torch.no_grad()
-def _spread_buffers(model: nn.Module, transport: Transport) -> None:
-    """Gives all ranks the buffers of rank 0, as bytes: backends know neither all dtypes nor strides."""
-    for buffer in model.buffers():
-        values = distinct(buffer)
-        dense = values.contiguous()
-        transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
-        if dense is not values:
-            values.copy_(dense)
 
 
 def _over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:

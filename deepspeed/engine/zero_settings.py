@@ -1,25 +1,34 @@
-"""From the configuration's words to the settings of the ZeRO runtime."""
+"""Places a model under ZeRO: the settings that a configuration asks for, and the runtime that is built by them."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
+from deepspeed.comm.start.environment import ranks_per_node
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.communication_compression import steps_until_reset
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
-from deepspeed.engine.optimizers import needs_whole_tensors
+from deepspeed.engine.optimizers import group_indices, move_to_runs, needs_whole_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.offload.tiers import OffloadTiers
+from deepspeed.offload.tiers import OffloadTiers, open_tiers
 from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
 from deepspeed.zero.gather.schedule import GatherLimits
+from deepspeed.zero.gather.units import mark_configured_leaves
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
+from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
+from deepspeed.zero.storage import distinct
 from deepspeed.zero.tiling.layout import Limits
 from deepspeed.zero.update.loop import state_itemsizes
 
@@ -82,7 +91,49 @@ def gathers_by_nodes(root: Root) -> bool:
     return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
 
 
-def runtime_options(
+def place_model(
+    setup: EngineSetup,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    groups: Groups,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[OffloadTiers, ZeroRuntime]:
+    """Gives parameters, buffers and masters of a model their places. Every rank of the job must call it.
+
+    Args:
+        setup: What was asked for.
+        placement: Where model states live.
+        precision: Their dtypes.
+        groups: Who shares them.
+        optimizer: The torch optimizer, whose parameters become this rank's parts of the masters; or None.
+
+    Returns:
+        The memory away from the device, and the runtime.
+
+    Raises:
+        DeepSpeedConfigError: A leaf module does not exist, or the optimizer cannot update what it would get.
+    """
+    root, model, device = setup.root, setup.model, setup.device
+    mark_configured_leaves(model, root.zero_optimization.leaf_module)
+    tiers = open_tiers(
+        root,
+        placement,
+        device,
+        rank=comm.get_rank(),
+        ranks_here=ranks_per_node(os.environ, comm.get_world_size(), get_accelerator().device_count()),
+        state_itemsizes=state_itemsizes(optimizer),
+        is_trained=optimizer is not None,
+    )
+    options = _runtime_options(root, placement, precision, device, optimizer, tiers)
+    runtime = build_runtime(model, options, groups, group_indices(optimizer))
+    precision.cast_buffers(model, device)
+    _spread_buffers(model, groups.peers)
+    if optimizer is not None:
+        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
+    return tiers, runtime
+
+
+def _runtime_options(
     root: Root,
     placement: Placement,
     precision: PrecisionPolicy,
@@ -139,3 +190,14 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         is_trial=root.communication_compression.gradients == "auto",
         forget_every=steps_until_reset(root.zero_optimization),
     )
+
+
+@torch.no_grad()
+def _spread_buffers(model: nn.Module, transport: Transport) -> None:
+    """Gives all ranks the buffers of rank 0, as bytes: backends know neither all dtypes nor strides."""
+    for buffer in model.buffers():
+        values = distinct(buffer)
+        dense = values.contiguous()
+        transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
+        if dense is not values:
+            values.copy_(dense)

@@ -25,3 +25,13 @@ def test_functions_are_short():
         if node.end_lineno - node.lineno >= FUNCTION
     }
     assert not long, f"divide these by what they do: {long}"
+
+
+def test_initialize_reads_on_one_screen():
+    tree = tree_of("deepspeed.engine.initialize")
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "initialize")
+    assert function.end_lineno - function.lineno < 50
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("deepspeed")]
+    assert len(imports) <= 18, (
+        "the steps of initialize need few modules; give a step that needs more a function elsewhere"
+    )
