@@ -33,5 +33,5 @@ def test_initialize_reads_on_one_screen():
     assert function.end_lineno - function.lineno < 50
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("deepspeed")]
     assert len(imports) <= 18, (
-        "the steps of initialize need few modules; give a step that needs more a function elsewhere"
+        "give a step of initialize that needs more modules a function elsewhere"
     )
