@@ -32,6 +32,4 @@ def test_initialize_reads_on_one_screen():
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "initialize")
     assert function.end_lineno - function.lineno < 50
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("deepspeed")]
-    assert len(imports) <= 18, (
-        "give a step of initialize that needs more modules a function elsewhere"
-    )
+    assert len(imports) <= 18, "give a step of initialize that needs more modules a function elsewhere"

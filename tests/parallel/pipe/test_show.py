@@ -8,8 +8,8 @@ import pytest
 
 from deepspeed.parallel.pipe import show
 from deepspeed.parallel.pipe.schedule import make_schedule
-from deepspeed.parallel.pipe.schedule.picture import lines
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
+from deepspeed.parallel.pipe.show import lines
 
 
 def test_all_schedules_are_compared(capsys):
