@@ -20,7 +20,7 @@ from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts
 from deepspeed.engine.progress import ProgressLog
-from deepspeed.engine.roots import paired_roots
+from deepspeed.engine.reminders import paired_roots
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.errors import CommunicationError, DivergenceError, PipelineError
 from deepspeed.parallel.pipe.added_losses import split_losses

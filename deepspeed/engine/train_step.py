@@ -16,8 +16,7 @@ from deepspeed.engine.batches import Batches
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.loss_counter import LossCounter, checked_count, mean_of_sum
 from deepspeed.engine.progress import ProgressLog
-from deepspeed.engine.reminders import MissingStep, RowCheck
-from deepspeed.engine.roots import check_loss, paired_roots
+from deepspeed.engine.reminders import MissingStep, RowCheck, check_loss, paired_roots
 from deepspeed.engine_feature import EngineHooks
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import log_dist_once
