@@ -51,10 +51,9 @@ from deepspeed.comm.start.batched_store import (
     those_there,
     wait_at_store,
 )
-from deepspeed.comm.watch.forward_queue import ForwardQueue
+from deepspeed.comm.watch.forward_queue import ForwardQueue, TrainingThread
 from deepspeed.comm.watch.posts import MOST_READ, PostReader, members_text
 from deepspeed.comm.watch.processes import has_ended, this_process
-from deepspeed.comm.watch.training_thread import TrainingThread
 from deepspeed.comm.watch.wait_records import (
     WaitRecord,
     exit_notice_of,
