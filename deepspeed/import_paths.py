@@ -122,7 +122,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.config": {
-        "deepspeed.config.sections.activation": "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointing",
+        "deepspeed.config.sections.root": "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointing",
     },
     "runtime.base_optimizer": {
         "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",

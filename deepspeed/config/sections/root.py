@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
+from typing_extensions import override
 
 from deepspeed.config.section import Section, key
-from deepspeed.config.sections.activation import ActivationCheckpointing
 from deepspeed.config.sections.autotuning import Autotuning
 from deepspeed.config.sections.checkpoint import Checkpoint, DataStates, Nebula, Preemption
 from deepspeed.config.sections.communication_compression import CommunicationCompression
-from deepspeed.config.sections.compile import Compile
 from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDropSection
 from deepspeed.config.sections.elasticity import Elasticity
@@ -34,11 +34,135 @@ from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.config.sections.precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
 from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining, WeightQuantization
 from deepspeed.config.sections.scheduler import Scheduler
-from deepspeed.config.sections.sequence_parallel import SequenceParallel
 from deepspeed.config.sections.sparse_attention import SparseAttention
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.config.types import AnyCase, Bool, DType, Float, Int, Steps
+
+
+class SequenceParallel(Section):
+    """Controls how the ranks of ``sequence_parallel_size`` share sequences. Upstream has no such section."""
+
+    _feature: ClassVar[str] = "deepspeed.parallel.sequence.feature"
+
+    mode: Annotated[Literal["ulysses", "ring", "both"], AnyCase] = key(
+        "ulysses",
+        'How attention of Transformers models works on sharded sequences. "ulysses": all-to-all from tokens to '
+        'heads. "ring": keys and values pass around the ranks, without a limit by the number of heads. "both": '
+        "ulysses among as many neighbours as the heads allow, ring between these groups.",
+    )
+    loss: Annotated[Literal["gathered", "own_share"], AnyCase] = key(
+        "gathered",
+        'What each rank back-propagates. "gathered": the loss of the whole sequence, gathered by a collective '
+        "whose backward sums over the ranks (the recipe of Accelerate and the Trainer, mean_loss); gradients are "
+        'divided by the number of data and sequence ranks. "own_share": only its share of that loss, as older '
+        "programs do; gradients are divided by the number of data ranks. Both give the gradient of the unsharded "
+        "loss.",
+    )
+    evaluation: Annotated[Literal["logits", "loss", "whole"], AnyCase] = key(
+        "logits",
+        "How a causal Transformers model that was registered with disable_in_eval (Accelerate and the Trainer do "
+        'so) evaluates; every rank has a whole sequence of its own. "logits": the ranks divide each of these '
+        'sequences in turn, and each gets the loss and the logits of its own. "loss": the same, but with labels '
+        'only the loss is returned, by tiles if tiled_loss is set. "whole": every rank computes its own sequence;'
+        " needed if not all of the sequence ranks evaluate.",
+    )
+    recompute_exchange: Bool = key(
+        False,
+        "Keep the output of attention for backward only by tokens, not by heads too, and exchange it once more in"
+        ' backward: one activation of a layer less, for a ninth exchange per layer and step. For mode "ulysses" '
+        "and layers that are not checkpointed; with packed documents and sliding windows both are kept.",
+    )
+    tiled_mlp: Bool = key(
+        False,
+        "Compute the MLPs of a Transformers model tile by tile along the sequence, and recompute them in "
+        "backward. Works without sequence ranks too.",
+    )
+    tiled_loss: Bool = key(
+        False,
+        "Compute the loss of a causal Transformers model from its hidden states, so that logits exist for one "
+        "tile of tokens at a time. The outputs then have a loss and no logits. Works without sequence ranks too.",
+    )
+    tile_tokens: Int = key(2048, "Tokens of a tile.", unit="tokens", above=0)
+    offload_checkpoints: Bool = key(
+        False,
+        "Checkpoint the layers of a Transformers model (as gradient_checkpointing_enable does) and keep their "
+        "saved inputs in host memory. Works without sequence ranks too.",
+    )
+
+
+_CALL = "call engine.compile(backend=..., compile_kwargs=...)"
+
+
+class Compile(Section):
+    """DeepCompile: compiler passes that schedule ZeRO's communication.
+
+    ``engine.compile()`` does not need this section.
+    """
+
+    switch_name = "deepcompile"
+
+    deepcompile: Bool = key(False, "Use the passes.", since="0.16.6")
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
+        None, "Names of passes; autotp only alone.", null_means="chosen by the stage"
+    )
+    free_activation: Bool = key(False, "Free large activations.")
+    free_activation_threshold: Int = key(
+        10_485_760, "Size from which an activation counts as large.", unit="bytes", minimum=0
+    )
+    offload_activation: Bool = key(False, "Move activations to host memory.")
+    offload_activation_pin_memory: Bool = key(True, "Page-locked host memory for them.")
+    offload_opt_states: Bool = key(False, "Move optimizer state to host memory.")
+    offload_parameters: Bool = key(False, "Move parameters to host memory.")
+    double_buffer: Bool = key(True, "Use two buckets for reductions.")
+    symmetric_memory: Bool = key(False, "Gather through symmetric memory.")
+    debug_log: Bool = key(False, "Log the passes.")
+    sync_before_reduce: Bool = key(False, "Debugging: synchronise before reductions.")
+    sync_after_reduce: Bool = key(False, "Debugging: synchronise after reductions.")
+    sync_before_allgather: Bool = key(False, "Debugging: synchronise before gathers.")
+    sync_after_allgather: Bool = key(False, "Debugging: synchronise after gathers.")
+    keep_int_input_tensors: Bool = key(True, "Keep integer inputs for the profile.")
+    keep_all_input_tensors: Bool = key(False, "Keep all inputs for the profile.")
+    autoep_non_moe: Bool = key(False, "Compile the model without its experts.", since="0.19.8")
+    enabled: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
+    backend: str | None = key(None, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
+    kwargs: dict[str, Any] | None = key(None, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
+    disable: Bool = key(False, "From releases up to 0.14.3.", removed="0.14.4", no_effect=_CALL)
+
+
+class ActivationCheckpointing(Section):
+    """Settings of ``deepspeed.checkpointing``, which have an effect only where the program calls its functions.
+
+    ``blocks`` and ``recompute_modules`` need no call.
+    """
+
+    _feature: ClassVar[str] = "deepspeed.activation_checkpointing.feature"
+
+    blocks: Bool = key(
+        False,
+        "Recompute repeated blocks in backward and keep only their inputs: children of a ModuleList, or what a "
+        "Transformers model checkpoints itself. Only here, not upstream.",
+    )
+    partition_activations: Bool = key(False, "Split saved activations over the model-parallel ranks.")
+    cpu_checkpointing: Bool = key(False, "Keep saved activations in host memory.")
+    contiguous_memory_optimization: Bool = key(
+        False, "One buffer for saved activations; needs partition_activations and number_checkpoints."
+    )
+    number_checkpoints: Int | None = key(None, "Number of checkpointed layers.", unit="layers", above=0)
+    synchronize_checkpoint_boundary: Bool = key(False, "Synchronise the device at each checkpoint.")
+    profile: Bool = key(False, "Time forward and backward of each checkpoint.")
+    recompute_modules: list[Literal["core_attn"]] = key(
+        None,
+        "Parts of the blocks of a Transformers model (or of modules with recompute_core_attention) that are "
+        "recomputed in backward; everything else is kept. core_attn: what attention computes between its "
+        "projections.",
+        factory=list,
+    )
+
+    @override
+    def _own_features(self) -> Iterator[str]:
+        return super()._own_features() if self.recompute_modules or self.blocks else iter(())
+
 
 _RULE = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size"
 
