@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
-from deepspeed.monitor import sink
+from deepspeed.monitor import monitor
 from deepspeed.monitor.monitor import MonitorMaster, csvMonitor, get_monitor_config
 from deepspeed.runtime.config import DeepSpeedConfig
 from tests.monitor.fakes import FakeRun, fake_comet, fake_wandb, install
@@ -106,7 +106,7 @@ def test_comet(monkeypatch):
     ("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")]
 )
 def test_a_missing_package_is_named(section, package, monkeypatch):
-    monkeypatch.setattr(sink, "find_spec", lambda name: None)
+    monkeypatch.setattr(monitor, "find_spec", lambda name: None)
     monkeypatch.delitem(__import__("sys").modules, package, raising=False)
     with pytest.raises(DeepSpeedConfigError, match=rf"{section}.enabled is true.*pip install {package}"):
         MonitorMaster({section: {"enabled": True}})
