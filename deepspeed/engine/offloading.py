@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.offload.states import StateTransfer
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import CallOrderError
+from deepspeed.offload.pinned import host_tensor, may_pin
+from deepspeed.zero.placement import Tier
+from deepspeed.zero.runtime import ZeroRuntime
 
 if TYPE_CHECKING:
     from deepspeed.engine.parts import EngineParts
@@ -60,3 +66,103 @@ class EngineOffload:
 
     def _mover(self) -> StateTransfer:
         return StateTransfer(self._parts.runtime, self._parts.torch_optimizer)
+
+
+OPTIMIZER_STATES = "optim_states"
+MASTERS = "hp_params"
+PARAMETERS = "lp_params"
+GRADIENTS = "lp_grads"
+GRADIENT_BUFFERS = "contiguous_grad_buffer"
+KINDS = (OPTIMIZER_STATES, MASTERS, PARAMETERS, GRADIENTS, GRADIENT_BUFFERS)
+
+
+class StateTransfer:
+    """Moves states of one engine between the device and the host. What lives elsewhere already stays there.
+
+    The tensors are replaced, not emptied: a state read while it is offloaded is read from the host copy.
+
+    Args:
+        runtime: The sharded model.
+        optimizer: The torch optimizer, or None.
+    """
+
+    def __init__(self, runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+
+    def offload(self, kinds: Iterable[str] | None, *, pin: bool, non_blocking: bool) -> None:
+        """Moves states to the host.
+
+        Args:
+            kinds: Some of ``KINDS``; None is all.
+            pin: Page-lock the host memory, for faster copies.
+            non_blocking: Queue the copies without waiting for each one. They are over when this method returns all the
+                same: the host may read what is away at any time.
+
+        Raises:
+            CallOrderError: A forward or backward is open.
+            ValueError: A kind is unknown.
+        """
+        wanted = KINDS if kinds is None else tuple(str(getattr(kind, "value", kind)) for kind in kinds)
+        unknown = [kind for kind in wanted if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"offload_states(include=...): {unknown} are unknown; known are {list(KINDS)}")
+        pin = may_pin(pin)
+
+        def to_host(tensor: torch.Tensor) -> torch.Tensor:
+            copy = host_tensor(tensor.numel(), tensor.dtype, pin=pin).view(tensor.shape)
+            return copy.copy_(tensor, non_blocking=non_blocking)
+
+        self._move([kind for kind in wanted if kind not in self._runtime.offloaded], to_host, Tier.HOST)
+        self._runtime.offloaded.update(wanted)
+
+    def reload(self, *, non_blocking: bool) -> None:
+        """Brings everything back that :meth:`offload` moved.
+
+        Args:
+            non_blocking: Queue the copies without waiting for each one. They are over when this method returns all the
+                same: the locked pages that they come from are given back then, and nothing else keeps those.
+        """
+        device = self._runtime.device
+        sources: list[torch.Tensor] = []  # until every copy is over: pages are unlocked with their last reference
+
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            sources.append(tensor)
+            with torch.inference_mode(False):
+                return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=non_blocking)
+
+        self._move(list(self._runtime.offloaded), to_device, Tier.DEVICE)
+        self._runtime.offloaded.clear()
+
+    @torch.no_grad()
+    def _move(self, kinds: list[str], copy: Any, tier: Tier) -> None:
+        runtime = self._runtime
+        runtime.leave_backward("offload_states and reload_states")
+        if runtime.reducer is not None:
+            runtime.reducer.stop_reading()
+        if runtime.hooks.in_forward:
+            raise CallOrderError("offload_states and reload_states: a forward is running; call them after it")
+        runtime.free_gathered()
+        # What the device does not have keeps its place, but works on the compute tensors, which may move.
+        masters = [master for master in runtime.masters if master.tier is Tier.DEVICE]
+        if PARAMETERS in kinds:
+            for bucket in runtime.buckets:
+                if bucket.memory.tier is Tier.DEVICE:
+                    bucket.relocate(copy, tier)
+        for master in runtime.masters:
+            master.relocate(copy if MASTERS in kinds and master.tier is Tier.DEVICE else None, tier)
+        if OPTIMIZER_STATES in kinds and self._optimizer is not None:
+            for master in masters:
+                master.state_tier = tier
+                for run in master.runs:
+                    state = self._optimizer.state.get(run.param, {})
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor) and value.dim() > 0:
+                            state[key] = copy(value)
+        for gradients in runtime.reducer.buckets if runtime.reducer is not None else ():
+            if GRADIENTS in kinds:
+                gradients.sum.relocate(copy, tier)
+            if GRADIENT_BUFFERS in kinds and tier is Tier.HOST:
+                gradients.free_idle_buffer()
+        if not runtime.host_is_device:
+            get_accelerator().synchronize()

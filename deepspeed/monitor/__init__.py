@@ -10,5 +10,5 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {"MonitorMaster": "deepspeed.monitor.monitor"},
-    submodules=["comet", "config", "csv_monitor", "monitor", "sink", "tensorboard", "wandb"],
+    submodules=["comet", "config", "csv_monitor", "monitor", "tensorboard", "wandb"],
 )

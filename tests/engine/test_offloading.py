@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.engine import offloading
 from deepspeed.errors import CallOrderError
-from deepspeed.offload import states
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.zero.storage import Tier
 from tests.harness import assert_states_equal, run_ranks
@@ -89,7 +89,7 @@ def waits_for_copies() -> None:
     engine = make_engine(config(0, precision="bf16"))
     with (
         mock.patch.object(engine._runtime, "host_is_device", False),
-        mock.patch.object(states.get_accelerator(), "synchronize", lambda: waits.append("")),
+        mock.patch.object(offloading.get_accelerator(), "synchronize", lambda: waits.append("")),
     ):
         engine.offload_states(non_blocking=True)
         assert len(waits) == 1
