@@ -311,7 +311,7 @@ PATHS: dict[str, dict[str, str]] = {
             "DeepSpeedTensorOverride GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType "
             "register_external_parameter unregister_external_parameter"
         ),
-        "deepspeed.zero.construction.constructors": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
+        "deepspeed.zero.construction.init": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
         "deepspeed.zero.address": "is_zero_param",
     },
     "runtime.zero.stage3": {
