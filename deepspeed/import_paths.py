@@ -31,11 +31,10 @@ PATHS: dict[str, dict[str, str]] = {
     "compile": {},
     "compression.compress": {
         "deepspeed.compression.cleaning": "redundancy_clean",
-        "deepspeed.compression.installing": "init_compression",
-        "deepspeed.compression.students": "student_initialization",
+        "deepspeed.compression.installing": "init_compression student_initialization",
     },
     "compression.helper": {
-        "deepspeed.compression.students": "recursive_getattr recursive_setattr",
+        "deepspeed.compression.installing": "recursive_getattr recursive_setattr",
     },
     "datastates": {},
     "datastates.config": {},

@@ -9,7 +9,7 @@ from torch import nn
 import deepspeed
 from deepspeed.compression import compression_scheduler, compression_state, init_compression, student_initialization
 from deepspeed.compression.basic_layer import LinearLayer_Compress
-from deepspeed.compression.students import convert_conv1d_to_linear
+from deepspeed.compression.installing import convert_conv1d_to_linear
 from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from tests.compression.test_stages import technique

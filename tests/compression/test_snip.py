@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression import compression_state, init_compression, redundancy_clean
-from deepspeed.compression.scheduler import compression_scheduler
+from deepspeed.compression.feature import compression_scheduler
 from deepspeed.compression.snip import SnipPlan
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
