@@ -36,6 +36,9 @@ PATHS: dict[str, dict[str, str]] = {
     "compression.helper": {
         "deepspeed.compression.installing": "recursive_getattr recursive_setattr",
     },
+    "compression.scheduler": {
+        "deepspeed.compression.feature": "compression_scheduler",
+    },
     "datastates": {},
     "datastates.config": {},
     "elasticity.config": {

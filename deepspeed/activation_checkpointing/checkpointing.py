@@ -4,8 +4,7 @@ All ranks that hold parts of the same layers compute the same activations. So wi
 keeps only its part of each input that a block saves (:class:`Partition`): the flattened tensor is cut into equal parts,
 and gathered again when backward comes to the block.
 
-Named random states, so that model-parallel ranks can draw different dropout masks and the same everything else.
-
+Random states have names, so that model-parallel ranks can draw different dropout masks and the same everything else.
 The scheme is Megatron-LM's (`Shoeybi et al. <https://arxiv.org/abs/1909.08053>`_): the default generator has the same
 seed on all ranks of a model-parallel group, a second state has one of its own, and code that works on a rank's part of
 a tensor runs under :meth:`CudaRNGStatesTracker.fork`.

@@ -13,5 +13,5 @@ __getattr__, __dir__, __all__ = lazy_names(
         "redundancy_clean": "deepspeed.compression.cleaning",
         "student_initialization": "deepspeed.compression.installing",
     },
-    submodules=["basic_layer", "compress", "helper", "scheduler"],
+    submodules=["basic_layer", "compress", "helper"],
 )

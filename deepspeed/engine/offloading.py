@@ -1,4 +1,4 @@
-"""Moving an engine's states off the device and back; the work is done by :mod:`deepspeed.offload`."""
+"""Moves an engine's states off the device and back, for phases in which something else needs its memory."""
 
 from __future__ import annotations
 

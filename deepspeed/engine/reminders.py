@@ -1,4 +1,4 @@
-"""Mistakes in a training loop that raise nothing and train nothing; each is logged once."""
+"""Finds mistakes in a training loop: those that would train nothing in silence are logged once, others raise."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """From the configuration to the tiers of one engine: memories, destinations of gradients, update strategies.
 
-The update of masters that live in files: read ahead, update, write behind.
-
-A chunk passes through a *set* of staging buffers, one for the master and one for each state. With one set everything
-happens in turn; with more, the next chunk is read and the last one written while one is updated. Gradients are in host
-memory and the compute parameters go where they live, as in the host's update.
+Masters in files are read ahead, updated, and written behind. A chunk passes through a *set* of staging buffers, one for
+the master and one for each state. With one set everything happens in turn; with more, the next chunk is read and the
+last one written while one is updated. Gradients are in host memory and the compute parameters go where they live, as in
+the host's update.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ Such a module gets tokens, the experts that the model's own router chose, and we
 losses are the model's and stay as they are. What changes is that this rank keeps its part of the stacked weights and
 that tokens are sent to where their experts are.
 
-Experts whose weights lie stacked in one tensor each, ``[E, out, in]`` or ``[E, in, out]``.
-
-On the host every expert is a matrix product of its own: a loop over ``weight.unbind(0)``, whose backward builds each
-gradient once (indexing ``weight[e]`` would build a gradient of full size per expert, 30 times slower at 64 experts).
-On CUDA devices of compute capability 9 and newer the products of all experts are one ``grouped_mm``.
+The weights of all experts lie stacked in one tensor, ``[E, out, in]`` or ``[E, in, out]``. On the host every expert is
+a matrix product of its own: a loop over ``weight.unbind(0)``, whose backward builds each gradient once (indexing
+``weight[e]`` would build a gradient of full size per expert, 30 times slower at 64 experts). On CUDA devices of compute
+capability 9 and newer the products of all experts are one ``grouped_mm``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """``zero.Init``: parameters are sharded as soon as their module is built, so that the whole never is on one rank.
 
-Tensor constructors and initialisers while ``zero.Init`` is active.
-
-Inside the context floating tensors from ``torch.empty`` and similar functions get the dtype of the configuration, and
-tensors without a device the accelerator's. The wrapper is looked up, once per constructor when the context is entered,
-in the module where the ecosystem replaces it (transformers does, so that ``torch.arange`` keeps its dtype).
+Inside the context tensor constructors and initialisers are replaced: floating tensors from ``torch.empty`` and similar
+functions get the dtype of the configuration, and tensors without a device the accelerator's. The wrapper is looked up,
+once per constructor when the context is entered, in the module where the ecosystem replaces it (transformers does, so
+that ``torch.arange`` keeps its dtype).
 """
 
 from __future__ import annotations

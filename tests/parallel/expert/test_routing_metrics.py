@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.models.stacked_experts import takes_all
 from deepspeed.moe.layer import MoE
-from deepspeed.parallel.expert import spread
+from deepspeed.parallel.expert import spread as spread_module
 from deepspeed.parallel.expert.feature import expert_balances, expert_events, save_loads_picture
 from deepspeed.parallel.expert.spread import Spread, is_stack, spread
 from tests.engine.support import engine_of
@@ -65,7 +65,7 @@ def test_grouped_products_equal_the_loop(kind: str) -> None:
         for module in model.modules():
             if is_stack(module):
                 spread(module, Spread(module.num_experts, 1, takes_all(module)))
-        with patch.object(spread, "uses_grouped", lambda *_weights, grouped=grouped: grouped):
+        with patch.object(spread_module, "uses_grouped", lambda *_weights, grouped=grouped: grouped):
             loss = model(**batch(0, 0)).loss
             loss.backward()
         results.append((loss, [parameter.grad for parameter in model.parameters()]))
