@@ -7,8 +7,8 @@ from pathlib import Path
 from deepspeed.axes import DATA, PIPE, SEQUENCE, TENSOR
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
-from deepspeed.parallel.pipe.show import svg, title
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
+from deepspeed.parallel.pipe.show import svg, title
 from deepspeed.zero.placement import Placement, Tier
 
 RANKS = 4
