@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from deepspeed.zero.tiling.tiles import Tile
 
 BLOCK = 64
-"""Elements per block: the unit of alignment, of rank boundaries, and of the gradient norm (``zero.gradient.gradient_sum``)."""
+"""Elements per block: the unit of alignment, of rank boundaries, and of norms (``zero.gradient.gradient_sum``)."""
 
 DATA = "data"
 """Name of the group of every parameter that says nothing else: all ranks that hold the same part of the model."""
