@@ -251,8 +251,8 @@ class LocalRun:
             now = time.monotonic()
             if not self._output.is_full:  # a rank blocked on a full pipe has not stopped writing
                 is_spreading = sum(stream.is_reporting for stream in self._errors) > 1
-                for stream in self._errors:
-                    stream.hold_seconds = HOLD_SECONDS_OF_SEVERAL if is_spreading else HOLD_SECONDS
+                for errors in self._errors:
+                    errors.hold_seconds = HOLD_SECONDS_OF_SEVERAL if is_spreading else HOLD_SECONDS
                 for stream in (*self._out, *self._errors):
                     stream.tick(now)
             self._output.flush()
