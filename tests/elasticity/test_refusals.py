@@ -12,6 +12,7 @@ from deepspeed.config import parse
 from deepspeed.elasticity import ElasticSteps
 from deepspeed.elasticity.continuation import ElasticRun
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.pipe import PipelineModule
 from tests.elasticity.program import make_config, make_data, make_model
 from tests.harness import run_ranks
 
@@ -72,6 +73,14 @@ def refuse_axes() -> None:
     """Ranks along axes that a run cannot go on with, and groups that the program has made."""
     with pytest.raises(DeepSpeedConfigError, match=r"found sequence \(2 ranks\). What a lost rank held"):
         start(make_config(1, sequence_parallel_size=2))
+    layers = list(make_model())
+    for stages, words in (
+        (1, "a PipelineModule is not supported"),
+        (2, r"found pipe.* \(2 ranks\). What a lost rank held"),
+    ):
+        pipeline = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss)
+        with pytest.raises(DeepSpeedConfigError, match=f"elasticity.continue: .*{words}"):
+            start(make_config(0), model=pipeline)
     with pytest.raises(DeepSpeedConfigError, match=r"initialize\(mesh_param=...\) was given process groups or ranks"):
         start(make_config(1), mesh_param=(2, 1))
     cut = {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": ["0.weight"]}]}}
