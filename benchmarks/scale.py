@@ -464,6 +464,11 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
         lines[-1] = f"Memory of {len(of_memory)} records: median error {statistics.median(of_memory):.1%}, worst "
         lines[-1] += f"{max(of_memory):.1%}."
     lines[-1] += f" Refused although it ran: {', '.join(too_large) or 'none'}."
+    floors = {run.name: least_seconds(steps[run.name]) / run.seconds for run in runs if run.seconds}
+    if floors:
+        above = [name for name, share in floors.items() if share > 1]
+        lines += ["", "The operations of a step at the maker's peak take at most "]
+        lines[-1] += f"{max(floors.values()):.0%} of the measured time. More than it: {', '.join(above) or 'none'}."
     lines += ["", *_without_recomputation(runs)]
     pairs = [(steps[run.name], run) for run in runs if run.seconds]
     lines += ["", f"Rank correlation of predicted and measured model FLOP/s: {_rank_correlation(pairs)}; "]
@@ -482,6 +487,12 @@ def report(runs: list[PublishedRun], refused: Mapping[str, str]) -> str:
     if refused:
         lines += ["", "Not predicted:", "", *(f"- {name}: {why}" for name, why in refused.items())]
     return "\n".join(lines) + "\n"
+
+
+def least_seconds(step: PredictedStep) -> float:
+    """Returns the seconds that the operations of a step take at the maker's peak: no step is faster."""
+    device = step.setup.machine.device
+    return step.flops / max(device.flops, device.fp8_flops if step.setup.layout.is_fp8 else 0.0)
 
 
 def without_recomputation(run: PublishedRun) -> PredictedStep:

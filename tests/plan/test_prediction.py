@@ -14,7 +14,18 @@ from xml.etree import ElementTree
 import pytest
 
 import deepspeed
-from benchmarks.scale import HELD, RECORDS, constants, limits_of, predicted, reached_of, read_records, read_runs, split
+from benchmarks.scale import (
+    HELD,
+    RECORDS,
+    constants,
+    least_seconds,
+    limits_of,
+    predicted,
+    reached_of,
+    read_records,
+    read_runs,
+    split,
+)
 from benchmarks.scale import main as compare_records
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
@@ -58,6 +69,12 @@ def test_half_of_the_published_runs_is_predicted_by_what_fits_the_other():
     assert len(tested) >= 29
     assert statistics.median(error for each in errors.values() for error in each) <= 0.10
     assert max(statistics.median(each) for each in errors.values()) <= 0.20
+
+
+def test_no_published_run_is_faster_than_its_bound():
+    timed = [run for run in read_runs() if run.seconds is not None]
+    shares = [least_seconds(predicted(run)) / run.seconds for run in timed]
+    assert len(shares) == 60 and 0.5 < max(shares) < 0.9
 
 
 def test_published_runs_are_not_refused():

@@ -122,13 +122,23 @@ def test_communicators_and_headroom():
     assert made.reserved == 37.0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parts_agree_with_a_plan_that_counts_every_tensor(stage):
+_HOST = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        *((stage, {}) for stage in (0, 1, 2, 3)),
+        (2, {"offload_optimizer": _HOST}),
+        (3, {"offload_optimizer": _HOST, "offload_param": _HOST}),
+    ],
+)
+def test_parts_agree_with_a_plan_that_counts_every_tensor(stage, offload):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **offload},
     }
     shape = replace(SHAPE, layers=2)
     plan = deepspeed.plan(

@@ -16,7 +16,9 @@ from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency
 from deepspeed.cli.plan import main
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step
 from deepspeed.plan.machine import Machine
+from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.device_model import DeviceModel
+from deepspeed.plan.prediction.layout import layout_of
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
 from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
@@ -343,6 +345,20 @@ def test_offload_to_files_takes_the_time_of_the_disk():
     assert step.seconds == pytest.approx(fast.timed_step.seconds + step.files, rel=0.15)
     assert step.seconds >= slow.step_seconds
     assert {FILE_READ, "writes of files"} <= {span.stream for span in step.spans}
+    layout = layout_of({**CONFIG, "zero_optimization": section}, 8, pipeline=Pipeline(1))
+    assert predict_step(StepSetup(SHAPE, layout, slow.machine, 4096)).seconds == pytest.approx(step.seconds, rel=0.05)
+
+
+def test_parameters_beyond_max_in_cpu_are_read_from_files():
+    nvme = {"device": "nvme", "nvme_path": "/nowhere"}
+
+    def seconds(**param):
+        zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": {**nvme, **param}}
+        layout = layout_of({**CONFIG, "zero_optimization": zero}, 8, pipeline=Pipeline(1))
+        return predict_step(StepSetup(SHAPE, layout, replace(MACHINE, device=DEVICES["h100"], disk=1e9), 4096)).seconds
+
+    reads = 2 * 2 * SHAPE.parameters / 1e9  # bytes of all ranks, in forward and in backward, by the disk of the node
+    assert 0.7 * reads < seconds(max_in_cpu=0) - seconds() < reads
 
 
 def test_products_in_fp8_take_the_time_of_the_layout():

@@ -16,6 +16,8 @@ RECOMPUTATIONS = ("none", "selective", "attention", "full")
 """What runs again in backward: nothing; all but every other matrix product and fused attention (per operation);
 attention between its projections; whole blocks."""
 
+_MOST_IN_HOST = 10**9  # elements: the default of offload_param.max_in_cpu
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -50,7 +52,11 @@ class ParallelLayout:
         gradient_bytes: Of an element of the gradients that are exchanged.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
         imbalance: Rows of the busiest rank's experts over those of the mean.
-        offload: Optimizer states are in host memory, which updates them.
+        offload: Optimizer states are in host memory, which updates them; at stages 2 and 3 shards of gradients too.
+        offload_parameters: At stage 3, shards of parameters are in host memory.
+        states_on_disk: With ``offload``, optimizer states are in files: read, updated and written one after the other.
+        most_in_host: With ``offload_parameters``, elements of a rank's shards that stay in host memory; the others are
+            in files. None: all stay.
         is_fsdp: Stage 3 as FSDP has it: shards of parameters and gradients are in fp32 alone, and cast as they are
             gathered; embedding and head are gathered together and stay so until the end of the backward, and their
             gradients wait for it.
@@ -85,6 +91,9 @@ class ParallelLayout:
     lighter_ends: int | None = None
     imbalance: float = 1.0
     offload: bool = False
+    offload_parameters: bool = False
+    states_on_disk: bool = False
+    most_in_host: int | None = None
     is_fsdp: bool = False
     keeps_outputs: bool = False
     summed_bytes: int | None = None
@@ -217,6 +226,7 @@ def layout_of(
             "a degree or the number of nodes"
         )
     samples, steps = _batch(config, data, micro_batch, accumulation)
+    states, parameters = ((zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param"))
     half = any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16"))
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
     found: dict[str, Any] = {
@@ -228,7 +238,10 @@ def layout_of(
         ),
         "cuts_norms": tensor > 1 and bool(cut.get("sequence_parallel_norms")),
         "gradient_bytes": 4 if accumulated in ("fp32", "float32") or not half else 2,
-        "offload": (zero.get("offload_optimizer") or {}).get("device", "none") != "none",
+        "offload": states != "none",
+        "offload_parameters": parameters != "none",
+        "states_on_disk": states == "nvme",
+        "most_in_host": int(zero["offload_param"].get("max_in_cpu", _MOST_IN_HOST)) if parameters == "nvme" else None,
     }
     if half and accumulated is None and options.get("gradient_bytes") is None:
         found["summed_bytes"] = 4

@@ -29,6 +29,7 @@ ERROR = 0.10
 """Relative error that is stated with a prediction. On published runs that took no part in fitting the median is about
 half of it (``benchmarks/scale.py``), but their errors were seen while the model was chosen."""
 _UPDATE_BYTES = 30  # per element: gradient, master weight and two states are read, the latter written, weights in bf16
+_FILE_BYTES = 12  # per element of states in files: master weight and two states, read and written
 _UPDATE_LAUNCHES = 100
 _MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated; longer ones take the formula
 _MUCH = 1e6  # times as fast: what it takes is nothing then
@@ -314,7 +315,18 @@ class StepModel:
         dense = block.parameters - block.expert_parameters
         reduce = self._network.gather(layout.gradient_bytes * dense, layout.shard_group)
         reduce += self._network.all_reduce(layout.gradient_bytes * dense / layout.shards, layout.replica_group)
-        return DataExchangeTimes(self._network.gather(2 * dense, layout.shard_group), reduce)
+        gather = self._network.gather(2 * dense, layout.shard_group)
+        return DataExchangeTimes(max(gather, self._seconds_up(2 * dense / layout.shards)), reduce)
+
+    def _seconds_up(self, nbytes: float) -> float:
+        """Returns the seconds until a rank's shard of a block is on the device; the next one comes up meanwhile."""
+        layout, machine = self._layout, self._setup.machine
+        if not layout.offload_parameters or machine.device.host_link <= 0:
+            return 0.0
+        own = self._setup.shape.parameters / layout.tensor / layout.shards
+        in_files = 0.0 if layout.most_in_host is None else max(0.0, 1 - layout.most_in_host / own)
+        file = in_files * nbytes * machine.devices_per_node / machine.disk
+        return max(nbytes / machine.device.host_link, file)
 
     def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> None:
         """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
@@ -389,7 +401,8 @@ class StepModel:
             machine = self._setup.machine
             host = each * _UPDATE_BYTES / machine.host_bandwidth
             link = each * (2 + layout.gradient_bytes) / machine.device.host_link if machine.device.host_link else 0.0
-            return host + link
+            files = 2 * each * _FILE_BYTES * machine.devices_per_node / machine.disk if layout.states_on_disk else 0.0
+            return host + link + files
         read = layout.gradient_bytes * (stage.parameters / (layout.shards if layout.stage >= 2 else 1))
         return (
             self._device.traffic(each * _UPDATE_BYTES + read)

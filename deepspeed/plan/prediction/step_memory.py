@@ -236,10 +236,11 @@ class StepMemory:
         ):
             if layout.stage < 3:
                 found["parameters"] += 2 * elements
-            elif not layout.is_fsdp:
+            elif not layout.is_fsdp and not layout.offload_parameters:
                 found["parameters"] += 2 * elements / shards
             width = 4 if layout.is_fsdp and layout.stage == 3 else layout.summed_bytes or layout.gradient_bytes
-            found["gradients"] += elements * width / (shards if are_shards else 1)
+            if not (layout.offload and layout.stage >= 2):
+                found["gradients"] += elements * width / (shards if are_shards else 1)
             if not layout.offload:
                 found["optimizer states"] += 12 * elements / (shards if layout.stage >= 1 else 1)
         return found
