@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,15 @@ from tests.zero.construction.test_init import full_values
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+
+
+PARTS = 12  # of all types, a test each: a run can be continued after the last part that passed
+
+
+def _types_of(part: int) -> list[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return sorted(CONFIG_MAPPING.keys())[part::PARTS]
 
 
 def _difference(kind, place):
@@ -73,26 +81,28 @@ def _saved(folder: str, families: Any) -> Iterator[tuple[str, Any, str | None]]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _compared(folder, most):
-    families = itertools.islice(small_families(), most)
+def _compared(folder, part):
+    families = small_families(_types_of(part))
     return {
         n: "unsaveable" if place is None else _difference(kind, place) for n, kind, place in _saved(folder, families)
     }
 
 
 def test_what_cannot_be_made_small_has_a_reason():
-    tried = {kind: (config, reason) for kind, _, config, reason in tried_families(("llama", "esm"))}
+    tried = {kind: (config, reason) for kind, _, config, reason in tried_families(("llama", "sam_mask_decoder", "swinv2"))}
     assert tried["llama"][0] is not None and tried["llama"][1] == ""
-    assert tried["esm"][0] is None and "EsmForMaskedLM: TypeError" in tried["esm"][1]
+    assert tried["swinv2"][0].embed_dim == 24  # of the table: no rule finds it
+    assert tried["sam_mask_decoder"] == (None, "no model in the module of its configuration")
 
 
 @pytest.mark.slow
-def test_every_family_loads_as_at_stage_0(tmp_path):
-    for outcome in run_ranks(_compared, 2, str(tmp_path), None, timeout=3600):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_loads_as_at_stage_0(part, tmp_path):
+    for outcome in run_ranks(_compared, 2, str(tmp_path), part, timeout=3600):
         left_out = {name: words for name, words in outcome.items() if words and words.startswith(("unl", "uns"))}
         print(left_out)  # each with its reason; those that cannot be built: python -m tests.zero.construction.families
         assert not {name: words for name, words in outcome.items() if words is not None and name not in left_out}
-        assert sum(words is None for words in outcome.values()) >= 100, outcome
+        assert sum(words is None for words in outcome.values()) >= len(_types_of(part)) // 2, outcome
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -125,9 +135,9 @@ def _cut(what: str, kind: Any, place: str) -> dict[str, torch.Tensor]:
     return {next(names[b] + n.removeprefix(b) for b in names if n.startswith(b)): v for n, v in weights.items()}
 
 
-def _out_of_cuts(folder):
+def _out_of_cuts(folder, part):
     kinds = ("ForCausalLM", "ForConditionalGeneration")
-    families = (one for one in small_families() if one[1].__name__.endswith(kinds))
+    families = (one for one in small_families(_types_of(part)) if one[1].__name__.endswith(kinds))
     outcome = {}
     for name, kind, place in _saved(folder, families):
         try:
@@ -147,8 +157,9 @@ def _out_of_cuts(folder):
 
 
 @pytest.mark.slow
-def test_every_family_comes_out_of_every_cut_as_it_was_stored(tmp_path):
-    for outcome in run_ranks(_out_of_cuts, 2, str(tmp_path), timeout=3600):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_comes_out_of_every_cut_as_it_was_stored(part, tmp_path):
+    for outcome in run_ranks(_out_of_cuts, 2, str(tmp_path), part, timeout=3600):
         assert not {key: words for key, words in outcome.items() if words not in (None, "refused")}
         whole = {what: sum(words is None for (_, cut), words in outcome.items() if cut == what) for what in CUTS}
-        assert whole["tensor"] >= 60 and whole["expert"] >= 30 and whole["pipeline"] >= 30, whole
+        assert whole["tensor"] >= 5 and whole["expert"] >= 2 and whole["pipeline"] >= 2, whole
