@@ -55,7 +55,7 @@ class ChunkedStream:
     Args:
         descriptor: Of the file.
         crc_pool: One thread, which computes checksums.
-        note: Called with the number of bytes of each write; None: not reported.
+        note: Called with the number of bytes after each write, by the thread that writes; None: not reported.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -186,3 +187,35 @@ def test_a_long_save_says_how_far_it_is(tmp_path, monkeypatch):
         "saving step7: rank 0 has written 0.0 of 4.0 GB in 16 s, about 31984 s are left",
         "saving step7: rank 0 has written 0.0 of 4.0 GB in 40 s, about 39960 s are left",
     ]
+
+
+def test_a_save_in_the_background_rests_as_long_as_it_works(monkeypatch):
+    used = iter([0.5, 0.75, 2.0, 2.0])
+    pace = saving._Pace(clock=lambda: next(used))
+    rests: list[float] = []
+    monkeypatch.setattr(pace._awaited, "wait", rests.append)
+    for _ in range(4):
+        pace.rest()
+    assert rests == [0.5, 0.25, 1.25, 0.0]
+
+
+def rests_for_ever(folder: str) -> list[str]:
+    run = engine(1, "bf16")
+    train(run, range(1))
+    resting = threading.Event()
+    pace = saving._Pace
+
+    def clock() -> float:
+        resting.set()
+        return float(1 << 20)  # seconds that the first write is said to have taken
+
+    with mock.patch.object(saving, "_Pace", lambda: pace(clock)):
+        run.save_checkpoint(folder, tag="beside", async_save=True)
+        assert resting.wait(120)
+        assert run._checkpoints._saver._thread.is_alive()
+        run.wait_for_checkpoint()
+    return list(tags(Path(folder)))
+
+
+def test_a_save_that_is_waited_for_rests_no_longer(tmp_path):
+    assert run_ranks(rests_for_ever, 1, str(tmp_path)) == [["beside"]]
