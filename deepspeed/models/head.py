@@ -80,6 +80,28 @@ def causal_output(return_dict: bool | None, **fields: Any) -> Any:
     return found.to_tuple() if return_dict is False else found
 
 
+def losses_of_logits(logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = IGNORED) -> torch.Tensor:
+    """Returns the cross entropy of each token in fp32; 0 where the label does not count.
+
+    Args:
+        logits: ``[tokens, vocabulary]``.
+        labels: ``[tokens]``.
+        ignore_index: The label that does not count.
+    """
+    return nn.functional.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")
+
+
+def token_losses_of(head: Any) -> Callable[..., torch.Tensor]:
+    """Returns what computes the losses of a head's logits, called as :func:`losses_of_logits`."""
+    found: Callable[..., torch.Tensor] = getattr(head, "token_losses", losses_of_logits)
+    return found
+
+
+def use_token_losses(head: Any, losses: Callable[..., torch.Tensor]) -> None:
+    """Says how the losses of a head's logits are computed, in place; where they are cut over the vocabulary."""
+    head.token_losses = losses
+
+
 def takes_loss_function(model: Any) -> bool:
     """Returns whether a model computes the loss of causal language models by a function that can be exchanged."""
     return getattr(model, "loss_type", None) == "ForCausalLM"

@@ -25,7 +25,7 @@ from deepspeed.give_base import give_base
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head, unwrapped
 from deepspeed.models.checkpointing import checkpoint_layers, replace_checkpoint_functions
-from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head
+from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head, token_losses_of
 from deepspeed.parallel.sequence.host_chunks import HostChunks
 from deepspeed.parallel.sequence.tiled import tiled
 from deepspeed.parallel.sequence.ulysses import adopt_model, recompute_between_exchanges, with_all_data_ranks
@@ -229,7 +229,9 @@ def _head_with_losses(head: Any, tokens: int) -> Any:
     def forward(hidden: torch.Tensor, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         if labels is None:
             return plain(hidden, *args, **kwargs)  # type: ignore[no-any-return]
-        return chunked_cross_entropy(hidden, plain, labels, tile_tokens=tokens, reduction="none")
+        return chunked_cross_entropy(
+            hidden, plain, labels, tile_tokens=tokens, reduction="none", token_losses=token_losses_of(head)
+        )
 
     forward.gives_losses = True  # type: ignore[attr-defined]
     head.forward = forward

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
 
 from deepspeed.axes import TENSOR
 from deepspeed.comm.job.world import rank_in, size_of
@@ -16,6 +15,7 @@ from deepspeed.comm.transports.differentiable import gather_from
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.head import losses_of_logits
 from deepspeed.parallel.sequence.exchange import channel_of
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import run_again
@@ -36,6 +36,7 @@ def chunked_cross_entropy(
     ignore_index: int = IGNORED,
     tile_tokens: int = TILE,
     reduction: Literal["mean", "sum", "none"] = "mean",
+    token_losses: Callable[..., torch.Tensor] = losses_of_logits,
 ) -> torch.Tensor:
     """Cross entropy of hidden states whose logits exist for one tile of tokens at a time, also in backward.
 
@@ -46,13 +47,15 @@ def chunked_cross_entropy(
         ignore_index: Labels that do not count.
         tile_tokens: Tokens of a tile.
         reduction: The one of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
+        token_losses: Computes the losses ``[tokens]`` of logits and labels; another where ``head`` makes logits of a
+            part of the vocabulary.
 
     Returns:
         fp32: 0-dim, or ``[...]`` like ``labels`` with the reduction ``none``.
     """
 
     def losses(tile: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(head(tile).float(), wanted, ignore_index=ignore_index, reduction="none")
+        return token_losses(head(tile), wanted, ignore_index=ignore_index)
 
     flat, wanted = hidden.reshape(-1, hidden.size(-1)), labels.reshape(-1).to(hidden.device)
     tiles = zip(flat.split(tile_tokens), wanted.split(tile_tokens), strict=True)

@@ -32,7 +32,7 @@ from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
-from deepspeed.models.head import takes_loss_function, use_loss_function
+from deepspeed.models.head import takes_loss_function, use_loss_function, use_token_losses
 from deepspeed.models.inputs import small_inputs
 from deepspeed.parallel.expert.auto import spread_modules
 from deepspeed.parallel.stages import gather_from_stages, is_pipeline, is_stage, raise_for_all_stages
@@ -311,10 +311,11 @@ def _has_parallel_loss(model: Any, channel: Channel) -> bool:
         head.tensor_cut.projection.is_gathered = False
     elif not isinstance(head, ColumnLinear) or cut.is_gathered:
         return False
+    losses = partial(vocab_parallel_cross_entropy, channel=channel, vocabulary=cut.split.extent)
     if hasattr(model, "use_token_losses"):  # a pipeline, or a model of one's own
-        extent = cut.split.extent
-        return bool(model.use_token_losses(partial(vocab_parallel_cross_entropy, channel=channel, vocabulary=extent)))
+        return bool(model.use_token_losses(losses))
     if takes_loss_function(model):
+        use_token_losses(head, losses)
         use_loss_function(model, causal_loss(channel))
         return True
     return False

@@ -136,6 +136,12 @@ def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
     ways = {layer.name: layer.way for layer in layout.layers}
     rows = [name for name, way in ways.items() if way is CutStyle.ROW]
     columns = [name for name, way in ways.items() if way is CutStyle.COLUMN]
+    modules = {name for name, _ in model.named_modules()}
+    for name in (*rows, *columns):
+        if name not in modules:
+            raise _refused(
+                f"{name!r} is a stack of weights, whose tokens are routed before it; only linear layers are cut"
+            )
     if is_pipeline(model):
         plan, roots = _blocks_of_stage(model, rows)
     else:

@@ -222,11 +222,15 @@ def test_a_vocabulary_that_is_cut():
     run_ranks(_cut_vocabulary, 2)
 
 
-def _by_configuration(stage):
+def _by_configuration(stage, cuts_vocabulary):
     """The same losses and parameters as without tiles; the Trainer's and Accelerate's inputs are the same."""
     from tests.parallel.sequence.llama import llama, plain_batch
 
     found = {}
+    tensor = {"autotp_size": 2, "vocab_parallel_lm_head": True, "verify": False}
+    more = {"tensor_parallel": tensor} if cuts_vocabulary else {}
+    data = 0 if cuts_vocabulary else dist.get_rank()
+    words = 23 if not cuts_vocabulary else (12, 11)[dist.get_rank()]
     for tiled in (False, True):
         model = llama()
         config = {
@@ -234,18 +238,19 @@ def _by_configuration(stage):
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "sequence_parallel": {"tiled_mlp": tiled, "tiled_loss": tiled, "tile_tokens": 5},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-5}},
+            **more,
         }
         engine = deepspeed.initialize(model=model, config=config)[0]
         losses = []
         for step in range(2):
-            batch = plain_batch(dist.get_rank(), step)
+            batch = plain_batch(data, step)
             out = engine(**batch, labels=batch["shift_labels"], use_cache=False)
             assert (out.logits is None) == tiled
             engine.backward(out.loss)
             engine.step()
             losses.append(out.loss.item())
         engine.eval()
-        assert engine(input_ids=batch["input_ids"]).logits.shape == (2, 16, 23)
+        assert engine(input_ids=batch["input_ids"]).logits.shape == (2, 16, words)
         found[tiled] = losses, dict(engine.iter_full("fp32"))
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
     for name, value in found[True][1].items():
@@ -285,9 +290,9 @@ def test_ranks_with_different_numbers_of_tiles():
 
 
 @needs_transformers
-@pytest.mark.parametrize("stage", [2, 3])
-def test_by_configuration(stage):
-    run_ranks(_by_configuration, 2, stage)
+@pytest.mark.parametrize(("stage", "cuts_vocabulary"), [(2, False), (3, False), (1, True)])
+def test_by_configuration(stage, cuts_vocabulary):
+    run_ranks(_by_configuration, 2, stage, cuts_vocabulary)
 
 
 def _offloads():

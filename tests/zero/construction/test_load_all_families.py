@@ -89,7 +89,9 @@ def _compared(folder, part):
 
 
 def test_what_cannot_be_made_small_has_a_reason():
-    tried = {kind: (config, reason) for kind, _, config, reason in tried_families(("llama", "sam_mask_decoder", "swinv2"))}
+    tried = {
+        kind: (config, reason) for kind, _, config, reason in tried_families(("llama", "sam_mask_decoder", "swinv2"))
+    }
     assert tried["llama"][0] is not None and tried["llama"][1] == ""
     assert tried["swinv2"][0].embed_dim == 24  # of the table: no rule finds it
     assert tried["sam_mask_decoder"] == (None, "no model in the module of its configuration")
