@@ -239,6 +239,13 @@ def _activation_checkpointing(root: Root, findings: ConfigMessages) -> None:
 
 def _tensor_parallel(root: Root, findings: ConfigMessages) -> None:
     section, size = root.tensor_parallel, ("tensor_parallel", "autotp_size")
+    if section.sequence_parallel_norms and section.autotp_size > 1 and root.sequence_parallel.tiled_mlp:
+        findings.problem(
+            ("tensor_parallel", "sequence_parallel_norms"),
+            "a tile of tokens would be divided over the ranks by itself, so tokens would change places. Set one of the two "
+            "to false",
+            ("sequence_parallel", "tiled_mlp"),
+        )
     group = section.tensor_parallel
     path = ("tensor_parallel", "tensor_parallel")
     if group.tp_size not in (1, max(section.autotp_size, 1)):

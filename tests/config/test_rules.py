@@ -38,6 +38,13 @@ from tests.config.support import nest, only_problem, problems, read
         ({"expert_parallel": {"expert_w1": "a.b"}}, "expert_parallel.expert_w1"),
         ({"expert_parallel": {"load_balance_coeff": 0.1}}, "expert_parallel.load_balance_coeff"),
         (
+            {
+                "tensor_parallel": {"autotp_size": 2, "sequence_parallel_norms": True},
+                "sequence_parallel": {"tiled_mlp": True},
+            },
+            "tensor_parallel.sequence_parallel_norms",
+        ),
+        (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"ratio": 0.5}}},
             "zero_optimization.offload_optimizer.ratio",
         ),

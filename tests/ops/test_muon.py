@@ -13,6 +13,7 @@ from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.ops.muon.fragments import plan_rounds
 from deepspeed.ops.muon.muon import orthogonalize
 from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
+from tests.ecosystem.support import needs_transformers
 from tests.harness import run_ranks
 from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives
 
@@ -521,6 +522,30 @@ def test_flags(config):
         "frozen.bias": None,
         "lm_head.weight": False,
     }
+
+
+def _flags_of_a_pipeline():
+    from deepspeed.pipe import PipelineModule
+    from tests.parallel.sequence.llama import llama
+
+    config = {"optimizer": {"type": "Muon"}}
+    for tied in (False, True):
+        model = llama(tie_word_embeddings=tied)
+        module = PipelineModule.from_transformers(model, num_stages=1)
+        names = module.names_in_transformers()
+        set_optimizer_flags(config, module)
+        found = {}
+        for own, parameter in module.named_parameters():
+            beginning = next(one for one in names if own.startswith(one))
+            found[names[beginning] + own.removeprefix(beginning)] = parameter.use_muon
+        set_optimizer_flags(config, model)
+        assert found == {name: parameter.use_muon for name, parameter in model.named_parameters()}
+        assert not found["model.embed_tokens.weight"] and found["model.layers.0.mlp.up_proj.weight"]
+
+
+@needs_transformers
+def test_flags_of_a_pipeline_are_those_of_its_transformers_model():
+    run_ranks(_flags_of_a_pipeline, 1)
 
 
 @pytest.mark.parametrize("config", [{"optimizer": {"type": "Adam"}}, {}, {"optimizer": None}])

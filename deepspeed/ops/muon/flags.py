@@ -59,6 +59,7 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     """Sets ``use_muon`` on every trainable parameter of ``model``, if the config's optimizer is Muon.
 
     Kernels of torch's convolutions also get ``muon_stacked`` false: three dimensions are otherwise a stack of matrices.
+    Names of a pipeline of a Transformers model are those of that model: its own do not tell embeddings.
 
     Args:
         config_class: The config: its dict, or an object that has ``optimizer_name`` or ``root.optimizer``.
@@ -68,9 +69,12 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     if name is None or name.lower() != "muon":
         return
     mark_convolutions(model)
+    whole: dict[str, str] = getattr(model, "names_in_transformers", dict)()
     for param_name, param in model.named_parameters():
         if param.requires_grad:
-            param.use_muon = is_matrix_parameter(param_name, param)  # type: ignore[attr-defined]
+            own = next((beginning for beginning in whole if param_name.startswith(beginning)), None)
+            name = param_name if own is None else whole[own] + param_name.removeprefix(own)
+            param.use_muon = is_matrix_parameter(name, param)  # type: ignore[attr-defined]
 
 
 def _optimizer_name(config: Any) -> str | None:

@@ -282,7 +282,7 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
 
 def _head_rule(model: nn.Module, name: str, rule: CutRule, is_cut: bool) -> CutRule:
     head = output_head(model)
-    if head is None or model.get_submodule(name) is not head or rule.way is not CutStyle.COLUMN_GATHERED:
+    if rule.way is not CutStyle.COLUMN_GATHERED or head is None or model.get_submodule(name) is not head:
         return rule
     return CutRule(CutStyle.COLUMN if is_cut else CutStyle.WHOLE, "vocab_parallel_lm_head")
 

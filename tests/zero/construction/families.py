@@ -53,7 +53,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": _TWO_ROPES,
     "cosmos3_edge": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "cosmos3_edge_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48},
+    },
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"]},
         "vision_config": {"encoder_config": {"mlp_layer_types": ["dense", "dense"]}},
