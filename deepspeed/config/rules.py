@@ -242,7 +242,7 @@ def _tensor_parallel(root: Root, findings: ConfigMessages) -> None:
     if section.sequence_parallel_norms and section.autotp_size > 1 and root.sequence_parallel.tiled_mlp:
         findings.problem(
             ("tensor_parallel", "sequence_parallel_norms"),
-            "a tile of tokens would be divided over the ranks by itself, so tokens would change places. Set one of the two "
+            "each tile of tokens would be divided over the ranks, so tokens would change places. Set one of the two "
             "to false",
             ("sequence_parallel", "tiled_mlp"),
         )
