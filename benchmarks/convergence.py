@@ -40,7 +40,7 @@ GOALS = {
 }
 REFERENCES = {"onebit-lamb": "lamb", "bf16 masters": "bf16", "bf16 states": "bf16"}  # of all others it is Adam
 CONTROLS = {"sign without feedback": 0.05}  # must be further away than that
-WARM = 0.15  # of the steps, before anything travels in one bit
+WARM = 0.15  # of the steps, before anything is sent in one bit
 RISE = 0.1  # of the steps, in which the learning rate rises, for all ways: before the former, as the publications ask
 
 

@@ -246,13 +246,13 @@ def contest(shape: dict[str, int], names: list[str], rounds: int) -> str:
             f"| {name} | {median:.1f} | {fastest:.1f} | {cpu:.1f} | {held / 1e6:.0f} | {grown / 1e6:.0f} | {digest} |"
         )
     lines += ["", "| tokens/s of | beside | ratio | quartiles | processor | asked for |", "|---|---|---|---|---|---|"]
-    for one, other, asked in GOALS:
+    for one, other, requested in GOALS:
         if one not in times or other not in times:
             continue
         ratios = sorted(b / a for a, b in zip(times[one], times[other], strict=True))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
         cpu = statistics.median(processor[other]) / statistics.median(processor[one])
-        want = "" if asked is None else f"at least {asked:.2f}"
+        want = "" if requested is None else f"at least {requested:.2f}"
         middle = statistics.median(ratios)
         lines.append(f"| {one} | {other} | {middle:.3f} | {low:.3f} to {high:.3f} | {cpu:.3f} | {want} |")
     return "\n".join(lines)

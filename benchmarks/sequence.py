@@ -162,7 +162,7 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
     }
     with counted() as books:
         out = ours(x)
-        found["sent"] = books.asked_along["all_to_all", "sequence"].nbytes
+        found["sent"] = books.requested_along["all_to_all", "sequence"].nbytes
         out.sum().backward()
     if size > 1 and rounds:
 

@@ -84,7 +84,7 @@ def _profile(workload: str, arguments: argparse.Namespace, console: Console) -> 
 
 
 def main() -> int:
-    """Runs what the command line asks for; the exit code says whether goals were met (with ``--check``)."""
+    """Runs what the command line requests; the exit code says whether goals were met (with ``--check``)."""
     arguments = _arguments()
     progress = Console(stderr=True)
     chosen = arguments.workload or [*WORKLOADS]

@@ -10,7 +10,7 @@
         engine.backward(loss)
         engine.step()
 
-Everything below is imported when it is first asked for, so that ``import deepspeed`` costs next to nothing.
+Everything below is imported when it is first requested, so that ``import deepspeed`` costs next to nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Table of the parallel axes, one row each: what the ranks along an axis divide, and what follows from that.
 
 Ranks that differ in one axis only do one thing together: along ``data`` they see different samples, along ``tensor``
-they hold different parts of the same layers, along ``pipe`` different layers. Whatever must know the axes reads
+they hold different parts of the same layers, along ``pipe`` different layers. All code that depends on the axes reads
 :data:`ROWS`: the mesh, process groups, batch sizes, the divisor of gradients, names of checkpoint files, features,
 plans and reports. A new axis is a row here, the key of its size in the configuration, and a feature in a subpackage of
 its own.
@@ -31,7 +31,7 @@ class AxisRow:
         name: In a mesh, in traffic counters and in messages.
         divides: What its ranks divide among themselves; see the table above.
         aliases: Other names in a torch ``DeviceMesh``; the first one is the usual short one.
-        key: The configuration key of its size. None: no key asks for it. ``data`` has the ranks that are left,
+        key: The configuration key of its size. None: no key requests it. ``data`` has the ranks that are left,
             and the model itself says how many stages it has.
         counts: What its size counts, as messages and help texts say it.
         option: The keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none.

@@ -17,7 +17,7 @@ __all__ = ["TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "default_pg_timeout":  # DEEPSPEED_TIMEOUT decides it, so it is read when it is asked for
+    if name == "default_pg_timeout":  # DEEPSPEED_TIMEOUT decides it, so it is read when it is requested
         from deepspeed.comm import default_timeout
 
         return default_timeout()

@@ -1,7 +1,7 @@
-"""The base class of features: what a subpackage adds to an engine if a configuration or a model asks for it.
+"""The base class of features: what a subpackage adds to an engine if a configuration or a model requests it.
 
 A feature is an object named ``FEATURE`` in the module ``feature`` of its subpackage. ``deepspeed.engine.features``
-lists these modules in the order in which they change a model. It imports one only where it is asked for: by a section
+lists these modules in the order in which they change a model. It imports one only where it is requested: by a section
 of the configuration (:func:`~deepspeed.config.section.features_of`), by an axis of the job's mesh, or by a mark on
 the classes of the model, the mpu or the optimizer (:func:`marks_of`).
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from deepspeed.zero.runtime import ZeroRuntime
 
 MARK = "_ds_features"
-"""Attribute of a class, a module or an object: the features that it asks for, as a tuple of modules' names."""
+"""Attribute of a class, a module or an object: the features that it requests, as a tuple of modules' names."""
 
 _BY_METHOD = {"set_deepspeed_parallelism": "deepspeed.parallel.expert.feature"}
-"""Methods of programs' own classes that do what a mark does: this one wants to know the groups of experts."""
+"""Methods of programs' own classes that do what a mark does: this one needs the groups of experts."""
 
 
 def mark(thing: Any, feature: str) -> None:
-    """Makes one object, such as a module of a model, ask for a feature.
+    """Makes one object, such as a module of a model, request a feature.
 
     Args:
         thing: Any object with a ``__dict__``.
@@ -44,10 +44,10 @@ def mark(thing: Any, feature: str) -> None:
 
 
 def marks_of(*things: Any) -> set[str]:
-    """Returns the features that objects ask for: by marks of their own, or of their classes and base classes.
+    """Returns the features that objects request: by marks of their own, or of their classes and base classes.
 
     Args:
-        *things: Modules (their submodules are asked too) and other objects.
+        *things: Modules (their submodules count too) and other objects.
     """
     found: set[str] = set()
     classes: set[type] = set()
@@ -205,11 +205,11 @@ class StepTracker:
     """Takes note of what one rank does and when; the methods of this class do nothing.
 
     Attributes:
-        wants_loss: Whether :meth:`end_step` has a use for the loss.
-        wants_events: Whether it has a use for the events of features.
+        uses_loss: Whether :meth:`end_step` has a use for the loss.
+        uses_events: Whether it has a use for the events of features.
     """
 
-    wants_loss = wants_events = False
+    uses_loss = uses_events = False
 
     def begin(self, phase: str) -> None:
         """Takes note that a phase begins (forward, backward, step, ...); one may lie inside another."""
@@ -418,7 +418,7 @@ class EngineFeature:
         """Returns what the feature does in the steps of an engine.
 
         Args:
-            setup: What was asked for, with the model as it is now.
+            setup: What was requested, with the model as it is now.
             runtime: The parameters of the model.
             groups: Of the engine.
             batch_size: Samples of an update, over all ranks.

@@ -61,7 +61,7 @@ class CommunicationError(DeepSpeedError, RuntimeError):
 
 
 class PipelineError(DeepSpeedError, RuntimeError):
-    """A stage of a pipeline failed, or was asked for what only the whole pipeline can do."""
+    """A stage of a pipeline failed, or a call was made on it that only the whole pipeline supports."""
 
 
 class CheckpointError(DeepSpeedError, RuntimeError):

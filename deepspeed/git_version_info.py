@@ -30,7 +30,7 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
         max_version: Greatest version; None: any.
 
     Raises:
-        ValueError: Neither is given, so that the answer would mean nothing.
+        ValueError: Neither is given, so the result would have no meaning.
     """
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version(): give min_version, max_version or both")

@@ -1,9 +1,9 @@
 """Modules that exist only because programs import them by these paths, as one table; re-exports only.
 
 None of them is a file. :func:`install`, which ``import deepspeed`` calls, adds a finder that makes each when it is
-imported: an ordinary module in ``sys.modules`` whose names are looked up when first asked for (:mod:`deepspeed.lazy`),
+imported: an ordinary module in ``sys.modules`` whose names are looked up when first requested (:mod:`deepspeed.lazy`),
 so ``import``, attribute walks, pickles and replaced attributes work as with files. The ``.pyi`` files below their names
-tell type checkers that such a package has modules.
+show type checkers that such a package has modules.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def why_not_reached(name: str, error: OSError) -> str:
 def address_towards(host: str) -> str | None:
     """Returns the address of this machine that ``host`` (a name or an address) sees; None if there is no route.
 
-    Of a name with addresses of both families, IPv4 counts first. Sends nothing: connecting a datagram socket only asks
-    the kernel for the route.
+    Of a name with addresses of both families, IPv4 counts first. Sends nothing: connecting a datagram socket only looks
+    up the route.
     """
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)

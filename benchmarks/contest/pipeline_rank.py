@@ -1,7 +1,7 @@
 """One rank of one contestant of ``benchmarks/pipeline.py``: builds its pipeline, then does a step whenever it is told.
 
 It runs in the environment of its contestant, so it imports nothing of this repository but what is called ``deepspeed``.
-A line on standard input asks for a step; the answer is a line of JSON with the seconds, the processor seconds and the
+A line on standard input requests a step; the answer is a line of JSON with the seconds, the processor seconds and the
 loss. An empty input ends it.
 """
 

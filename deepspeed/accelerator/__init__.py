@@ -1,6 +1,6 @@
 """The device that training runs on: one object, a thin layer over torch.
 
-``get_accelerator()`` answers what kind of device this process uses and how to reach its streams, memory figures and
+``get_accelerator()`` returns the kind of device that this process uses, with its streams, memory figures and
 random state. Reading order: :mod:`.base` (the contract), :mod:`.cpu`, :mod:`.torch_device` (everything torch has a
 device module for), :mod:`.selection` (which one is used).
 """

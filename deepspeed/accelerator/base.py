@@ -397,7 +397,7 @@ class DeepSpeedAccelerator(ABC):
         """Chooses the backend for ``torch.compile``.
 
         Raises:
-            DeepSpeedConfigError: torch knows no backend of that name.
+            DeepSpeedConfigError: torch has no backend of that name.
         """
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:

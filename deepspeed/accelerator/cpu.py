@@ -250,7 +250,7 @@ _USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUN
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc's malloc to keep freed blocks for reuse, for the whole process.
+    """Sets glibc's malloc to keep freed blocks for reuse, for the whole process.
 
     Does nothing where there is no glibc, or where the user has chosen an allocator or its settings by environment
     (``LD_PRELOAD``, ``MALLOC_*``, ``GLIBC_TUNABLES``).

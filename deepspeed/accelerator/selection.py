@@ -15,7 +15,7 @@ from deepspeed.logging import log_dist_once
 
 SUPPORTED = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 
-# This vendor's torch build answers to the CUDA names.
+# This vendor's torch build uses the CUDA names.
 _SPEAKS_CUDA = ("cuda", "klxpu")
 
 _current: DeepSpeedAccelerator | None = None
@@ -50,7 +50,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the accelerator in use is of a kind that this package knows."""
+    """Whether the accelerator in use is of a supported kind."""
     return get_accelerator()._name in SUPPORTED
 
 
@@ -89,7 +89,8 @@ def _create(name: str) -> DeepSpeedAccelerator:
 
 
 def _detect() -> DeepSpeedAccelerator:
-    # CUDA is asked by a count that needs no context; torch.accelerator's own check would initialise the driver.
+    # CUDA is detected by a device count that needs no context; torch.accelerator's own check would initialise the
+    # driver.
     if torch.cuda.device_count() > 0:
         return CUDAAccelerator()
     found = torch.accelerator.current_accelerator(check_available=True)

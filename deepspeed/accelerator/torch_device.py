@@ -1,6 +1,6 @@
 """Any device that torch has a device module for (``torch.xpu``, ``torch.npu``, ``torch.mlu``, ...).
 
-torch asks those modules to look like ``torch.cuda``; this class is written against that common part.
+torch requires those modules to have the interface of ``torch.cuda``; this class is written against that common part.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class CUDAAccelerator(TorchDeviceAccelerator):
     def is_available(self) -> bool:
         """Whether there is a usable GPU.
 
-        Counted through the management library where it is there, which starts no context: a process that asked can
-        still fork.
+        Counted through the management library where it is there, which starts no context: this process can still fork
+        afterwards.
         """
         return torch.cuda.device_count() > 0
 
@@ -223,7 +223,7 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return torch.cuda.get_device_capability() >= (5, 3)
 
     def is_bf16_supported(self) -> bool:
-        """Whether the current device computes in bf16, natively or emulated; :meth:`emulates` tells them apart."""
+        """Whether the current device computes in bf16, natively or emulated; :meth:`emulates` distinguishes them."""
         return bool(torch.cuda.is_bf16_supported())
 
     def emulates(self, dtype: torch.dtype) -> bool:

@@ -75,7 +75,7 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
 
 
 def _recompute_own(model: nn.Module) -> bool:
-    """Asks modules for recomputation that offer it; returns whether there are any, on whatever stage of a pipeline."""
+    """Switches on recomputation in modules that offer it; returns whether any stage of a pipeline has one."""
     for module in _own(model):
         module.recompute_core_attention(non_reentrant_checkpoint)
     return offers_recomputation(model)

@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 class FullTensor:
-    """A tensor of a checkpoint that is read when it is asked for.
+    """A tensor of a checkpoint that is read when it is requested.
 
     Attributes:
         name: Name of the parameter or buffer.
@@ -58,7 +58,7 @@ class FullTensor:
         return self.shape.numel()
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """Yields the flattened tensor in 1-D chunks. They share a buffer: use each one before asking for the next."""
+        """Yields the flattened tensor in 1-D chunks. They share a buffer: use each one before requesting the next."""
         if not self._kind:
             yield self._source.read_buffer(self.name).to(self.dtype).reshape(-1)
             return

@@ -95,10 +95,10 @@ class DeepSpeedCheckpoint:
         if not self._layers and self.pp_degree != self.original_pp_degree:
             raise CheckpointError(f"{self.dir}: pp_degree={pp_degree}, expected {self.original_pp_degree}: no pipeline")
 
-    def _same(self, name: str, asked: int | None, written: int) -> int:
-        if asked is not None and asked != written:
+    def _same(self, name: str, requested: int | None, written: int) -> int:
+        if requested is not None and requested != written:
             raise CheckpointError(
-                f"DeepSpeedCheckpoint({self.dir!r}, {name}={asked}): expected {written}, as the folder was written. "
+                f"DeepSpeedCheckpoint({self.dir!r}, {name}={requested}): expected {written}, as in the folder. "
                 "Leave it out; engine.load_checkpoint reads the folder at any topology"
             )
         return written

@@ -127,7 +127,7 @@ def find(root: Path, tag: str | None, *, prefer_universal: bool = False) -> Foun
         prefer_universal: Without a tag, follow ``latest_universal`` if that exists.
 
     Returns:
-        What was found; None if no tag was asked for and ``root`` holds no checkpoint at all.
+        What was found; None if no tag was requested and ``root`` holds no checkpoint at all.
 
     Raises:
         CheckpointError: The tag is not there, ``latest`` is missing or names nothing whole; lists what is there.

@@ -55,7 +55,7 @@ class Exchange:
         result: T | None = None
         try:
             result = action()
-        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        except Exception as error:  # whatever it is, the other ranks must receive it instead of waiting
             failure, cause = _describe(error), error
         outcomes = self.gather((failure, result), doing)
         failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]

@@ -73,7 +73,7 @@ def write_weights(
     if exchange.rank == 0:
         try:
             writer = WeightsWriter(folder, filename, entries, limit)
-        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+        except Exception as error:  # whatever it is, the other ranks must receive it instead of waiting
             failure = error
     waiting = iter(entries)
     for names, values in _walk(run_state, listed, exclude_frozen=exclude_frozen):
@@ -83,7 +83,7 @@ def write_weights(
             if writer is not None and failure is None:
                 try:
                     writer.add(entry, iter([values.detach().to("cpu").contiguous().reshape(-1)]))
-                except Exception as error:  # torch tells of a full disk by a RuntimeError
+                except Exception as error:  # torch raises RuntimeError for a full disk
                     failure = error
 
     def finish() -> None:

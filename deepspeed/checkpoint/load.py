@@ -71,7 +71,7 @@ class LoadResult:
     Attributes:
         folder: The tag folder.
         client_state: The caller's own state and what else the ecosystem expects.
-        counters: What the engine must take over; empty if nothing but weights was asked for.
+        counters: What the engine must take over; empty if nothing but weights was requested.
         world_size: Data-parallel ranks that saved.
         model_size: Ranks that held other parts of one copy of the model.
     """

@@ -31,8 +31,8 @@ class SavedNames:
     """Lists the parameters and buffers of a checkpoint by the names to match.
 
     Attributes:
-        parameters: Each knows the name that it has in the checkpoint.
-        buffers: Each knows the name that it has in the checkpoint.
+        parameters: Each has the name that it has in the checkpoint.
+        buffers: Each has the name that it has in the checkpoint.
         aliases: Further names of tied tensors.
         left_out: Parameters that the checkpoint has not, on purpose.
     """
@@ -139,7 +139,7 @@ def match(
     aliases: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, ParameterMatch], dict[str, str], Mismatch]:
-    """Pairs the model's tensors with the checkpoint's, by name; a tied tensor answers to each of its names.
+    """Pairs the model's tensors with the checkpoint's, by name; a tied tensor is found by each of its names.
 
     Args:
         source: The checkpoint, or what it has by other names.

@@ -1,4 +1,4 @@
-"""Reads tensors out of a checkpoint of this package: only the bytes asked for, and the checksums that cover them."""
+"""Reads tensors out of a checkpoint of this package: only the bytes requested, and the checksums that cover them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from deepspeed.zero.tiling.tiles import Span, Tile, spans
 _FILE_OF_RANK = re.compile(r"rank(\d+)-")
 _THREADS = 4
 _STAGING_NUMEL = 1 << 22
-_GAP_BYTES = 4 << 10  # to read what lies between two runs costs less than to ask twice
+_GAP_BYTES = 4 << 10  # reading the gap between two runs costs less than a second read
 _WINDOW_BYTES = 1 << 20
 
 
@@ -91,7 +91,7 @@ class FileReader:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def __del__(self) -> None:  # tensors that are read when they are asked for have no other end
+    def __del__(self) -> None:  # tensors that are read when they are requested have no other end
         self.close()
 
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -353,7 +353,7 @@ class CheckpointReader:
     # -- the source ----------------------------------------------------------------------------------------------------
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can tell."""
+        """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can detect."""
         chunks: dict[FileReader, set[int]] = defaultdict(set)
         for entry in wanted:
             for run in self.runs_of(entry):

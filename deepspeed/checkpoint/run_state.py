@@ -1,4 +1,4 @@
-"""What of an engine a checkpoint holds, handed over as one value so that this package knows no engine."""
+"""The state of an engine in a checkpoint, passed as one value, so that this package does not depend on the engine."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Saver:
 
     @property
     def exchange(self) -> Exchange:
-        """The ranks' own channel for checkpoints. Made at the first use, when every rank must ask for it."""
+        """The ranks' own channel for checkpoints. Made at the first use, when every rank must request it."""
         if self._exchange is None:
             self._exchange = Exchange(self._group)
         return self._exchange

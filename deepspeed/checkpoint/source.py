@@ -1,7 +1,7 @@
-"""What a loader asks of a checkpoint, independent of its writer.
+"""The interface through which a loader reads a checkpoint, independent of its writer.
 
 Values are addressed by parameter name and by element of the flattened parameter, or of a tile of it, so that any layout
-can be filled from any other: the loader asks for the intervals that its rank owns and nothing else.
+can be filled from any other: the loader requests the intervals that its rank owns and nothing else.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class CheckpointSource(Protocol):
         ...
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can tell.
+        """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can detect.
 
         Raises:
             CheckpointError: Something is missing or altered; names the file.
@@ -190,7 +190,7 @@ class StateDictSource:
             for name, value in state_dict.items()
             if isinstance(value, torch.Tensor) and name not in others
         }
-        # A name may be a parameter's or a buffer's: only the model knows, so it is both.
+        # A name may be a parameter's or a buffer's: only the model determines which, so it is both.
         self.parameters = {
             name: SavedParameter(name, tuple(value.shape), {COMPUTE: value.dtype}, False, value.dtype)
             for name, value in self._tensors.items()

@@ -100,7 +100,7 @@ def _show(args: argparse.Namespace) -> None:
         raise DeepSpeedConfigError(
             f"{args.config}: expected a section 'elasticity', found none; see docs/reference/config.md"
         )
-    given = {**config["elasticity"], "enabled": True}  # asked for here, whether or not training uses it
+    given = {**config["elasticity"], "enabled": True}  # requested here, whether or not training uses it
     batch, counts, *micro = compute_elastic_config({"elasticity": given}, VERSION, world_size=args.world_size)
     rule = "-" * 42
     lines = [rule, "Elasticity config:", rule, json.dumps(config["elasticity"], sort_keys=True, indent=4)]

@@ -295,7 +295,7 @@ def _plain_config() -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    # What the model's own code prints is no part of the answer.
+    # The output of the model's own code is not part of the result.
     with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
         shown.doing("building the model and simulating a training step, without devices")
         plan = longest_sequence(_request(options)) if options.longest else make_plan(_request(options))

@@ -71,7 +71,7 @@ def add_prediction_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_without_prediction(options: argparse.Namespace) -> None:
-    """Raises for options that only a prediction takes, where none is asked for.
+    """Raises for options that only a prediction takes, where none is requested.
 
     Raises:
         DeepSpeedConfigError: There is one.

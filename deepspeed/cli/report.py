@@ -132,7 +132,7 @@ class EnvironmentInfo:
 
 
 def collect() -> EnvironmentInfo:
-    """Looks at everything; asks every device for its memory, which starts its context."""
+    """Looks at everything; reads the memory of every device, which starts its context."""
     warnings = list(_machine_warnings())
     try:
         accelerator = get_accelerator()

@@ -21,7 +21,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import recorded
 from deepspeed.comm.watch.supervised import between, blocking, collective, recv_from_any
 
-# Torch 2.13 renames the two flat collectives and warns at each use of the old names; older releases know only those.
+# Torch 2.13 renames the two flat collectives and warns at each use of the old names; older releases have only those.
 all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 reduce_scatter_flat: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
@@ -306,7 +306,7 @@ class _CopyOut:
 def _all_to_all_by_flat_exchange(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, async_op: bool
 ) -> Handle:
-    """The exchange of lists on gloo, which only knows the flat one before torch 2.13."""
+    """The exchange of lists on gloo, which has only the flat one before torch 2.13."""
     flat = outputs[0].new_empty(sum(output.numel() for output in outputs))
     work = torch_dist.all_to_all_single(
         flat,

@@ -97,7 +97,7 @@ class CommsLog:
             size: Bytes of the message.
             seconds: From its start to its end; for a transfer that runs beside the computation, to the wait's end.
             ranks: Size of the group.
-            caller: Who asked for it.
+            caller: Who requested it.
             waited: Seconds that the program stood still for it; None: all of ``seconds``.
         """
         totals = self.totals.setdefault(name, {}).setdefault(size, OperationTotals())

@@ -36,7 +36,7 @@ def _input_of(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
 
 
 class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
-    """A linear layer with a compressed weight, and rounded input where that is asked for."""
+    """A linear layer with a compressed weight, and rounded input where that is requested."""
 
     _ds_features = _FEATURES
     compression: Techniques
@@ -60,7 +60,7 @@ class Conv1DLayer_Compress(nn.Module):  # noqa: N801
 
 
 class Conv2dLayer_Compress(nn.Conv2d):  # noqa: N801
-    """A convolution with a compressed weight, and rounded input where that is asked for."""
+    """A convolution with a compressed weight, and rounded input where that is requested."""
 
     _ds_features = _FEATURES
     compression: Techniques

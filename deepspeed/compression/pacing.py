@@ -144,7 +144,7 @@ class Pace:
         return {"falls": falls, "eigenvalues": list(self.eigenvalues)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a state; what it does not know of has not fallen yet."""
+        """Goes to a state; any other has not fallen yet."""
         for name, width in self.widths.items():
             width.falls[:] = [(fall, following) for fall, following in state.get("falls", {}).get(name, [])]
         values = state.get("eigenvalues", [])

@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "head_pruning": LINEAR,
     "channel_pruning": ("conv2d",),
 }
-"""The kinds of layers that each technique knows, in the order in which techniques are made permanent."""
+"""The kinds of layers that each technique supports, in the order in which techniques are made permanent."""
 PRUNED: dict[str, Kind] = {
     "sparse_pruning": "sparse",
     "row_pruning": "row",

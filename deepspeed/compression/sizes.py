@@ -1,4 +1,4 @@
-"""Shapes and shared weights: whether the layers that a configuration names can be what it asks of them."""
+"""Shapes and shared weights: whether the layers that a configuration names can have the techniques that it sets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LayerWeights:
         return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
 
     def check(self, selections: list[Selection]) -> None:
-        """Returns whether every technique can be what it is asked to be.
+        """Returns whether every technique can have its configured settings.
 
         Raises:
             DeepSpeedConfigError: A weight that a technique changes is shared with other layers.

@@ -14,7 +14,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
-    """The number of data-parallel ranks that ``mpu``, a device mesh or else environment and configuration tell."""
+    """The number of data-parallel ranks from ``mpu``, a device mesh, or environment and configuration."""
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     if mesh_device is not None:
@@ -32,7 +32,7 @@ class DeepSpeedConfig:
         config: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
         mpu: An object with ``get_data_parallel_world_size()``; decides the data-parallel size when given.
         mesh_device: A device mesh, whose axis ``data_parallel`` decides it otherwise. Without both: ``WORLD_SIZE`` and
-            the degrees that the configuration asks for.
+            the degrees that the configuration requests.
 
     Raises:
         DeepSpeedConfigError: With every problem of the configuration.

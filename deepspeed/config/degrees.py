@@ -11,7 +11,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def degrees(root: Root) -> dict[str, int]:
-    """The size that the configuration asks for along each axis of ``axes.KEYS``; 1 where it asks for none."""
+    """The size that the configuration requests along each axis of ``axes.KEYS``; 1 where it requests none."""
     return {axis: _value(root, *key.split(".")) for axis, key in KEYS.items()}
 
 

@@ -12,7 +12,7 @@ from deepspeed.config.sections.sparse_attention import KEYS_OF_MODE
 from deepspeed.config.sections.zero import ZeroOptimization
 
 ZERO = "zero_optimization"
-_ASKED_FOR = frozenset(
+_CHANGE_TRAINING = frozenset(
     {
         "mics_shard_size",
         "zero_hpz_partition_size",
@@ -113,7 +113,7 @@ def _inner_sections(value: Any, path: Path) -> list[tuple[Path, Section]]:
 
 
 def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
-    """Keys of a higher stage than the one in force: one line for all, and a warning for those that ask for more."""
+    """Keys of a higher stage than the one in force: one line for all, and a warning for those that request more."""
     idle: list[Path] = [
         (ZERO, name)
         for name, _ in _changed(zero)
@@ -121,11 +121,11 @@ def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
     reason = f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}"
-    asked = [path for path in idle if path[-1] in _ASKED_FOR]
-    _line([path for path in idle if path not in asked], reason, findings)
-    if asked:
-        names = ", ".join(findings.label(path) for path in asked)
-        verb = "has" if len(asked) == 1 else "have"
+    requested = [path for path in idle if path[-1] in _CHANGE_TRAINING]
+    _line([path for path in idle if path not in requested], reason, findings)
+    if requested:
+        names = ", ".join(findings.label(path) for path in requested)
+        verb = "has" if len(requested) == 1 else "have"
         findings.warning(f"{names} {verb} no effect: {reason}. Set the stage to 3, or leave this out")
 
 

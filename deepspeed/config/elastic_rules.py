@@ -156,7 +156,7 @@ def differences_from_scheduler(section: Elasticity, text: str) -> dict[str, str]
 def fit_shard_ranks(root: Root, data_ranks: int, findings: ConfigMessages) -> Root:
     """Returns the configuration with groups of MiCS or hpZ that fit the ranks there are, where their number may change.
 
-    A group gets larger, never smaller, so that no rank holds more of the parameters than was asked for.
+    A group gets larger, never smaller, so that no rank holds more of the parameters than requested.
     """
     zero = root.zero_optimization
     if root.elasticity is None or not root.elasticity.continues or zero.stage < 3:

@@ -35,7 +35,7 @@ from deepspeed.config.types import to_bool
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.missing_features import FEATURES
 
-# What zero.Init needs to know; the rest of its dict may not be finished yet.
+# What zero.Init needs; the rest of its dict may not be finished yet.
 ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
 PURPOSES = {"zero_init": ZERO_INIT_KEYS, "compression": frozenset({"compression_training"})}
 

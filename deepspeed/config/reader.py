@@ -34,7 +34,7 @@ def structural_copy(value: Any) -> Any:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a value asks for the default."""
+    """Whether a value requests the default."""
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 

@@ -153,7 +153,8 @@ def config_schema() -> dict[str, Any]:
     root = writer.section(Root)
     _add_old_keys(writer, root)
     _parameters(writer, "optimizer.Optimizer", {**OWN_OPTIMIZERS, **TORCH_OPTIMIZERS})
-    # Adam's table cannot know torch_adam, which brings the arguments of torch's classes; let those pass in editors.
+    # Adam's table does not depend on torch_adam, which adds the arguments of torch's classes; let those pass in
+    # editors.
     writer.definitions["optimizer.AdamParams"]["additionalProperties"] = True
     _parameters(writer, "scheduler.Scheduler", {**OWN_SCHEDULERS, **TORCH_SCHEDULERS})
     for model in (*OWN_OPTIMIZERS.values(), *TORCH_OPTIMIZERS.values()):

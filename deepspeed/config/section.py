@@ -168,14 +168,14 @@ class Section(BaseModel):
         return value
 
     def _own_features(self) -> Iterator[str]:
-        """Yields the features that the section asks for if it is not switched off."""
+        """Yields the features that the section requests if it is not switched off."""
         is_off = self.switch() is not None and not getattr(self, self.switch_name)
         if self._feature is not None and not is_off:
             yield self._feature
 
 
 def features_of(section: Section) -> Iterator[str]:
-    """Yields the features that the sections given in this one ask for, in any order; one may come twice."""
+    """Yields the features that the sections given in this one request, in any order; one may come twice."""
     for name in section.model_fields_set:
         inner = getattr(section, name)
         if isinstance(inner, Section):

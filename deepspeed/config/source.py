@@ -42,7 +42,7 @@ _KEY_BEFORE = re.compile(r"""["']?([\w.-]+)["']?\s*:\s*$""")
 
 
 class _Object:
-    """A parsed object that still knows its pairs and where their values begin."""
+    """A parsed object with its pairs and the positions where their values begin."""
 
     def __init__(self, pairs: list[tuple[str, Any]], starts: list[int]) -> None:
         self.pairs = pairs
@@ -53,7 +53,7 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
     """Hjson's decoder, with objects as :class:`_Object`.
 
     The package hands every object to ``parse_object`` together with the function that reads one value; wrapping that
-    function tells where each value begins, without a parser of our own.
+    function gives the position of each value, without a parser of our own.
 
     Attributes:
         unclosed: After an error, where the objects begin in whose middle it happened, outermost first.

@@ -32,7 +32,7 @@ class DeepSpeedDataLoader:
         tput_timer: A timer whose ``start()`` is called at each batch.
         collate_fn: Makes a batch from a list of samples; None: torch's.
         num_local_io_workers: Worker processes; None: load in this process.
-        data_sampler: Chooses the samples instead of the default, and then must know about the ranks itself; a
+        data_sampler: Chooses the samples instead of the default, and then must divide samples over the ranks itself; a
             ``BatchSampler`` chooses the batches too.
         data_parallel_world_size: Number of shares; None: 1.
         data_parallel_rank: Which share; None: 0.
@@ -306,7 +306,7 @@ class _ResumedSampler(Sampler):
 
 
 def is_map_style_dataset(dataset: Any) -> bool:
-    """Returns whether samples are asked for by index."""
+    """Returns whether samples are requested by index."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 

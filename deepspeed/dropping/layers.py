@@ -36,7 +36,7 @@ class LayerDrop:
     def __init__(self, num_blocks: int, seed: int = 0) -> None:
         self.num_blocks = num_blocks
         self._seed = seed
-        self._skips_as: type | int | None = None  # how a block that stayed answered: with a tensor, or so many values
+        self._skips_as: type | int | None = None  # result of a block that was kept: a tensor, or this many values
         self.keep_all()
 
     def keep_all(self) -> None:
@@ -49,7 +49,7 @@ class LayerDrop:
 
         Args:
             theta: The keep ratio in force, between 0 and 1.
-            *moment: Numbers that tell this forward from others, not negative (the step, the micro-batch).
+            *moment: Numbers that identify this forward, not negative (the step, the micro-batch).
 
         Returns:
             The numbers of the blocks that are left out.
@@ -60,10 +60,10 @@ class LayerDrop:
         return self.dropped
 
     def note_answer(self, answer: Any) -> None:
-        """Learns from a block that stayed what a block that is left out must answer.
+        """Records from a kept block the form of the result of a skipped one.
 
         Raises:
-            ValueError: There is no such answer.
+            ValueError: There is no such result.
         """
         if isinstance(answer, torch.Tensor):
             self._skips_as = torch.Tensor
@@ -78,7 +78,7 @@ class LayerDrop:
 
     def skipped(self, hidden: torch.Tensor) -> Any:
         """Returns what a block that is left out returns: ``hidden`` in its shape, and None for its other outputs."""
-        # Block 0 always stays, so there has been an answer; a model that begins with a later one gets a tensor.
+        # Block 0 is always kept, so there is a result; a model that begins with a later one gets a tensor.
         return (hidden, *[None] * (self._skips_as - 1)) if isinstance(self._skips_as, int) else hidden
 
 
@@ -89,7 +89,7 @@ class DroppableBlock(nn.Module):
     _number_in_row: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's answer, or what stands for it."""
+        """The block's result, or its replacement."""
         drop, number = self._layer_drop, self._number_in_row
         share = drop.kept_share[number]
         if share == 1.0 or not self.training:
@@ -118,8 +118,8 @@ def progressive_layer_drop(
 
     Args:
         model: The model.
-        blocks: The row of blocks, each of which takes hidden states of any shape first and answers with new ones of
-            that shape, alone or as the first of a tuple of nothing else: the name of a ``ModuleList`` or
+        blocks: The row of blocks, each of which takes hidden states of any shape as the first argument and returns new
+            ones of that shape, alone or as the first of a tuple of nothing else: the name of a ``ModuleList`` or
             ``Sequential`` of the model, that module, or a list of modules.
         seed: Of the draws.
 

@@ -45,7 +45,7 @@ class RandomLayerTokenDrop(nn.Module):
     device, of each rank its own, so activation checkpointing sees the same ones again.
 
     Args:
-        layer: Takes hidden states first (or by ``hidden_states``), and answers with hidden states of that shape, alone
+        layer: Takes hidden states first (or by ``hidden_states``), and returns hidden states of that shape, alone
             or first in a tuple.
     """
 
@@ -66,13 +66,13 @@ class RandomLayerTokenDrop(nn.Module):
 
         Args:
             config: Of ``random_ltd``: ``model_mask_name`` and ``hidden_state_order`` are read.
-            scheduler: Asked with ``get_current_seq()`` at each call.
+            scheduler: Its ``get_current_seq()`` is called at each call.
             random_ltd_layer_id: Accepted for programs of old.
         """
         self._token_drop = _AskedSchedule(scheduler, config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's answer for all tokens."""
+        """The layer's result for all tokens."""
         drop = self._token_drop
         if drop is None or drop.kept is None or not self.training:
             return super().__call__(*args, **kwargs)
@@ -108,7 +108,7 @@ class RandomLayerTokenDrop(nn.Module):
 
 
 class _AskedSchedule(TokenDrop):
-    """Asks a schedule of the program's own at each call."""
+    """Calls the program's own schedule at each call."""
 
     def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:
         self._scheduler = scheduler

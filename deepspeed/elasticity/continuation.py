@@ -42,7 +42,7 @@ from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.ports import address_towards
 
-# A wait fails at once when a peer's socket closes, but perhaps a moment before the links know why.
+# A wait fails at once when a peer's socket closes, but perhaps a moment before the links have the reason.
 _LOSS_SECONDS = 3.0
 
 
@@ -240,7 +240,7 @@ class Continuation:
 
     @property
     def joining(self) -> int:
-        """How many processes ask this one, or spares that have told this one, to let them join."""
+        """The number of processes with a join request to this one, or to spares that have reported theirs."""
         return self.run.members.links.joining
 
     def can_grow(self, joining: int) -> bool:

@@ -16,13 +16,13 @@ _serials = itertools.count()
 
 
 class MemoryAddress(NamedTuple):
-    """Says where another process finds a :class:`CopyMemory`.
+    """Describes where another process finds a :class:`CopyMemory`.
 
     Attributes:
         host: Its machine.
         pid: The process that made it.
         file: Its descriptor there.
-        serial: Tells it from all others that this process has made.
+        serial: Distinguishes it from all others that this process has made.
     """
 
     host: str

@@ -109,8 +109,8 @@ def _problem(setup: EngineSetup) -> str | None:
     problem = _problem_of_objects(setup)
     if problem is not None:
         return problem
-    asked_for = [feature_of(name) for name in _asked_for(setup) if name not in _GOES_WITH]
-    others = [feature.title for feature in asked_for if not feature.only_watches]
+    requested = [feature_of(name) for name in _requested(setup) if name not in _GOES_WITH]
+    others = [feature.title for feature in requested if not feature.only_watches]
     if others:
         return f"is not supported together with {', '.join(others)}; leave one of the two out"
     return None
@@ -155,7 +155,7 @@ def _problem_of_axes(setup: EngineSetup) -> str | None:
     return None
 
 
-def _asked_for(setup: EngineSetup) -> list[str]:
+def _requested(setup: EngineSetup) -> list[str]:
     return sorted({*features_of(setup.root), *marks_of(setup.model, setup.optimizer)})
 
 

@@ -1,7 +1,7 @@
 """Rebuilds an engine on another number of ranks and fills it from the copies in host memory.
 
 The engine stays the same object with the same model; its ranks hold other slices. The copies of several ranks are read
-as a checkpoint (:class:`MemorySource`): the loader asks for intervals by name, whatever the layout
+as a checkpoint (:class:`MemorySource`): the loader requests intervals by name, whatever the layout
 (``checkpoint.plan``). Which copies have them is arithmetic; what lies on other ranks is fetched in one exchange before
 anything is changed.
 """
@@ -150,7 +150,7 @@ class MemorySource(CheckpointReader):
         Returns:
             Bytes that came to this rank.
         """
-        asked: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # ranges of bytes, by rank, owner
+        requested: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # ranges of bytes, by rank, owner
         places: list[tuple[MemoryFile, int, int]] = []
         for entry in wanted:
             for window in windows(self.runs_of(entry)):
@@ -158,10 +158,10 @@ class MemorySource(CheckpointReader):
                 assert isinstance(reader, MemoryFile)
                 if not reader.is_here:
                     source, owner = self._ranks[reader.record.name]
-                    asked[source, owner].append((start, stop))
+                    requested[source, owner].append((start, stop))
                     places.append((reader, start, stop))
         doing = "fetching copies of model states"
-        everybody = gather_objects(transport, dict(asked), label=doing)
+        everybody = gather_objects(transport, dict(requested), label=doing)
         transfers: list[TensorTransfer] = []
         for reader, start, stop in sorted(places, key=lambda place: self._ranks[place[0].record.name]):
             data = torch.empty(stop - start, dtype=torch.uint8)

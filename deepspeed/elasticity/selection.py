@@ -48,8 +48,8 @@ class RunShape:
         Args:
             living: Members of the run.
             ready: What they hold, by number.
-            joining: Processes that ask to join; as many are let in as make a larger job.
-            find_source: Tells what a choice could continue from.
+            joining: Processes with a join request; as many are let in as make a larger job.
+            find_source: Returns the copies that a choice could continue from.
 
         Raises:
             CommunicationError: A part of the model has no living holder, or too few, and the living are too few for

@@ -92,7 +92,7 @@ class ElasticStep:
         """Since it was entered."""
         return time.monotonic() - self._started
 
-    # -- what the engine asks (``engine_feature.UnevenBatch``) ---------------------------------------------------------
+    # -- called by the engine (``engine_feature.UnevenBatch``) ---------------------------------------------------------
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns ``loss`` (0-dim) scaled so that the gradients' mean over ranks is that over all micro-batches."""
@@ -102,7 +102,7 @@ class ElasticStep:
         return weighed
 
     def numbers(self) -> Sequence[float]:
-        """Returns this rank's part of the mean loss, and how many processes ask it to let them join."""
+        """Returns this rank's part of the mean loss, and the number of join requests to it."""
         return (0.0 if self._sum is None else float(self._sum), float(self._steps._continuation.joining))
 
     def take(self, rows: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class ElasticSteps:
 
     @property
     def has_join_requests(self) -> bool:
-        """Whether a process asks this one to let it join."""
+        """Whether this process has a join request."""
         return self._continuation.joining > 0
 
     @property

@@ -107,7 +107,7 @@ class ConfigAccessors:
         """Returns whether whole weights may be collected for saving: the key of that name says so for stage 3.
 
         Layers that tensor-parallel ranks share are whole below stage 3 once they are collected over these ranks, which
-        no key forbids; Accelerate asks this before it collects them.
+        no key forbids; Accelerate calls this before it collects them.
         """
         zero = self._root.zero_optimization
         shares_layers = self._root.tensor_parallel.autotp_size > 1

@@ -1,4 +1,4 @@
-"""What the ranks agree on before anything is changed: who there is, the configuration, and what it asks for."""
+"""What the ranks agree on before anything is changed: who there is, the configuration, and what it requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AgreedSetup:
 
     Attributes:
         parsed: The configuration.
-        features: The features that it and the model ask for.
+        features: The features that it and the model request.
         setup: What these features look at.
     """
 
@@ -92,17 +92,17 @@ def agree(client: Client, config: Any) -> AgreedSetup:
         config: Dict, path or base64.
 
     Raises:
-        DeepSpeedConfigError: The configuration is wrong, differs between ranks, or asks for what cannot be done.
+        DeepSpeedConfigError: The configuration is wrong, differs between ranks, or requests what cannot be done.
     """
     features = FeatureSet()
-    features.ask_objects(client.model, client.mpu, client.optimizer)
-    features.ask_environment()
+    features.add_for_objects(client.model, client.mpu, client.optimizer)
+    features.add_for_environment()
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
     parsed = _parse_alike(features.read_config(config, client.mpu), job_mesh, client, features)
     root = parsed.root
     _refuse_beside_elastic(root)
     ranks = job_mesh.settle(root)
-    features.ask_configuration(root, ranks.mesh, has_dtensors=job_mesh.has_dtensors)
+    features.add_for_configuration(root, ranks.mesh, has_dtensors=job_mesh.has_dtensors)
     setup = EngineSetup(root, client.model, client.optimizer, ranks, _device(client.args), job_mesh.is_ours)
     if root.log_level:
         set_log_level_from_string(root.log_level)
@@ -119,8 +119,8 @@ def _refuse_beside_elastic(root: Root) -> None:
         DeepSpeedConfigError: It is so.
     """
     members = Job.current().members
-    goes_on = root.elasticity is not None and root.elasticity.continues
-    if members is not None and members.is_in_use and not goes_on:
+    continues = root.elasticity is not None and root.elasticity.continues
+    if members is not None and members.is_in_use and not continues:
         raise DeepSpeedConfigError(
             "initialize: an engine with elasticity.continue is in use in this process, and the one that is made now is "
             "without it: after a loss its process groups would be gone. Call engine.destroy() on the first, or use the "

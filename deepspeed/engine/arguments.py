@@ -48,7 +48,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def device_rank(args: Any) -> int | None:
-    """Returns ``args.device_rank``, the number of the device that the script asks for; None if it asks for none."""
+    """Returns ``args.device_rank``, the number of the device that the script requests; None if it requests none."""
     given = getattr(args, "device_rank", None)
     return None if given is None else int(given)
 

@@ -1,6 +1,6 @@
 """Which codecs the groups of an engine get, and the lines that say so.
 
-The section ``communication_compression`` asks for them, and so do the keys of ZeRO++ in ``zero_optimization``.
+The section ``communication_compression`` requests them, and so do the keys of ZeRO++ in ``zero_optimization``.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def reduction_seconds(
 
 
 def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
-    """Returns the groups with the codecs that ZeRO++ keys ask for; unchanged without any. Every rank must call it.
+    """Returns the groups with the codecs that ZeRO++ keys request; unchanged without any. Every rank must call it.
 
     ZeRO++ (arXiv 2306.10209; LoCo: arXiv 2407.04480): qwZ is a codec on the gathers of parameters, qgZ one on both
     halves of a reduction (between the ranks that share slices, then between those that hold the same ones). hpZ is the
@@ -208,7 +208,7 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
     ]
     kinds = {"all weights": "8 bits", "frozen weights": "8 bits", "gradients": "4 bits"}
     log_dist("ZeRO++: " + ", ".join(f"{what} are sent in {kinds[what]}" for what in names if what))
-    present = next(iter(groups))  # what communication_compression asks for beside
+    present = next(iter(groups))  # what communication_compression requests beside
     return groups.coded(
         weights or present.gather_codec,
         gradients or present.reduce_codec,

@@ -223,7 +223,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
                 lr=self.get_lr(),
                 norm=self.get_global_grad_norm(),
                 loss_scale=float(scaler.loss_scale) if scaler is not None else None,
-                more=self._hooks.events() if self._progress.wants_events else (),
+                more=self._hooks.events() if self._progress.uses_events else (),
             )
         )
         self._progress.memory(self.memory_report)
@@ -382,7 +382,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
     """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the model; floating inputs are cast only where ``auto_cast`` (of ``fp16`` or ``bf16``) asks for it.
+        """Runs the model; floating inputs are cast only if ``auto_cast`` (of ``fp16`` or ``bf16``) is set.
 
         Raises:
             DeepSpeedConfigError: The model was given floating tensors of another dtype than it computes in.

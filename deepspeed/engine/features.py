@@ -1,4 +1,4 @@
-"""The features of an engine: which there are, which are asked for, and what they do together.
+"""The features of an engine: which there are, which are requested, and what they do together.
 
 A feature lives in its own subpackage (:class:`~deepspeed.engine_feature.EngineFeature`). Adding one adds a word to
 :data:`FEATURES`, or the row of an axis to ``deepspeed/axes.py``.
@@ -57,22 +57,22 @@ def feature_of(name: str) -> EngineFeature:
 
 
 class FeatureSet:
-    """The features that one engine was asked for, in the order of :data:`FEATURES`. Others are never imported."""
+    """The features that one engine requests, in the order of :data:`FEATURES`. Others are never imported."""
 
     def __init__(self) -> None:
         self._features: dict[str, EngineFeature] = {}
 
-    def ask_objects(self, *objects: Any) -> None:
-        """Adds the features that a model, an mpu or an optimizer asks for by its marks."""
+    def add_for_objects(self, *objects: Any) -> None:
+        """Adds the features that a model, an mpu or an optimizer requests by its marks."""
         self._add(marks_of(*objects))
 
-    def ask_environment(self) -> None:
+    def add_for_environment(self) -> None:
         """Adds the feature of a start of the script by ``deepspeed --autotuning``."""
         if TUNING_VARIABLE in os.environ:
             self._add(["deepspeed.autotuning.feature"])
 
-    def ask_configuration(self, root: Root, mesh: Mesh, *, has_dtensors: bool = False) -> None:
-        """Adds the features that sections of the configuration and axes of the job's mesh ask for.
+    def add_for_configuration(self, root: Root, mesh: Mesh, *, has_dtensors: bool = False) -> None:
+        """Adds the features that sections of the configuration and axes of the job's mesh request.
 
         Args:
             root: The configuration.
@@ -119,12 +119,12 @@ class FeatureSet:
             for feature in new.values():
                 feature.prepare(setup)
             prepared.update(new)
-            self.ask_objects(setup.model)  # the layers that features made may ask for further ones
+            self.add_for_objects(setup.model)  # the layers that features made may request further ones
         for feature in self._features.values():
             feature.refuse(setup)
 
     def refuse_optimizer(self, setup: EngineSetup, optimizer: torch.optim.Optimizer | None) -> None:
-        """Lets the features that an optimizer asks for refuse it, where a callable of the program has made it.
+        """Lets the features that an optimizer requests refuse it, where a callable of the program has made it.
 
         Raises:
             DeepSpeedConfigError: What they cannot do.
@@ -149,7 +149,7 @@ class FeatureSet:
         """Returns what the features do in the steps of an engine.
 
         Args:
-            setup: What was asked for, with the model as it is now.
+            setup: What was requested, with the model as it is now.
             runtime: The parameters of the model.
             groups: Of the engine.
             batch_size: Samples of an update, over all ranks.

@@ -30,16 +30,16 @@ def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     made = dict(arguments)
     config = made.get("generation_config")
-    asked = made.get("cache_implementation") or getattr(config, "cache_implementation", None)
-    if asked not in _ON_HOST:
+    requested = made.get("cache_implementation") or getattr(config, "cache_implementation", None)
+    if requested not in _ON_HOST:
         return arguments
-    log_dist_once(f"generate: cache_implementation {asked!r} is the ordinary cache here, which is in host memory")
+    log_dist_once(f"generate: cache_implementation {requested!r} is the ordinary cache here, which is in host memory")
     made.pop("cache_implementation", None)
     if config is not None:
         config = made["generation_config"] = copy.deepcopy(config)
-        config.cache_implementation = _ON_HOST[asked]
-    elif _ON_HOST[asked] is not None:
-        made["cache_implementation"] = _ON_HOST[asked]
+        config.cache_implementation = _ON_HOST[requested]
+    elif _ON_HOST[requested] is not None:
+        made["cache_implementation"] = _ON_HOST[requested]
     return made
 
 

@@ -218,7 +218,7 @@ def make_groups(
     """Makes the groups of an engine. Every rank of the job must call it.
 
     Args:
-        setup: What was asked for.
+        setup: What was requested.
         placement: Where model states live, as far as the configuration says it.
         precision: Dtypes of what is sent.
         optimizer: The torch optimizer, or None.
@@ -243,7 +243,7 @@ def make_groups(
         divisor=gradient_divisor(root, ranks),
         copies=own,
     )
-    if ROWS in groups.by_name and setup.device.type != "meta":  # a plan knows no rows: it counts whole gradients
+    if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
         rows = replace(groups[ROWS], reduces_rows=True)
         groups = replace(groups, by_name={**groups.by_name, ROWS: rows})
     groups = with_codecs(groups, root, precision, setup.device, has_warm_up=has_warm_up)

@@ -94,7 +94,7 @@ class IslandTraining:
 
 
 def settle_islands(root: Root, ranks: RankCoordinates, model: nn.Module, device: torch.device) -> IslandTraining | None:
-    """Returns the islands that the configuration asks for; None for none. Every rank must call it.
+    """Returns the islands that the configuration requests; None for none. Every rank must call it.
 
     Args:
         root: The configuration.

@@ -43,7 +43,7 @@ class EngineLoading:
 
         Args:
             step: Of the checkpoint.
-            restored: The loader that a checkpoint knows, or None.
+            restored: The loader whose position checkpoints contain, or None.
         """
         self._resumed_at = 0 if restored is not None else step
         if restored is None and self._made:

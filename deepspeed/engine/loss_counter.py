@@ -205,7 +205,7 @@ class PipelineLossCounter(LossCounter):
 
     @override
     def begin_gradients(self) -> None:
-        """Does nothing: only the last stage knows whether losses have counts, and it notes that itself."""
+        """Does nothing: only the last stage has losses, and it records itself whether they have counts."""
 
     @override
     def update(self, extra: Sequence[float] = ()) -> StepReport:
@@ -230,7 +230,7 @@ class PipelineLossCounter(LossCounter):
 
 
 _UNKNOWN, _MEAN, _COUNTED = 0.0, 1.0, 2.0
-"""Kinds of losses that a pipeline rank reports with an update; a stage without the loss does not know."""
+"""Kinds of losses that a pipeline rank reports with an update; not known on a stage without the loss."""
 
 
 def _counts_of(rows: torch.Tensor) -> torch.Tensor | None:

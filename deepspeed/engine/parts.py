@@ -121,7 +121,7 @@ class EngineParts:
         )
 
     def _optimizer_class(self, optimizer: torch.optim.Optimizer) -> type[DeepSpeedZeroOptimizer]:
-        """Returns the class by the name that programs know; all of them do the same."""
+        """Returns the class by the name that programs use; all of them do the same."""
         if self.placement.shard_params:
             return DeepSpeedZeroOptimizer_Stage3
         if self.placement.shard_master or self.precision.name not in ("fp16", "bf16"):
@@ -132,7 +132,7 @@ class EngineParts:
         return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
 
     def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
-        """Returns the optimizer for ``initialize`` to return; at stage 3 it knows the runtime of sharded parameters."""
+        """Returns the optimizer for ``initialize`` to return; at stage 3 it has the runtime of sharded parameters."""
         if not self.placement.shard_params:
             return updater
         offload = DeepSpeedZeRoOffload.of(self.runtime)

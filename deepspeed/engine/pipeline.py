@@ -290,7 +290,7 @@ class PipelineEngine(EngineBase):
             ``compute_loss`` the outputs. Outputs are on the last stage, None elsewhere.
 
         Raises:
-            NotImplementedError: Another reduction is asked for.
+            NotImplementedError: Another reduction is requested.
             PipelineError: A stage failed, on every rank: see :meth:`train_batch`.
         """
         if reduce_output not in ("avg", None):
@@ -352,7 +352,7 @@ class PipelineEngine(EngineBase):
 for _execute in _EXECUTE.values():
     setattr(PipelineEngine, _execute.__name__, _execute)
 
-DeepSpeedEngine.register(PipelineEngine)  # programs ask isinstance(engine, DeepSpeedEngine)
+DeepSpeedEngine.register(PipelineEngine)  # programs test isinstance(engine, DeepSpeedEngine)
 
 DualPipeVEngine = PipelineEngine
 """The engine of a :class:`~deepspeed.parallel.pipe.module.DualPipeVModule`: that of any pipeline."""

@@ -39,7 +39,7 @@ class ProgressLog:
 
     Attributes:
         is_silent: Nothing is written or logged on this rank, so that :meth:`step` need not be called.
-        wants_events: Whether there is a use for the events of features.
+        uses_events: Whether there is a use for the events of features.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class ProgressLog:
         self._memory = is_rank_0 and root.memory_breakdown
         self._collectives = is_rank_0 and root.comms_logger.enabled
         self._throughput = root.timers.throughput
-        tracks_loss = any(tracker.wants_loss for tracker in trackers)
+        tracks_loss = any(tracker.uses_loss for tracker in trackers)
         self._wants_loss = is_rank_0 and (monitor.writes or self._every > 0 or tracks_loss)
-        self.wants_events = monitor.writes or any(tracker.wants_events for tracker in trackers)
+        self.uses_events = monitor.writes or any(tracker.uses_events for tracker in trackers)
         self.is_silent = not trackers and not (is_rank_0 and (monitor.writes or self._every or self._breakdown))
         self._watches = SynchronizedWallClockTimer()
         self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
@@ -67,7 +67,7 @@ class ProgressLog:
         if self._breakdown:
             waiting.start()
             self._stop_clock = weakref.finalize(self, waiting.stop)  # also if this is never closed
-        shows_mfu = (self._every > 0 and self._throughput.enabled) or any(tracker.wants_events for tracker in trackers)
+        shows_mfu = (self._every > 0 and self._throughput.enabled) or any(tracker.uses_events for tracker in trackers)
         self._flops = FlopsCounter(is_rank_0 and shows_mfu)
         self._announces_flops = True
         self._tokens = self._micro_batches = 0  # of this update
@@ -169,7 +169,7 @@ class ProgressLog:
             yield
 
     def memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
-        """Lets trackers ask what is held between two steps: ``rows`` returns ``engine.memory_report()``."""
+        """Lets trackers read the memory held between two steps: ``rows`` returns ``engine.memory_report()``."""
         for tracker in self._trackers:
             tracker.take_memory(rows)
 
@@ -200,7 +200,7 @@ class ProgressLog:
             self._report = _Interval(time.perf_counter())
 
     def _announce_flops(self) -> None:
-        """Tells trackers once how many operations the model takes, so that they can say the MFU."""
+        """Passes trackers once the number of operations of the model, from which they compute the MFU."""
         tokens, units = self._tokens, self._tokens or self._micro_batches
         self._tokens = self._micro_batches = 0
         operations = self._flops.operations(units)

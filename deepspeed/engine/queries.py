@@ -1,4 +1,4 @@
-"""Questions that scripts and integrations ask an engine: where it stands among the ranks, what it holds."""
+"""Queries of an engine by scripts and integrations: where it stands among the ranks, what it holds."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ _OF_PIPELINES = ("train_batch", "eval_batch", "set_dataiterator", "set_dataloade
 
 
 def hint_for(attribute: str) -> str:
-    """Returns what to do where a program asks an engine without a pipeline for ``attribute``; often nothing."""
+    """Returns what to do if a program reads ``attribute`` of an engine without a pipeline; often nothing."""
     if attribute not in _OF_PIPELINES:
         return ""
     return (

@@ -113,9 +113,9 @@ def precision_rows(
 ) -> list[dict[str, Any]]:
     """One dict per param group."""
 
-    def travelling(dtype: torch.dtype) -> torch.dtype:
-        sums_travel = accumulation_steps > 1 and not runtime.placement.shard_gradients
-        if sums_travel and precision.communication_dtype is None:
+    def sent_dtype(dtype: torch.dtype) -> torch.dtype:
+        sends_sums = accumulation_steps > 1 and not runtime.placement.shard_gradients
+        if sends_sums and precision.communication_dtype is None:
             return precision.accumulate_dtype
         return precision.reduce_dtype(dtype)
 
@@ -137,7 +137,7 @@ def precision_rows(
                 "param_group": number,
                 "compute": compute,
                 "accumulate": str(precision.accumulate_dtype),
-                "reduce": sorted({str(travelling(m.bucket.dtype)) for m in members}),
+                "reduce": sorted({str(sent_dtype(m.bucket.dtype)) for m in members}),
                 "master": masters,
                 "state": sorted(state) or (masters if optimizer.state else []),
             }

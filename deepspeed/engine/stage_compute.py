@@ -147,7 +147,7 @@ class PipelineCompute:
         found = agreed()
         self.feed.use_up(self._count)
         self._step.counts.expect(found.label_numel)
-        return found.labels_travel
+        return found.sends_labels
 
     # -- computations ------------------------------------------------------------------------------------------------
 

@@ -157,8 +157,7 @@ class TrainStep:
 
         Args:
             fn: The model or a part of it.
-            inputs: Positional arguments. Floating tensors are cast where ``auto_cast`` (of ``fp16`` or ``bf16``) asks
-                for it.
+            inputs: Positional arguments. Floating tensors are cast if ``auto_cast`` (of ``fp16`` or ``bf16``) is set.
             named: Keyword arguments; cast in the same way.
             is_training: Whether the model is in training mode.
             has_data: The arguments are the program's data: the first of them are compared with the micro-batch size.
@@ -377,7 +376,7 @@ class TrainStep:
         if self._runtime.in_backward or self._runtime.reducer is None or self._hooks.runs_backward:
             return
         batches = self._batches
-        if batches.are_reduced and not batches.is_decided_outside:  # a driver that decides about steps knows of them
+        if batches.are_reduced and not batches.is_decided_outside:  # a driver that decides about steps handles them
             self._missing_step.backward()
         self._runtime.begin_backward(batches.current(), sync=batches.are_reduced and self.reduces_gradients)
         batches.has_run_backward = True

@@ -1,4 +1,4 @@
-"""Places a model under ZeRO: the settings that a configuration asks for, and the runtime that is built by them."""
+"""Places a model under ZeRO: the settings that a configuration requests, and the runtime that is built by them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def place_model(
     """Gives parameters, buffers and masters of a model their places. Every rank of the job must call it.
 
     Args:
-        setup: What was asked for.
+        setup: What was requested.
         placement: Where model states live.
         precision: Their dtypes.
         groups: Who shares them.

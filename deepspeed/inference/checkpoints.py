@@ -2,7 +2,7 @@
 
 Some tensors Transformers stores under other names and cut along a dimension: experts, which files have one by one.
 
-What is stored how is asked of Transformers itself, which knows it for each kind of model. Each is then a part of the
+How tensors are stored is read from Transformers, which defines it for each kind of model. Each is then a part of the
 tensor that the model has, like the parts that tensor-parallel ranks write, so a rank still reads its share alone.
 """
 

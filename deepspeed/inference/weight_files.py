@@ -119,7 +119,7 @@ class WeightFiles:
         return f"{len(files)} files ({files[0]} ...)" if len(files) > 1 else str(files[0])
 
     def tensors(self) -> Iterator[Stored]:
-        """Every tensor, file by file. What is given is valid until the next one is asked for.
+        """Every tensor, file by file. What is given is valid until the next one is requested.
 
         Raises:
             CheckpointError: A file is damaged, or no file of weights.
@@ -259,7 +259,7 @@ def _trained(source: CheckpointSource) -> Iterator[Stored]:
 def _read_rows(
     source: CheckpointSource, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[slice, ...]
 ) -> torch.Tensor:
-    """Reads the rows that ``where`` touches (all for ``()``), verified, and returns what it asks for of them."""
+    """Reads the rows that ``where`` touches (all for ``()``), verified, and returns what it requests of them."""
     width = prod(shape[1:])
     first, last = (where[0].start or 0, where[0].stop) if where else (0, shape[0] if shape else 1)
     rows = range(*slice(first, last).indices(shape[0] if shape else 1))

@@ -93,7 +93,7 @@ def visible_ids(environment: Mapping[str, str], variables: tuple[str, ...], coun
 
 def _has_signs() -> bool:
     if not sys.platform.startswith("linux"):
-        return True  # elsewhere only torch knows
+        return True  # elsewhere only torch can count them
     return any(glob.glob(pattern) for pattern in _SIGNS)
 
 

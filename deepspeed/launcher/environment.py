@@ -12,7 +12,7 @@ from pathlib import Path
 from deepspeed.logging import logger
 
 SECRET = "DS_RUN_SECRET"
-"""The variable with what only the launchers of a run know; see :mod:`.handshake`. Ranks do not get it."""
+"""The variable with the secret of the launchers of a run; see :mod:`.handshake`. Ranks do not get it."""
 
 _LOADED_CODE = ("LD_", "DYLD_", "PYTHON")  # variables that decide which code a program loads
 
@@ -57,7 +57,7 @@ class LaunchWorld:
         return [(first + i, self.first_local_rank + i) for i in range(self.sizes[self.launcher])]
 
     def variables(self, rank: int, local_rank: int) -> dict[str, str]:
-        """The variables that tell one rank its place."""
+        """The variables with the place of one rank."""
         name = {"DS_RUN_ID": self.run_id} if self.run_id else {}
         return {
             **name,
@@ -78,7 +78,7 @@ def new_run_id() -> str:
 
 
 def new_secret() -> str:
-    """Returns what the launchers of a run will know each other by."""
+    """Returns the secret by which the launchers of a run recognise each other."""
     return secrets.token_hex(16)
 
 

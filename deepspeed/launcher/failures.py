@@ -124,7 +124,7 @@ class ErrorStream(RankStream):
             what = describe(report) or Report(report[-1], None)
             place = f"at {what.place}; " if what.place else ""
             if what.exception.startswith(b"KeyboardInterrupt"):
-                return  # who presses Ctrl-C knows that
+                return  # the user who presses Ctrl-C needs no report
             note = f" ({place}{reason}; {len(report)} lines shortened to this one)"
             words = b"the same error" if what.exception == shown else _clip(what.exception.split(b"\n")[0])
             super().emit(words + note.encode())
@@ -146,7 +146,7 @@ def _is_chained(held: list[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds what a traceback says.
+    """Holds the parsed content of a traceback.
 
     Attributes:
         exception: Its exception line, such as ``b"ValueError: no"``, and the indented lines that continue it.
@@ -204,7 +204,7 @@ def _is_library(file: bytes) -> bool:
 
 @dataclass
 class RankState:
-    """Holds what the launcher knows of one rank.
+    """Holds the launcher's record of one rank.
 
     Attributes:
         rank: Global rank.

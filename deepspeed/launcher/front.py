@@ -76,15 +76,15 @@ def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
         )
 
 
-def ask_address(host: str, options: Sequence[str]) -> str:
-    """Returns the first address of a machine, as it says itself.
+def query_address(host: str, options: Sequence[str]) -> str:
+    """Returns the first address of a machine, from its own ``hostname -I``.
 
     Args:
         host: The machine.
         options: Of ssh.
 
     Raises:
-        LauncherError: It does not answer.
+        LauncherError: It does not reply.
     """
     answer = _ssh(host, options, "hostname -I")
     addresses = answer.stdout.split()

@@ -1,7 +1,7 @@
 """Who a launcher is, and the proof that it belongs to a run.
 
-A connection starts with three messages: the hub's challenge, the launcher's hello and the hub's answer. Both sides
-prove that they know the secret of the run, without sending it: each signs the other's random number (HMAC-SHA256). The
+A connection starts with three messages: the hub's challenge, the launcher's hello and the hub's reply. Both sides
+prove that they have the secret of the run, without sending it: each signs the other's random number (HMAC-SHA256). The
 messages after that are not signed, and nothing is encrypted. This keeps out processes that connect, by chance or on
 purpose, but not an attacker who controls the network between the machines.
 """
@@ -53,7 +53,7 @@ class LauncherInfo:
         master_port: Port of the rendezvous; distinguishes runs on the same machines.
         version: Of this package.
         run: Name of the run; empty where its launchers were started by hand.
-        secret: What only the launchers of the run know; empty if none was given. It is never sent.
+        secret: The secret of the launchers of the run; empty if none was given. It is never sent.
     """
 
     index: int
@@ -71,7 +71,7 @@ class LauncherInfo:
         return self.signed(message, hub_nonce)
 
     def signed(self, message: dict[str, Any], nonce: str) -> dict[str, Any]:
-        """Returns ``message`` with a proof that its sender knows the secret and has received ``nonce``."""
+        """Returns ``message`` with a proof that its sender has the secret and has received ``nonce``."""
         return {**message, "proof": _proof(self.secret, message, nonce)} if self.secret else message
 
     def is_genuine(self, message: dict[str, Any], nonce: str) -> bool:

@@ -146,7 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: A rank failed or the launcher was asked to stop.
+        SystemExit: A rank failed or the launcher was stopped by a signal.
     """
     run_command("deepspeed", lambda: _launch(parse_args(args)), args)
 

@@ -1,7 +1,7 @@
 """Connects the launchers of one run: each learns what happens on the others.
 
-Rank 0's launcher is the hub: it listens, the others connect and introduce themselves. A launcher that sees a rank fail
-tells the hub. The hub decides which failure was first and tells all launchers, so that every machine stops its ranks
+Rank 0's launcher is the hub: it listens, the others connect and introduce themselves. A launcher reports a failed rank
+to the hub. The hub decides which failure was first and sends it to all launchers, so that every machine stops its ranks
 and reports the same failure. A connection that closes without a message means that a launcher was lost.
 
 The command that started the launchers by ssh connects only when it gets a signal. The hub hands that on to all.
@@ -227,7 +227,7 @@ class LauncherLink:
         self._is_closing = threading.Event()
         self._connections: dict[int, JsonConnection] = {}
         self._gone: set[int] = set()  # those that left with a message
-        self._unnamed: dict[JsonConnection, float] = {}  # who has not answered the challenge, until when it may
+        self._unnamed: dict[JsonConnection, float] = {}  # deadlines of peers without a proof
         self._has_warned = False
         self._last_error: OSError | None = None  # of a connection to the hub
         self._thread: threading.Thread | None = None
@@ -246,7 +246,7 @@ class LauncherLink:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether launchers of the run are still at work (only the hub knows)."""
+        """Whether launchers of the run are still running; valid on the hub only."""
         return self.is_hub and len(self._gone) < len(self.me.sizes) - 1
 
     def fileno(self) -> int:
@@ -272,7 +272,7 @@ class LauncherLink:
         return found
 
     def close(self, patience: float) -> None:
-        """Says good-bye and hangs up.
+        """Sends the leave message and closes the connections.
 
         Args:
             patience: Seconds in which launchers that are not connected yet may still connect and receive what was sent.
@@ -437,7 +437,7 @@ class LauncherLink:
         return None
 
     def _read_event(self, connection: JsonConnection, selector: selectors.BaseSelector) -> bool:
-        """Passes on what a launcher says; False at its end."""
+        """Forwards a launcher's message; False at its end."""
         messages, is_open = connection.receive()
         self._pass_on(connection, messages)
         if not is_open:
@@ -494,7 +494,7 @@ class LauncherLink:
                 connection.send(self._outgoing.get_nowait())
 
     def _find_hub(self) -> JsonConnection | None:
-        """Connects to the hub of this run; None if asked to stop meanwhile, or refused."""
+        """Connects to the hub of this run; None if stopped meanwhile, or refused."""
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
         while not self._is_closing.is_set():
             for port in self._ports:

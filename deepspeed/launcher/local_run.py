@@ -46,11 +46,12 @@ _DRAIN_SECONDS = 1.0
 _BLOCKED_OUTPUT_SECONDS = 2.0
 _READ_BYTES = 1 << 16
 _DRAIN_READS = 32
-# How long a launcher waits for the hub's word on who was first, and for launchers that have not come yet to hear it.
+# How long a launcher waits for the hub's message about the first failure, and for launchers that have not connected yet
+# to receive it.
 _VERDICT_SECONDS = 6.0
 _TELL_SECONDS = 10.0
 _PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this one
-_TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or knows that it was refused
+_TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or was refused
 _REPORT_SECONDS = 120.0
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -158,7 +159,7 @@ class LocalRun:
     # --- start ------------------------------------------------------------------------------------------------------
 
     def _open_notes(self) -> Path:
-        """Makes the folder through which the ranks of this machine and this launcher talk."""
+        """Makes the folder through which the ranks of this machine and this launcher exchange files."""
         folder = Path(tempfile.mkdtemp(prefix="deepspeed-notes-"))
         for worker in self._workers:
             worker.environment[NOTES] = str(folder)
@@ -204,7 +205,7 @@ class LocalRun:
         return previous
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Tells the supervisor at once, even while the loop is blocked on the screen; the loop only listens."""
+        """Signals the supervisor at once, even while the loop is blocked on the screen; the loop only listens."""
         if self._signal is None and self._first is None:
             self._signal = number
         grace = self._grace or GRACE_AFTER_SIGNAL
@@ -356,12 +357,12 @@ class LocalRun:
         if self._link is not None and not self._link.is_hub and not best.was_seen_from_outside:
             self._report(best)
             if now < self._settle_until + _VERDICT_SECONDS and self._link.is_connected:
-                return  # the hub knows of all machines
+                return  # the hub has the state of all machines
         self._decide(best)
 
     @property
     def _do_continue(self) -> bool:
-        """Whether the other ranks continue when one is lost; ranks of several machines say so to one launcher only."""
+        """Whether the other ranks continue when one is lost; ranks of several machines report to one launcher."""
         return self._link is None and self._notes.do_continue
 
     def _was_survived(self, state: RankState) -> bool:
@@ -397,7 +398,7 @@ class LocalRun:
             self._link.send(event="verdict" if self._link.is_hub else "failed", **failure.to_message())
 
     def _listen_to_others(self) -> None:
-        """Follows what the launchers of other machines say, and tells them when this one is stopped."""
+        """Acts on messages of the launchers of other machines, and notifies them when this one is stopped."""
         if self._link is None:
             return
         if self._signal is not None and not self._has_reported and self._first is None:
@@ -490,7 +491,7 @@ class LocalRun:
         return code
 
     def _have_saved(self) -> bool:
-        """Whether all ranks have left with the code that asks for another start (:mod:`deepspeed.preemption`)."""
+        """Whether all ranks have left with the code that requests another start (:mod:`deepspeed.preemption`)."""
         statuses = [state.status for state in self._states.values() if not self._was_survived(state)]
         return bool(statuses) and all(status == os.EX_TEMPFAIL for status in statuses)
 

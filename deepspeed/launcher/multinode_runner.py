@@ -59,7 +59,7 @@ class MultiNodeRunner:
         self.exports[key.strip()] = var.strip()
 
     def validate_args(self) -> None:
-        """Raises where the program cannot do what ``args`` ask for; :meth:`get_cmd` asks again with the machines."""
+        """Raises where the program cannot do what ``args`` request; :meth:`get_cmd` checks again with the machines."""
         self._command(self._run(decode_world_info(self.world_info_base64)))
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:

@@ -38,7 +38,7 @@ class PortClaim:
 
 @dataclass(frozen=True)
 class RequestedPort:
-    """The port that the user asked for.
+    """The port that the user requested.
 
     Attributes:
         port: It.
@@ -65,7 +65,7 @@ class RequestedPort:
 
 
 def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool = False) -> PortClaim:
-    """Chooses the rendezvous port: the one asked for, or a free one if that is taken.
+    """Chooses the rendezvous port: the one requested, or a free one if that is taken.
 
     Args:
         address: Where rank 0 will listen. On another machine nothing can be looked at: the wish is what is chosen.

@@ -30,7 +30,7 @@ def adopt_orphans(enabled: bool = True) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies; exits at once if that has already happened.
+    """Makes the kernel kill this process when its parent dies; exits at once if that has already happened.
 
     A second line of defence: it holds when supervisor and front are killed together.
     """

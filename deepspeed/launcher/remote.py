@@ -42,7 +42,7 @@ class RemoteRun:
         options: Further options of ``deepspeed.launcher.launch``.
         script: The script and its arguments.
         run_id: Name of the run.
-        secret: What its launchers know each other by.
+        secret: The secret of its launchers.
         launcher_args: Further arguments of the program that starts.
         ssh_port: Port of the ssh servers; None for their own choice.
         venv_script: Sourced on each machine before anything else.

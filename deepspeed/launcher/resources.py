@@ -24,7 +24,7 @@ _HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
 
 
 class LauncherError(DeepSpeedConfigError):
-    """Raised when what the command line asks for cannot be started."""
+    """Raised when what the command line requests cannot be started."""
 
 
 def check_host_name(host: str, source: str) -> None:
@@ -49,8 +49,8 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
 
     Args:
         hostfile_path: The file; lines that are blank or start with ``#`` count for nothing.
-        devices: Asked for the slots of hosts that are only named, once each. Where a plain list names hosts repeatedly,
-            as schedulers do, a host has as many slots as lines.
+        devices: Queries the slots of hosts that are named without slots, once each. Where a plain list names hosts
+            repeatedly, as schedulers do, a host has as many slots as lines.
 
     Returns:
         Slots per host in the order of the file; None if there is no such file (the text ``None`` included).

@@ -183,7 +183,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
-        SystemExit: A rank failed or the launcher was asked to stop.
+        SystemExit: A rank failed or the launcher was stopped by a signal.
     """
     run_command("deepspeed", lambda: _run(parse_args(args)), args)
 
@@ -381,7 +381,7 @@ def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
             f"--dry_run: {hosts[0]} is not asked for its address (ssh {hosts[0]} hostname -I); its name is used instead"
         )
         return hosts[0]
-    return front.ask_address(hosts[0], _ssh_options(args))
+    return front.query_address(hosts[0], _ssh_options(args))
 
 
 def _ssh_options(args: argparse.Namespace) -> list[str]:
@@ -418,7 +418,7 @@ def _exports() -> dict[str, str]:
 
 
 def _accelerator_exports() -> list[str]:
-    """Prefixes that the accelerator's communication library reads; NCCL's where there is no device to ask."""
+    """Prefixes that the accelerator's communication library reads; NCCL's if the devices cannot be inspected here."""
     if "torch" not in sys.modules:
         return ["NCCL"]
     from deepspeed.accelerator import get_accelerator

@@ -115,7 +115,7 @@ class Screen:
         """Shows a complete line (of the launcher itself if ``source`` is None); ends the open line of the source."""
         surface, clear = self._surface[descriptor], self._clear[descriptor]
         coloured = text
-        if clear and takes_colour(True) and text.startswith(b"["):  # a rank writes into a pipe, and knows no terminal
+        if clear and takes_colour(True) and text.startswith(b"["):  # a rank writes into a pipe and sees no terminal
             coloured = with_colour(text.decode(errors="surrogateescape")).encode(errors="surrogateescape")
         labelled = (source.label if source else b"") + coloured
         owner, shown = self._open.pop(surface, (None, b""))

@@ -22,7 +22,7 @@ _THIS_MACHINE = "localhost"
 
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-# Tasks or devices per node, by what the user asked for; most telling first.
+# Tasks or devices per node, by what the user requested; most specific first.
 _COUNTS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
@@ -47,7 +47,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
         environment: ``os.environ``: torch reads the visible-device variable there.
 
     Raises:
-        LauncherError: What was asked for is not there or contradicts itself.
+        LauncherError: What was requested is not there or contradicts itself.
     """
     _check_counts(args)
     pool: Slots | None = fetch_hostfile(args.hostfile, lambda: _slots_of_a_name(args, environment))
@@ -160,7 +160,7 @@ def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
-    """Returns as many slots as were asked for: a CPU host takes any number of ranks."""
+    """Returns as many slots as were requested: a CPU host takes any number of ranks."""
     if args.include or args.exclude:
         # Slots of a processor are only numbers: there are as many as one cares to name.
         named = [int(item) for item in args.include.partition(":")[2].split(",") if item.strip().isdecimal()]
@@ -253,8 +253,8 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
 def processor_options(environment: Mapping[str, str], per_node: int) -> tuple[str, ...]:
     """Returns the option of srun by which the ranks get the processors of the allocation.
 
-    Since Slurm 22.05 srun no longer takes the processors per task that sbatch was asked for. It refuses more tasks than
-    the allocation has processors on a machine, unless it is told to let them share.
+    Since Slurm 22.05 srun no longer takes the processors per task that sbatch was requested. It refuses more tasks than
+    the allocation has processors on a machine, unless an option lets them share.
 
     Args:
         environment: Slurm's variables.

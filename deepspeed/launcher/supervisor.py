@@ -64,7 +64,7 @@ class Worker:
 
 
 class Supervisor:
-    """Starts and stops workers, and tells the front what happens to them.
+    """Starts and stops workers, and reports their state to the front.
 
     Messages are JSON objects, one per line. To the front, by ``event``: ``started`` (rank, pid), ``failed_to_start``
     (rank, reason), ``exited`` (rank, time, and status as from ``subprocess``: minus the signal's number for a signal),
@@ -165,7 +165,7 @@ class Supervisor:
         for pair in self._pipes:
             for end in pair:
                 os.close(end)
-        # A worker that could not be started leaves the others waiting for it; the front tells us to stop.
+        # A worker that could not be started leaves the others waiting for it; the front stops the run.
 
     # --- watch ------------------------------------------------------------------------------------------------------
 

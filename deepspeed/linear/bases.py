@@ -55,11 +55,13 @@ def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
     Raises:
         DeepSpeedConfigError: They were to be shared by another number of ranks, or cannot leave the device.
     """
-    found = {name: asked for name, p in model.named_parameters() if (asked := getattr(p, _RANKS, None)) is not None}
-    for name, asked in found.items():
-        if asked != ranks:
+    found = {
+        name: requested for name, p in model.named_parameters() if (requested := getattr(p, _RANKS, None)) is not None
+    }
+    for name, requested in found.items():
+        if requested != ranks:
             raise DeepSpeedConfigError(
-                f"LoRAConfig(base_weight_sharding={asked}) of {name!r}: the {ranks} data-parallel ranks share base "
+                f"LoRAConfig(base_weight_sharding={requested}) of {name!r}: the {ranks} data-parallel ranks share base "
                 f"weights; give {ranks}, or 1 to keep them whole"
             )
     groups = {SHARED: True} if found else {}
@@ -68,7 +70,7 @@ def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
 
 def _choose_offloaded(model: nn.Module) -> bool:
     """Puts the bases that leave the device into one group, in model order until their share is reached."""
-    asked: dict[float, dict[str, nn.Parameter]] = {}
+    requested: dict[float, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if (share := getattr(parameter, _SHARE, None)) is not None:
             group = describe(name, parameter).group
@@ -77,9 +79,9 @@ def _choose_offloaded(model: nn.Module) -> bool:
                     f"LoRAConfig(offload=True) of {name!r}: not all data-parallel ranks have this weight, as it "
                     "belongs to an expert or is cut by tensor parallelism; leave offload and offload_ratio out there"
                 )
-            asked.setdefault(share, {})[name] = parameter
+            requested.setdefault(share, {})[name] = parameter
     some = False
-    for share, parameters in asked.items():
+    for share, parameters in requested.items():
         frozen = {id(p): full_numel(p) * p.element_size() for p in parameters.values() if not p.requires_grad}
         limit, moved = share * sum(frozen.values()), 0
         for parameter in parameters.values():

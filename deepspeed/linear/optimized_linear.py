@@ -18,7 +18,7 @@ from deepspeed.linear.quantized_linear import QuantizedLinear
 
 
 class OptimizedLinear(nn.Module):
-    """Makes the linear layer that the configurations ask for; never an object of this class.
+    """Makes the linear layer that the configurations request; never an object of this class.
 
     Without configurations that is a ``linear_cls``, with a quantisation alone a :class:`QuantizedLinear`, with adapters
     a :class:`LoRAOptimizedLinear`.
@@ -48,7 +48,7 @@ class OptimizedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: type[nn.Module] = nn.Linear,
     ) -> nn.Module:
-        """Returns the layer that the configurations ask for."""
+        """Returns the layer that the configurations request."""
         plain = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
         return optimized(plain, lora_config, quantization_config)
 
@@ -105,7 +105,7 @@ class LoRAOptimizedLinear(nn.Module):
             self.base.bias = None
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the name that programs ask for
+            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the name that programs request
         weights = [p for p in self.parameters() if p is not self.bias]
         share(weights, lora_config.base_weight_sharding)
         offload(weights, lora_config.offloaded_share)

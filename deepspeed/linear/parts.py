@@ -17,7 +17,7 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 
 
 def quantize_as_configured(model: nn.Module, section: WeightQuantization | None) -> None:
-    """Quantises what a training configuration asks for. Every rank must call it.
+    """Quantises what a training configuration requests. Every rank must call it.
 
     Parameters that ``zero.Init`` has sharded are gathered one layer at a time, and what is kept of them is sharded
     again, so that no rank ever holds more of the model than its share and a layer.
@@ -56,13 +56,13 @@ def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> 
     """
     check_parts(model, parts)
     return [
-        quantize_model(model, bits=asked.get("num_bits") or 8, group_size=_group_size(asked), only=(part,))
-        for part, asked in parts.items()
+        quantize_model(model, bits=requested.get("num_bits") or 8, group_size=_group_size(requested), only=(part,))
+        for part, requested in parts.items()
     ]
 
 
 def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Whether :func:`quantize_parts` can do what it is asked for.
+    """Raises for requests that :func:`quantize_parts` cannot do.
 
     Raises:
         DeepSpeedConfigError: It cannot.
@@ -74,31 +74,31 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
                 f"post_init_quant: {' and '.join(map(repr, meant))} both match the layer {name!r}; let only one match"
             )
     names = [name for name, _ in model.named_parameters()]
-    for part, asked in parts.items():
+    for part, requested in parts.items():
         where = f"post_init_quant.{part}" if part else "quantized_initialization"
-        if not isinstance(asked, Mapping) or (unknown := sorted(set(asked) - _KEYS)):
-            found = repr(asked) if not isinstance(asked, Mapping) else ", ".join(unknown)
+        if not isinstance(requested, Mapping) or (unknown := sorted(set(requested) - _KEYS)):
+            found = repr(requested) if not isinstance(requested, Mapping) else ", ".join(unknown)
             raise DeepSpeedConfigError(f"{where}: expected an object with {', '.join(sorted(_KEYS))}; found {found}")
         if not any(part in name for name in names):
             raise DeepSpeedConfigError(f"{where}: no parameter of {type(model).__name__} has {part!r} in its name")
-        if asked.get("symmetric"):
+        if requested.get("symmetric"):
             raise DeepSpeedConfigError(f"{where}.symmetric: expected false, found true; leave it out")
-        if asked.get("num_bits") not in (None, 4, 8):
-            raise DeepSpeedConfigError(f"{where}: num_bits {asked['num_bits']}; expected 4 or 8")
-        if asked.get("group_dim") not in (None, 1):
+        if requested.get("num_bits") not in (None, 4, 8):
+            raise DeepSpeedConfigError(f"{where}: num_bits {requested['num_bits']}; expected 4 or 8")
+        if requested.get("group_dim") not in (None, 1):
             raise DeepSpeedConfigError(
-                f"{where}: group_dim {asked['group_dim']}; groups lie along the input features, which is group_dim 1"
+                f"{where}: group_dim {requested['group_dim']}; expected 1, groups are along the input features"
             )
-        if asked.get("num_bits") == 4:
+        if requested.get("num_bits") == 4:
             try:
-                packed_format(4, _group_size(asked))
+                packed_format(4, _group_size(requested))
             except ValueError as error:
                 raise DeepSpeedConfigError(f"{where}: {error}") from error
 
 
-def _group_size(asked: Mapping[str, Any]) -> int:
-    given = asked.get("group_size")
-    if given is not None and (asked.get("num_bits") or 8) == 8:
+def _group_size(requested: Mapping[str, Any]) -> int:
+    given = requested.get("group_size")
+    if given is not None and (requested.get("num_bits") or 8) == 8:
         log_dist("weight_quantization: group_size has no effect at 8 bits, where every row has a scale", ranks=[0])
         return 64
     return given or 64

@@ -23,7 +23,7 @@ _placeholders: dict[str, Any] = {}
 
 
 class _MissingAttributeError(NotYetSupportedError, AttributeError):
-    """An attribute of a placeholder: the sentence for who uses it, False for who asks ``hasattr``."""
+    """An attribute of a placeholder: an error with a sentence on use, False for ``hasattr``."""
 
 
 class _MissingClass(ABCMeta):

@@ -16,7 +16,7 @@ class Key:
 
     Attributes:
         name: With dots.
-        switched_on: Whether a value of the key does; never asked about an absent section.
+        switched_on: Whether a value of the key does; not called for an absent section.
         off: How to switch it off.
     """
 

@@ -1,1 +1,1 @@
-"""Structure of Transformers models: the only package that imports that library or knows its private names."""
+"""Structure of Transformers models: the only package that imports that library or uses its private names."""

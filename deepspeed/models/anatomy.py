@@ -140,15 +140,15 @@ def decoder_beside_towers(model: Any) -> Any:
 
 def output_head(model: Any) -> nn.Module | None:
     """Returns the layer that makes logits; None where the model has none."""
-    return _asked(model, "get_output_embeddings")
+    return _call_getter(model, "get_output_embeddings")
 
 
 def input_embedding(model: Any) -> nn.Module | None:
     """Returns the embedding of tokens; None where the model has none."""
-    return _asked(model, "get_input_embeddings")
+    return _call_getter(model, "get_input_embeddings")
 
 
-def _asked(model: Any, method: str) -> nn.Module | None:
+def _call_getter(model: Any, method: str) -> nn.Module | None:
     try:
         found: nn.Module | None = getattr(model, method, lambda: None)()
     except (AttributeError, NotImplementedError):  # how the library says that a model has none

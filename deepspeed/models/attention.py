@@ -159,7 +159,7 @@ def own_configurations(model: nn.Module) -> None:
         module.config = copies.setdefault(id(module.config), copy.deepcopy(module.config))
 
 
-def knows_attention(name: str) -> bool:
+def has_attention(name: str) -> bool:
     """Returns whether the library has an implementation of that name; one of the hub is loaded first."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -171,7 +171,7 @@ def knows_attention(name: str) -> bool:
 
 
 def known_attention_names() -> list[str]:
-    """Returns the names of all attention implementations that transformers knows, sorted."""
+    """Returns the names of all attention implementations registered in transformers, sorted."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())

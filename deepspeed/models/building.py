@@ -35,7 +35,7 @@ def described_configuration(model_type: str, **fields: Any) -> Any:
     """Returns the configuration of a family with these fields.
 
     Raises:
-        ValueError: The library does not know the family.
+        ValueError: The library does not have the family.
     """
     from transformers import AutoConfig
 

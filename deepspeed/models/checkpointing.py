@@ -25,7 +25,7 @@ def checkpoint_layers(model: Any) -> bool:
     """Makes a model checkpoint its layers, without reentrant backward, if it does not yet; in place.
 
     Returns:
-        False for a model that knows no checkpointed layers, which is left as it is.
+        False for a model without support for checkpointing, which is not changed.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         return False

@@ -58,7 +58,7 @@ def head_dim_of(config: Any) -> int | None:
 
 
 def _differs(config: Any, name: str) -> bool:
-    """Returns whether a field has one value for each layer; the library then raises where one asks for the field."""
+    """Returns whether a field has one value for each layer; the library then raises where one requests the field."""
     return name in (getattr(config, "per_layer_attributes", None) or ())
 
 

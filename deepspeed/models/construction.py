@@ -22,7 +22,7 @@ def is_building() -> bool:
     """Returns whether the library itself builds a model under ``zero.Init`` at the moment.
 
     Tables of positions are meant to keep the precision that they are computed in then. Newer versions of the library
-    see to it by replacing the wrapper of ``torch.arange``; with the others, this is how to know.
+    see to it by replacing the wrapper of ``torch.arange``; with the others, this detects it.
     """
     return bool(getattr(sys.modules.get(_MODELS), "_is_ds_init_called", False))
 

@@ -1,4 +1,4 @@
-"""Tells which modules are layers of the Transformers library, from their classes and without importing it."""
+"""Detects which modules are layers of the Transformers library, from their classes and without importing it."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from torch import nn
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.models.anatomy import Anatomy, base_prefix_of
 
-Heard = dict[str, Any] | None
-"""``router_logits`` of all blocks so far, and the ``attention_mask``; None where the loss does not ask for them."""
+RouterOutputs = dict[str, Any] | None
+"""``router_logits`` of all blocks so far, and the ``attention_mask``; None where the loss does not request them."""
 
 
 class Shell:
@@ -43,7 +43,9 @@ class Shell:
         self._model = copy.copy(found.model)
         self._model._modules = {**found.model._modules, self._decoder: None, self.head_path: None}
 
-    def finish(self, hidden: torch.Tensor, router_outputs: Heard, head: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def finish(
+        self, hidden: torch.Tensor, router_outputs: RouterOutputs, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
         """Returns logits; where routers count, a pair of logits and the weighted balance loss.
 
         Args:
@@ -59,8 +61,8 @@ class Shell:
         }
         if router_outputs is None:
             return running(input_ids=None, use_cache=False).logits
-        asked = {"attention_mask": router_outputs["attention_mask"], "output_router_logits": True}
-        found = running(input_ids=None, use_cache=False, **asked)
+        requested = {"attention_mask": router_outputs["attention_mask"], "output_router_logits": True}
+        found = running(input_ids=None, use_cache=False, **requested)
         balance = getattr(found, "aux_loss", None)
         if not isinstance(balance, torch.Tensor):
             return found.logits
@@ -70,7 +72,7 @@ class Shell:
 class _GivenOutput(nn.Module):
     """Replaces the decoder: returns hidden states that were computed before."""
 
-    def __init__(self, hidden: torch.Tensor, router_outputs: Heard) -> None:
+    def __init__(self, hidden: torch.Tensor, router_outputs: RouterOutputs) -> None:
         super().__init__()
         self._hidden, self._heard = hidden, router_outputs
 

@@ -140,7 +140,7 @@ class BlockFile:
             return torch.frombuffer(mapped, dtype=dtype, count=numel)
 
     def expect(self, offset: int, nbytes: int) -> None:
-        """Tells the system that these bytes are used soon through the page cache; it reads what is not there."""
+        """Advises the system that these bytes are read soon through the page cache; it reads what is not there."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
 

@@ -46,19 +46,22 @@ class CachePolicy:
     """Decides about the page cache.
 
     Attributes:
-        asked: ``offload_param.page_cache``; None: what fits is cached.
+        requested: ``offload_param.page_cache``; None: what fits is cached.
         is_trained: Something updates the values, so that cached pages would be written out at every step.
         ranks: Ranks on this host, which have as much each.
     """
 
-    asked: bool | None = False
+    requested: bool | None = False
     is_trained: bool = True
     ranks: int = 1
 
     def choose(self, nbytes: int) -> tuple[bool, str]:
         """Returns whether ``nbytes`` of this rank go through the cache, and the reason, for the log."""
-        if self.asked is not None:
-            return self.asked, f"offload_param.page_cache is {str(self.asked).lower()}" if self.asked else ""
+        if self.requested is not None:
+            return (
+                self.requested,
+                f"offload_param.page_cache is {str(self.requested).lower()}" if self.requested else "",
+            )
         if self.is_trained:
             return False, ""
         needed, free = nbytes * self.ranks, host_memory.available_bytes()

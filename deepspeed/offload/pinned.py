@@ -1,7 +1,7 @@
 """Host buffers of exact size on page boundaries, page-locked where an accelerator can use that.
 
 Torch's own allocator of page-locked memory rounds every block up to a power of two, which can double the size of a
-large shard, and knows no page boundaries, which direct file access needs. So buffers are mapped from the system and
+large shard, and does not align to pages, which direct file access needs. So buffers are mapped from the system and
 registered with the driver where it can do that.
 """
 
@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.logging import log_dist_once, warn_once
 
 PAGE = mmap.PAGESIZE
-_HUGE = 8 << 20  # bytes from which on huge pages are asked for
+_HUGE = 8 << 20  # bytes from which on huge pages are requested
 
 
 def round_to_pages(nbytes: int) -> int:
@@ -28,9 +28,9 @@ def round_to_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def may_pin(asked: bool) -> bool:
-    """Returns whether page-locking is asked for and would speed anything up here; says so once where it would not."""
-    if not asked:
+def may_pin(requested: bool) -> bool:
+    """Returns whether page-locking is requested and would speed anything up here; says so once where it would not."""
+    if not requested:
         return False
     if get_accelerator().computes_in_host_memory:
         log_dist_once("pin_memory: there is no accelerator, so host memory is left unpinned")
@@ -115,7 +115,7 @@ def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
 
 
 def _advise_huge_pages(mapped: mmap.mmap) -> None:
-    """Asks for pages of 2 MiB: an update walks over seven streams at once, more than the page table's cache holds."""
+    """Requests pages of 2 MiB: an update walks over seven streams at once, more than the page table's cache holds."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them says so here, and small pages work as well
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -78,7 +78,7 @@ def open_tiers(
 
     Args:
         root: The configuration.
-        placement: What it asks for.
+        placement: What it requests.
         device: Where the model computes.
         rank: Global rank, for the names of folders.
         ranks_here: Ranks on this host.

@@ -40,7 +40,7 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
         **attributes: Set on the optimizer before its groups are made.
 
     Raises:
-        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+        ValueError: ``amsgrad`` is requested, or a number is out of range.
     """
 
     _rule: UpdateRule
@@ -71,7 +71,7 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
         """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
 
         Raises:
-            ValueError: The group asks for AMSGrad.
+            ValueError: The group requests AMSGrad.
         """
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError(f"{type(self).__name__} has no AMSGrad variant; remove amsgrad=True or use torch.optim's")

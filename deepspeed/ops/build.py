@@ -82,7 +82,7 @@ def build_optimizer(
         raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
     dropped = _WITHOUT_EFFECT.get(_class_of(factory).__name__, {})
     accepted = {
-        key: tuple(value) if isinstance(value, list) else value  # betas, etas, ...: JSON knows no tuples
+        key: tuple(value) if isinstance(value, list) else value  # betas, etas, ...: JSON has no tuples
         for key, value in arguments.items()
         if key not in dropped
     }

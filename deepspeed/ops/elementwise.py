@@ -1,8 +1,8 @@
 """Which optimizers may be given flat fragments instead of whole parameters.
 
-ZeRO cuts parameters anywhere. That is right only for an optimizer that treats every element by itself. There is no
-way to see that from outside, so the answer is a list: known to be elementwise, known to need whole tensors, ours that
-ask for the segment table, and everything else, which is unknown.
+ZeRO cuts parameters anywhere. That is right only for an optimizer that treats every element by itself. This cannot be
+detected from outside, so there is a list: known to be elementwise, known to need whole tensors, ours that request the
+segment table, and everything else, which is unknown.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from deepspeed.ops.flat import same_update
 
 
 class OptimizerKind(Enum):
-    """Says whether the shape of its parameters matters to an optimizer."""
+    """Whether an optimizer depends on the shapes of its parameters."""
 
     ELEMENTWISE = "elementwise"  #: each element by itself: fragments are right
     SEGMENTS = "segments"  #: needs tensors, but works on fragments after ``attach_segments``
     WHOLE = "whole"  #: needs whole tensors, or all of them together
-    UNKNOWN = "unknown"  #: not a class we know
+    UNKNOWN = "unknown"  #: not a listed class
 
 
 @dataclass(frozen=True)
 class ElementwiseResult:
-    """The answer for one optimizer.
+    """The result for one optimizer.
 
     Attributes:
         kind: The answer.
@@ -60,7 +60,7 @@ def _torch_classes(names: tuple[str, ...]) -> tuple[type[torch.optim.Optimizer],
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> ElementwiseResult:
-    """Says whether ``optimizer`` may be given fragments.
+    """Returns whether ``optimizer`` may be given fragments.
 
     A subclass counts as its parent as long as ``step`` and its inner halves are the parent's own functions; otherwise
     it is unknown, whatever its parent was.

@@ -173,7 +173,7 @@ def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
     """Returns the flat update of ``optimizer``, or None if it has none and its ``step`` must be called.
 
     Optimizers of this package carry it themselves. Torch's Adam, AdamW, Adagrad and SGD get one that gives what
-    their fused kernels give, unless a group asks for what those cannot do on a run (``amsgrad``, ``differentiable``,
+    their fused kernels give, unless a group requests what those cannot do on a run (``amsgrad``, ``differentiable``,
     ``dampening``). A subclass that overrides ``step`` has none: its ``step`` is what the user wrote.
     """
     if why_not_flat(optimizer) is not None:

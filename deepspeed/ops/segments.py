@@ -1,7 +1,7 @@
 """Which segments of which tensors a flat run holds.
 
 Optimizers see 1-D runs. Most do not care where one tensor ends and the next begins; LAMB (a norm per tensor) and
-Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. It also says
+Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. It also lists
 what the other ranks hold (:class:`SharedTensor`), so that no communication is needed. Pure data: no tensors, no
 communication.
 """
@@ -154,7 +154,7 @@ class SegmentTable:
         """Returns the segments of ``run``.
 
         Raises:
-            KeyError: The table does not know this run.
+            KeyError: The table does not contain this run.
         """
         try:
             return self.by_param[id(run)]

@@ -48,7 +48,7 @@ class PlanOptions:
         rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
         schedule: Of the pipeline; None: as the configuration says, or ``1f1b``.
         num_chunks: Chunks per stage; None: as the configuration says, or as few as the schedule can have.
-        longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the answer, a
+        longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the result, a
             multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
     """
 
@@ -120,7 +120,7 @@ def _shows_options(function: Callable[..., Plan]) -> Callable[..., Plan]:
 
 @_shows_options
 def plan(model: Any, config: Any, **options: Any) -> Plan:
-    """Says what each rank of a training will hold and move, by running the engine on tensors without values.
+    """Computes the memory and traffic of each rank of a training, by running the engine on tensors without values.
 
     Nothing of the model's size is allocated, no device and no process group is used. Runs in one process.
 

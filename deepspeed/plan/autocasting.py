@@ -1,7 +1,7 @@
 """``torch.autocast`` for tensors without values.
 
 Torch casts the arguments of an operation by the kind of device that they are on, and ``meta`` is none. Which operations
-cast on the simulated device is asked of torch; how (to the lower precision, to fp32, or to the widest of the
+cast on the simulated device is read from torch; how (to the lower precision, to fp32, or to the widest of the
 arguments) is written here, after the lists in torch's documentation of ``torch.amp``. Whether casting is on is torch's
 own state, that of the CPU's autocast, so recomputation turns it on as it does elsewhere.
 """
@@ -155,7 +155,7 @@ def _has_fp32(value: Any) -> bool:
 
 
 @contextmanager
-def asked_for_meta() -> Iterator[None]:
+def autocast_on_meta() -> Iterator[None]:
     """Redirects ``torch.autocast`` for ``meta``, and queries about it, to a simulation's switch inside the context.
 
     Code that switches casting off for the device of its tensors (gates of experts, cut layers) names it so.

@@ -30,7 +30,7 @@ from deepspeed.zero.gradient.error_feedback import feedback_numel
 LAUNCH = 5e-6
 """Seconds that a device takes at least to begin a kernel."""
 NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
-"""Codecs of gradients that are compared with what a configuration asks for."""
+"""Codecs of gradients that are compared with what a configuration requests."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
 
 
 def gradient_codec(engine: EngineInspection) -> Codec | None:
-    """How an engine's gradients travel, or what travels instead of them; None: as they are."""
+    """The codec of what an engine reduces (gradients, or what it sends instead of them); None: no codec."""
     if engine.driver.codec is not None:
         return engine.driver.codec
     return next((group.reduce_codec for group in engine.groups if group.reduce_codec is not None), None)

@@ -12,7 +12,7 @@ from deepspeed.plan.result import Request
 
 @dataclass(frozen=True)
 class DegreeRow:
-    """A degree that a plan can be asked for.
+    """A degree that a plan can set.
 
     Attributes:
         text: What it counts, and its default; the help text of ``ds_plan``.

@@ -1,6 +1,6 @@
 """What surrounds a simulation: a rank of a job that does not exist, on a machine that does not exist.
 
-The other ranks do not exist either: their transports move nothing and say that everything has arrived. They are the
+The other ranks do not exist either: their transports move nothing and report every transfer as complete. They are the
 real ones of ``deepspeed.comm``, with their chunks, limits, states and counters. Only the process group beneath them is
 a stand-in. What it "receives" are this rank's own small values, as if all ranks ran the same program on the same data;
 large transfers leave their buffers alone.
@@ -34,7 +34,7 @@ from deepspeed.offload.pinned import host_memory_from
 from deepspeed.offload.run_directory import disk_is
 from deepspeed.ops.rules import drop_scratch
 from deepspeed.parallel.pipe.transports import StageTransports
-from deepspeed.plan.autocasting import asked_for_meta
+from deepspeed.plan.autocasting import autocast_on_meta
 from deepspeed.plan.memory import META
 from deepspeed.plan.simulated_hardware import (
     SimulatedDevice,
@@ -218,7 +218,7 @@ class SimulatedJob(FakeJob):
         if self.ranks.backend_of() == "gloo":
             made = _SimulatedGlooTransport(_PeerGroup(tuple(members)), *place, axis)
         else:
-            # Small exchanges tell values, which only the host has in a simulation.
+            # Small exchanges contain values, which only the host has in a simulation.
             made = _SimulatedNativeTransport(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"), axis)
         made.ranks, made.trace = tuple(members), self._trace
         self.transports.append(made)
@@ -262,7 +262,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     world = SimulatedJob(part.rank, part.mesh, device.communication_backend_name() or "nccl", count.trace)
     host = SimulatedHostMemory(is_device=part.kind == "cpu", note=count.note)
     collects = gc.isenabled()
-    counts = copy.deepcopy((traffic.asked_along, traffic.ran_along))
+    counts = copy.deepcopy((traffic.requested_along, traffic.ran_along))
     local_rank = os.environ.pop("LOCAL_RANK", None)
     # What was there before need not be looked through when the engine has its garbage collected at the end.
     freezes = gc.get_freeze_count() == 0
@@ -274,7 +274,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
         with ExitStack() as stack:
             for context in (
                 quiet(),
-                asked_for_meta(),
+                autocast_on_meta(),
                 world.as_current(),
                 host_memory_from(host),
                 disk_is(disk),
@@ -290,7 +290,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
     finally:
         drop_scratch(META)
         set_accelerator(accelerator)
-        traffic.asked_along, traffic.ran_along = counts
+        traffic.requested_along, traffic.ran_along = counts
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank
         if collects:

@@ -29,7 +29,7 @@ def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
 
     Args:
         request: What is planned; its own length does not matter.
-        grain: The answer is a multiple of it and of the ranks that share a sequence.
+        grain: The result is a multiple of it and of the ranks that share a sequence.
 
     Returns:
         The plan; its request has the length.

@@ -62,7 +62,7 @@ class _Storage(weakref.ref[Any]):
 
     Attributes:
         key: See ``storage_key``.
-        nbytes: Counted as other; 0 where a memory tracker answers for it.
+        nbytes: Counted as other; 0 where a memory tracker counts it.
         totals: Of the tier where it is.
         pinned: Bytes of locked pages.
     """

@@ -274,7 +274,7 @@ def _read_transformers(path: Path) -> Any:
         reason = str(error)
         reason = (
             reason if len(reason) <= 200 else reason[:200] + "..."
-        )  # an unknown model_type is answered with all there are
+        )  # for an unknown model_type the error lists all types
         raise DeepSpeedConfigError(
             f"{path}: expected a transformers configuration (JSON with model_type); found {type(error).__name__}: "
             f"{reason}"

@@ -1,4 +1,4 @@
-"""A plan: what was asked, what one rank of the job will hold and move, and what follows from it."""
+"""A plan: the request, the memory and traffic of one rank of the job, and derived figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deepspeed.plan.timeline.timed_step import (
     time_pipeline,
     time_step,
 )
-from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, travels
+from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, planned_transfers
 from deepspeed.zero.placement import Tier
 
 MUCH_IDLE = 0.25
@@ -94,7 +94,7 @@ class Plan:
     """Holds what the ranks of a job will hold and send: the heaviest of them, and one of each kind.
 
     Attributes:
-        request: What was asked.
+        request: What was planned.
         config: The configuration that was planned, batch sizes in numbers.
         mesh: The ranks of the job along their axes.
         micro_batch: Samples per forward and rank.
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def rehearsed(self) -> SimulatedStep:
-        """Returns :attr:`simulated`, whose name it was before."""
+        """Returns :attr:`simulated` under its former name."""
         return self.simulated
 
     @property
@@ -192,23 +192,28 @@ class Plan:
         return device_bytes <= self.machine.usable and (host is None or host_bytes <= host)
 
     @cached_property
-    def travels(self) -> list[PlannedTransfer]:
+    def transfers(self) -> list[PlannedTransfer]:
         """The collectives of a step, of the heaviest rank."""
-        return self._travels(self.heaviest)
+        return self._transfers_of(self.heaviest)
 
-    def _travels(self, part: PlannedPart) -> list[PlannedTransfer]:
-        return travels(part.simulated.flow, self.machine, self.mesh, part.kind.rank, part.simulated.members)
+    @property
+    def travels(self) -> list[PlannedTransfer]:
+        """Returns :attr:`transfers` under its former name."""
+        return self.transfers
+
+    def _transfers_of(self, part: PlannedPart) -> list[PlannedTransfer]:
+        return planned_transfers(part.simulated.flow, self.machine, self.mesh, part.kind.rank, part.simulated.members)
 
     @cached_property
     def coded_costs(self) -> list[CodedCost]:
         """Cost of gradients, plain and coded, on the heaviest rank; empty if nothing is known to be sent.
 
-        Of what the configuration asks for, that is the second; without, all codecs are there.
+        Of what the configuration requests, that is the second; without, all codecs are there.
         """
         found = self.simulated
-        asked = [] if found.codec is None else [found.codec]
-        others = [default_codec(name) for name in NAMES if not any(codec.name == name for codec in asked)]
-        codecs = asked if found.is_codec_fixed else [*asked, *others]
+        requested = [] if found.codec is None else [found.codec]
+        others = [default_codec(name) for name in NAMES if not any(codec.name == name for codec in requested)]
+        codecs = requested if found.is_codec_fixed else [*requested, *others]
         return coded_costs(
             found.sums, self.machine, native=self.request.kind != "cpu", may_skip=found.may_skip, codecs=codecs
         )
@@ -252,7 +257,7 @@ class Plan:
         if pipeline.stages == 1 or len(alike) < pipeline.stages:
             return None
         events = {part.kind.stage: part.simulated.trace for part in self.parts}
-        sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
+        sends = [moved for part in self.parts for moved in self._transfers_of(part) if moved.name == "send"]
         nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
         along = self.mesh.group(0, PIPE)
         transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
@@ -280,7 +285,7 @@ class Plan:
         flops, pipeline = self.machine.peak_flops, self.request.pipeline
         if pipeline.stages == 1 or flops <= 0 or sum(len(p.layers) for p in self.parts) < pipeline.stages:
             return None
-        sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
+        sends = [moved for part in self.parts for moved in self._transfers_of(part) if moved.name == "send"]
         rate = self.machine.network if any(moved.between for moved in sends) else self.machine.device.link
         sent = max(moved.nbytes / moved.calls for moved in sends)
         transfer = sent / rate if rate else 0.0
@@ -296,7 +301,7 @@ class Plan:
         """Returns how many times longer computations take with the exchanges that they wait for."""
         flow, machine = part.simulated.flow, self.machine
         computing = flow.flops / machine.peak_flops
-        return 1 + exposed_seconds(flow, self._travels(part), machine) / computing if computing else 1.0
+        return 1 + exposed_seconds(flow, self._transfers_of(part), machine) / computing if computing else 1.0
 
     def activations_in_flight(self, part: PlannedPart, stage: int) -> int:
         """Bytes of the activations that a stage like ``part`` keeps at once, at most."""
@@ -317,7 +322,7 @@ class Plan:
         """
         found: dict[str, float] = {}
         for part in self.parts:
-            for name, seconds in lower_bounds(part.simulated.flow, self._travels(part), self.machine).items():
+            for name, seconds in lower_bounds(part.simulated.flow, self._transfers_of(part), self.machine).items():
                 found[name] = max(found.get(name, 0.0), seconds)
         if self.idle is not None:
             found["arithmetic and the pipeline's idle time"] = self.idle.seconds
@@ -377,7 +382,7 @@ class Plan:
             "initialize_bytes": found.init_peak,
             "collectives": {
                 t.title: {"calls": t.calls, "bytes": t.nbytes, "inside_node": t.inside, "between_nodes": t.between}
-                for t in self.travels
+                for t in self.transfers
             },
             "sent": {name: {"calls": calls, "bytes": nbytes} for name, (calls, nbytes) in found.flow.ran.items()},
             "sent_by_axis": self._sent_by_axis(),

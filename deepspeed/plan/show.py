@@ -51,7 +51,7 @@ def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
         _memory(plan),
         _stages(plan),
         _collectives(plan),
-        _codes(plan, asked=codes),
+        _codes(plan, requested=codes),
     ]
     return as_text([part for part in parts if part is not None], width)
 
@@ -172,7 +172,7 @@ def _stages(plan: Plan) -> Table | None:
 
 
 def _collectives(plan: Plan) -> Table | None:
-    rows = plan.travels
+    rows = plan.transfers
     if not rows:
         return None
     table = Table(title="Collectives of one step, per rank", title_justify="left")
@@ -183,21 +183,21 @@ def _collectives(plan: Plan) -> Table | None:
     return table
 
 
-def _codes(plan: Plan, *, asked: bool) -> Table | None:
-    """Shows the cost of gradients, plain and coded, if the caller asks or the configuration names a codec."""
+def _codes(plan: Plan, *, requested: bool) -> Table | None:
+    """Shows the cost of gradients, plain and coded, if the caller requests it or the configuration names a codec."""
     costs, found = plan.coded_costs, plan.simulated
     section = plan.config.get("communication_compression") or {}
-    if not costs or not (asked or found.codec is not None or section.get("gradients") is not None):
+    if not costs or not (requested or found.codec is not None or section.get("gradients") is not None):
         return None
     table = Table(title="Gradients as codes: one rank in one step", title_justify="left")
     for heading in ("", "bits", "sent", "on the links", "codec", "together", "pays", "error feedback"):
         table.add_column(heading, justify="right" if heading else "left")
     plain = costs[0]
     for cost in costs:
-        asked = found.codec is not None and cost.name == found.codec.name
+        requested = found.codec is not None and cost.name == found.codec.name
         is_plain = cost is plain
         table.add_row(
-            "as they are" if is_plain else f"{cost.name} (this plan)" if asked else cost.name,
+            "as they are" if is_plain else f"{cost.name} (this plan)" if requested else cost.name,
             f"{cost.bits:.2f}",
             in_words(cost.nbytes),
             seconds_in_words(cost.link_seconds),

@@ -115,7 +115,7 @@ class SimulatedDevice(CPUAccelerator):
 
     @property
     def computes_in_host_memory(self) -> bool:
-        """Returns the answer of the simulated kind of device."""
+        """Returns the value of the simulated kind of device."""
         return self._kind == "cpu"
 
     @override

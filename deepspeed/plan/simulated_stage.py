@@ -177,7 +177,7 @@ class _Outgoing:
 
     def send(self, micro_batch: int, value: Any) -> None:
         nbytes, transfers = MessageLayout(slots_of(taken_apart(value)[0]), packs=self._packs).cost
-        traffic.record_asked("send", nbytes, PIPE)
+        traffic.record_requested("send", nbytes, PIPE)
         traffic.record_ran("send", nbytes, PIPE, transfers)
 
 
@@ -189,7 +189,7 @@ class SimulatedStage:
         stage: What it is.
         items: Inputs and labels of a micro-batch.
         flow: What has passed so far.
-        held: Bytes on the device that no memory tracker answers for.
+        held: Bytes on the device that no memory tracker counts.
         enter: Called with the phase that begins.
         after_backward: Called after each computation of gradients.
         mark: Called when a computation begins, and when it is over (``other``).

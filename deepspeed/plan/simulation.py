@@ -1,7 +1,7 @@
 """Runs the real engine as rank *r* of *N* on tensors without values, and counts.
 
 Nothing of the engine is copied or imitated here. The world around it is simulated: the other ranks (``environment``),
-device, host memory and disk (``simulated_hardware``), and the answers to what it reads from the device (``values``).
+device, host memory and disk (``simulated_hardware``), and the values that it reads from the device (``values``).
 Two steps are run; the second, in which every order is known and the optimizer has its state, is reported.
 """
 
@@ -346,7 +346,7 @@ class _SimulatedRun:
 
     def _flow(self) -> StepTotals:
         return StepTotals(
-            asked_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()},
+            requested_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.requested_along.items()},
             ran_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()},
             flops=self._count.flops,
             down=self._count.copied_down,

@@ -13,7 +13,7 @@ class StepTotals:
     """Sums up collectives and computation since the start of counting; supports differences and multiples.
 
     Attributes:
-        asked_along: Collectives of the schedule: name and axis to calls and bytes.
+        requested_along: Collectives of the schedule: name and axis to calls and bytes.
         ran_along: What the backend ran for them.
         flops: Floating-point operations.
         down: Bytes from device to host.
@@ -22,7 +22,7 @@ class StepTotals:
         written: Bytes written to files.
     """
 
-    asked_along: Along = field(default_factory=dict)
+    requested_along: Along = field(default_factory=dict)
     ran_along: Along = field(default_factory=dict)
     flops: int = 0
     down: int = 0
@@ -31,9 +31,9 @@ class StepTotals:
     written: int = 0
 
     @property
-    def asked(self) -> dict[str, tuple[int, int]]:
+    def requested(self) -> dict[str, tuple[int, int]]:
         """Collectives of the schedule by name, over all axes."""
-        return _over_axes(self.asked_along)
+        return _over_axes(self.requested_along)
 
     @property
     def ran(self) -> dict[str, tuple[int, int]]:
@@ -43,7 +43,7 @@ class StepTotals:
     def plus(self, other: StepTotals, times: int) -> StepTotals:
         """This and ``times`` the other."""
         return StepTotals(
-            asked_along=_summed(self.asked_along, other.asked_along, times),
+            requested_along=_summed(self.requested_along, other.requested_along, times),
             ran_along=_summed(self.ran_along, other.ran_along, times),
             flops=self.flops + times * other.flops,
             down=self.down + times * other.down,

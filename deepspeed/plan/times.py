@@ -72,7 +72,7 @@ def busiest_seconds(inside: float, between: float, machine: Machine) -> float:
     return max(inside / link if link > 0 else 0.0, between / network if network > 0 else 0.0)
 
 
-def travels(
+def planned_transfers(
     flow: StepTotals, machine: Machine, mesh: Mesh, rank: int, members: Mapping[str, Sequence[int]] | None = None
 ) -> list[PlannedTransfer]:
     """Returns the collectives of a step.
@@ -85,7 +85,7 @@ def travels(
         members: The ranks along each axis of ``flow``; None, or an axis that is missing: all of the mesh.
     """
     found = []
-    for (name, axis), (calls, nbytes) in sorted(flow.asked_along.items()):
+    for (name, axis), (calls, nbytes) in sorted(flow.requested_along.items()):
         if name == "send":
             found.append(PlannedTransfer(name, axis, calls, nbytes, *_to_neighbours(nbytes, machine, mesh, rank)))
             continue

@@ -1,6 +1,6 @@
-"""Operations of a simulation: shapes are computed, and whatever a program reads from the device is answered here.
+"""Operations of a simulation: shapes are computed, and values that a program reads from the device come from here.
 
-A simulation has no values. Where the program asks for one (a norm, whether something is finite, whether a mask is all
+A simulation has no values. Where the program requests one (a norm, whether something is finite, whether a mask is all
 true) it gets that of a training in good health: numbers are 1, nothing is infinite or missing.
 
 An operation that is like one before is not worked out again (:class:`KnownShapes`). On tensors without values the shape
@@ -57,7 +57,7 @@ class KnownShapes:
     """Caches the results of the operations of one simulation.
 
     Args:
-        count: Works out what an operation costs; asked once for operations that are alike, and not for views.
+        count: Works out what an operation costs; called once for operations that are alike, and not for views.
 
     Attributes:
         is_used: False: every operation is worked out.

@@ -63,7 +63,7 @@ class LossScalerBase:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """Tells the scaler how a step ended. Every rank must pass the same value."""
+        """Updates the scaler after a step. Every rank must pass the same value."""
 
     def describe_change(self, before: float) -> str:
         """Returns the sentence for the log about the scale after an overflow.

@@ -128,7 +128,7 @@ class PrecisionPolicy:
         return accelerator.autocast(self.autocast_dtype)
 
     def cast_arguments(self, value: Any) -> Any:
-        """Casts floating tensors in nested arguments to the compute dtype, where the configuration asks for it."""
+        """Casts floating tensors in nested arguments to the compute dtype, where the configuration requests it."""
         if not self.cast_inputs:
             return value
         dtype = self.compute_dtype

@@ -1,4 +1,4 @@
-"""What the engine does for the section ``preemption``: checks after each update whether a rank was asked to stop."""
+"""The feature of the section ``preemption``: checks after each update whether a rank received a stop signal."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def signals_of(section: Preemption, further: str) -> list[str]:
 
 
 class PreemptionHooks(EngineHooks):
-    """The end of a run that was asked to stop.
+    """The end of a run that received a stop signal.
 
     Args:
         section: The configuration.

@@ -19,7 +19,7 @@ def _now(synchronize: bool = True) -> float:
 
 
 class Stopwatch:
-    """One named stopwatch. Times are in seconds inside and milliseconds in answers.
+    """One named stopwatch. Times are kept in seconds and returned in milliseconds.
 
     Attributes:
         name: Its name in the log.

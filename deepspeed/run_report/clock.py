@@ -12,7 +12,7 @@ class PhaseClock(Protocol):
     """Sets marks in the work of a rank, and says later how far apart they are."""
 
     def mark(self) -> Any:
-        """Returns a mark behind all that has been asked of the device so far."""
+        """Returns a mark behind all work queued on the device so far."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Returns the seconds between two marks; waits until the device has reached ``end``."""

@@ -291,7 +291,7 @@ class StepBoard:
                 self._posted = self.steps.lines[-1]["step"]
                 kept = [{name: line[name] for name in _POSTED} for line in self.steps.lines]
                 self._store.set(self._key(self._rank), json.dumps({"facts": self._facts, "lines": kept}))
-                self._store.check([self._key(self._rank)])  # set does not wait for the store, its next answer does
+                self._store.check([self._key(self._rank)])  # set does not wait for the store, its next reply does
             elif step % WINDOW == 1 and self._watch is not None and self._posted is not None:
                 self._watch.after_step(recorder, step)
 

@@ -125,7 +125,7 @@ class StepRecorder(StepTracker):
         self._after_step = after_step
         self._clock = clock if clock is not None else phase_clock()
         has_file = isinstance(target, Path)
-        self.wants_loss = self.wants_events = has_file
+        self.uses_loss = self.uses_events = has_file
         file = RankFile(target, rank) if isinstance(target, Path) else target
         file.write("start", rank=rank, **facts)
         file.flush()

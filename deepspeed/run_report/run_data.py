@@ -64,7 +64,7 @@ class RankRun:
 
 @dataclass
 class RunData:
-    """A run, as far as its files tell.
+    """A run, as recorded in its files.
 
     Attributes:
         ranks: By number.
@@ -78,7 +78,7 @@ class RunData:
 
     @property
     def first(self) -> RankRun:
-        """The rank with the lowest number; it knows the loss."""
+        """The rank with the lowest number; it has the loss."""
         return self.ranks[min(self.ranks)]
 
     @property

@@ -1,7 +1,7 @@
 """What keeps the values of parameters while they are sharded, and the address of each parameter in it.
 
 A *bucket* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
-(``zero.construction.provisional``). Every parameter that has a bucket knows its *address*: the bucket and the tile.
+(``zero.construction.provisional``). Every parameter in a bucket has an *address*: the bucket and the tile.
 Code that reads, gathers or moves a parameter starts from there.
 """
 
@@ -38,7 +38,7 @@ class Loan:
     """A parameter that ``GatheredParameters`` keeps full.
 
     Attributes:
-        depth: Contexts that asked for it and are open.
+        depth: Contexts that requested it and are open.
         tensor: Its values in storage of their own, or None where the parameter was full anyway.
         backup: The values to go back to when the context discards edits; None where nothing needs it.
         version: The parameter's version counter when the first context was entered.

@@ -189,7 +189,7 @@ class Bucket(BucketBase):
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def start_gather(self, *, exactly: bool = False) -> None:
-        """SHARDED -> GATHERING: allocates the full buffer and asks for the other slices.
+        """SHARDED -> GATHERING: allocates the full buffer and requests the other slices.
 
         Args:
             exactly: For others than the model: as the shards are, also where the model computes with coded values.
@@ -344,7 +344,7 @@ class Bucket(BucketBase):
     # -- the update --------------------------------------------------------------------------------------------------
 
     def start_publish(self) -> Work | None:
-        """After the owner's slice changed: asks for the other slices where the parameters stay FULL.
+        """After the owner's slice changed: requests the other slices where the parameters stay FULL.
 
         Returns:
             The transfer, or None where what this rank has written is all there is to write.
@@ -383,7 +383,7 @@ class Bucket(BucketBase):
         """Indices of full parameters that something wrote to or detached since :meth:`remember_values`.
 
         What is written through ``parameter.data`` is not seen: torch counts no version there. Those that have values of
-        their own at the moment are not asked.
+        their own at the moment are left out.
         """
         if self.state is not State.FULL:
             return []

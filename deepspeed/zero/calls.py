@@ -54,7 +54,8 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
 def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
     """After an exception in work that ranks share: makes sure that it left all of them at the same point.
 
-    Otherwise a rank that starts over would answer to what the others still expect of the work that it gave up.
+    Otherwise the new transfers of a rank that starts over would be matched with those that the others expect of its
+    abandoned work.
 
     Args:
         transport: Of the group, or of a part of it.

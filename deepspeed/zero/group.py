@@ -1,8 +1,8 @@
 """Bucket groups: which ranks share a bucket, which hold the same slices of it, and which decide together.
 
 Every bucket has one group, and the groups of a model may differ: an expert's parameters are shared by the ranks that
-hold that expert, the others by all data-parallel ranks. Code asks the bucket's group and never how many axes the ranks
-have.
+hold that expert, the others by all data-parallel ranks. Code uses the bucket's group and never depends on the number of
+axes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Groups:
         peers: The ranks with the same part of the model: they make the same calls.
         job: All ranks that decide about an update together.
         other_parts: Torch process group of the ranks that hold other parts of the parameters in groups that are parts;
-            None where none do, or a program's mpu does not tell.
+            None if there are none, or a program's mpu does not have them.
         lease: The process groups that nothing else uses; see :meth:`give_back`.
     """
 
@@ -250,7 +250,7 @@ class Groups:
         """
         name = described.group
         if name == CUT and CUT not in self.by_name:
-            return DATA  # there are no other parts of it: one model-parallel rank, or a program that tells of none
+            return DATA  # there are no other parts of it: one model-parallel rank, or a program that declares none
         if name not in self.by_name:
             raise DeepSpeedConfigError(
                 f"the parameter {parameter!r} belongs to the group {name!r}, which is not defined; known are "
@@ -261,7 +261,7 @@ class Groups:
 
     @property
     def knows_everything(self) -> bool:
-        """Returns whether every rank knows of every other one which parameters had gradients."""
+        """Returns whether every rank has the flags of gradients of every other one."""
         return self.job is self.peers and len(self.by_name) == 1
 
     def among_peers(self, group: BucketGroup) -> list[int] | None:

@@ -167,7 +167,7 @@ class ModelStates:
                 self._make_master(bucket, original)
 
     def _own(self, bucket: Bucket) -> None:
-        """Parameters know from now on where their values are kept."""
+        """From now on parameters have the address of their values."""
         bucket.is_partitioned = self._options.placement.shard_params or bucket.is_sharded
         bucket.take_addresses()
         if bucket.is_partitioned:

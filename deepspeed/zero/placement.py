@@ -15,7 +15,7 @@ never compared or gathered. Checkpoints keep it for runs of the same size.
 
 Offload chooses another tier for what is sharded: masters, optimizer state and reduced gradients (``master_tier``), at
 stage 3 also the compute parameters (``param_tier``), and at every stage the frozen ones that are described so
-(``base_tier``). Code asks the placement, never the stage number or the config.
+(``base_tier``). Code reads the placement, never the stage number or the config.
 
 "Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
 then hold the same (``comm.job.grid``), and stage 3 has two more rows:
@@ -115,7 +115,7 @@ class Placement:
 
     @classmethod
     def of_section(cls, zero: ZeroOptimization, ranks: int | None = None) -> Placement:
-        """Returns the placement that ``zero_optimization`` asks for.
+        """Returns the placement that ``zero_optimization`` requests.
 
         Args:
             zero: The section, without contradictions.

@@ -73,10 +73,10 @@ class MicroBatch:
 
 
 class BackwardTracker:
-    """Knows whether a backward of one model is open, and calls back when a gradient hook fires.
+    """Tracks whether a backward of one model is open, and calls back when a gradient hook fires.
 
-    The outermost forward of whatever module leaves a hook on what it returns (``zero.gather.hooks``). So a backward is
-    open before the first weight is needed, whoever started it, and it knows through which forward it came in.
+    The outermost forward of whatever module leaves a hook on what it returns (``zero.gather.hooks``). So the backward
+    is opened, and its forward is known, before the first weight is needed, regardless of who started it.
 
     Args:
         enter: Called in an open backward with the number of the forward whose outputs it has reached.
@@ -131,7 +131,7 @@ class ZeroRuntime:
         memory_tracker: Counts the bytes that are allocated.
         agreement: On the order of gathers.
         schedule: When buckets are gathered.
-        hooks: Tell when modules run.
+        hooks: Run before and after modules.
         reducer: The gradients; None where nothing is trained.
         backward_tracker: How a backward of this model shows itself.
         handles: Hooks on the model that go with this runtime.
@@ -299,7 +299,7 @@ class ZeroRuntime:
         """After an exception left a forward or backward open: throws away what is half done.
 
         Args:
-            together: The ranks continue with this model; False: this one is leaving, and asks nobody.
+            together: The ranks continue with this model; False: this one is leaving, and makes no exchange.
 
         Returns:
             Whether there was anything.

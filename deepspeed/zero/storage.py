@@ -131,7 +131,7 @@ class Memory:
     """Host memory of the buffers through which values pass."""
 
     def open(self, tensors: Sequence[tuple[int, int]], memory_tracker: MemoryTracker) -> None:
-        """Announces what will be asked for, so that a lack of space is found before training.
+        """Announces what will be requested, so that a lack of space is found before training.
 
         Args:
             tensors: ``(elements, bytes per element)`` of every tensor to come.

@@ -54,13 +54,13 @@ class Corpus:
     def _hide(self, tokens: torch.Tensor, mask_prob: float, dice: torch.Generator) -> dict[str, torch.Tensor]:
         """Asks for some tokens: most of them become a mask, some any token, some stay (arXiv:1810.04805)."""
         edges = torch.full((len(tokens), 1), START), torch.full((len(tokens), 1), END)
-        asked = torch.rand(tokens.shape, generator=dice) < mask_prob
-        asked[:, 0] |= ~asked.any(dim=1)  # a loss over nothing is not a number
-        labels = torch.where(asked, tokens, NOT_ASKED)
+        requested = torch.rand(tokens.shape, generator=dice) < mask_prob
+        requested[:, 0] |= ~requested.any(dim=1)  # a loss over nothing is not a number
+        labels = torch.where(requested, tokens, NOT_ASKED)
         how = torch.rand(tokens.shape, generator=dice)
         anything = torch.randint(NUM_SPECIAL, self.vocabulary_size, tokens.shape, generator=dice)
-        seen = torch.where(asked & (how < 0.8), MASK, tokens)
-        seen = torch.where(asked & (how > 0.9), anything, seen)
+        seen = torch.where(requested & (how < 0.8), MASK, tokens)
+        seen = torch.where(requested & (how > 0.9), anything, seen)
         not_asked = torch.full((len(tokens), 1), NOT_ASKED)
         return {
             "input_ids": torch.cat((edges[0], seen, edges[1]), dim=1),

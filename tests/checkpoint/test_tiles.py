@@ -75,16 +75,16 @@ def test_any_tiling_reads_any_other(data):
         with CheckpointReader(Path(place)) as source:
             assert source.parameters["p"].shape == shape
             for tile in [*data.draw(tilings(shape)), *written, None]:
-                asked = Tile("p", shape) if tile is None else tile
-                start, stop = sorted(data.draw(st.integers(0, asked.numel)) for _ in range(2))
+                requested = Tile("p", shape) if tile is None else tile
+                start, stop = sorted(data.draw(st.integers(0, requested.numel)) for _ in range(2))
                 out = torch.full((stop - start,), float("nan"))
                 if not prod(shape):
                     continue
                 wanted = Wanted(MASTER, "p", start, stop, tile)
                 source.check([wanted])
                 source.read(wanted, out)
-                same = any(asked.holds_same(other) for other in written)
-                assert torch.equal(out, expected(asked, whole, same)[start:stop])
+                same = any(requested.holds_same(other) for other in written)
+                assert torch.equal(out, expected(requested, whole, same)[start:stop])
 
 
 QKV = [TilePart.cut("qkv", (12, 4), 0, [(first, first + 2) for first in (low, low + 4, low + 8)]) for low in (0, 2)]
@@ -152,11 +152,11 @@ def test_a_rank_reads_about_its_share(tmp_path, monkeypatch):
     """Columns of wide rows: half of each row is half of the bytes. Narrow ones are read in windows, not one by one."""
     whole = {"w": torch.randn(64, 4096), "v": torch.randn(512, 8)}
     write(tmp_path, [[Tile("w", (64, 4096)), Tile("v", (512, 8))]], whole, 2)
-    asked: list[int] = []
+    requested: list[int] = []
     plain = reader._read_at
 
     def counted(descriptor, out, offset):
-        asked.append(len(out))
+        requested.append(len(out))
         return plain(descriptor, out, offset)
 
     monkeypatch.setattr(reader, "_read_at", counted)
@@ -165,10 +165,10 @@ def test_a_rank_reads_about_its_share(tmp_path, monkeypatch):
             rows, width = whole[name].shape
             tile = Tile(name, (rows, width // 2), part=TilePart.cut(name, (rows, width), 1, [(width // 2, width)]))
             out = torch.empty(tile.numel)
-            asked.clear()
+            requested.clear()
             source.read(Wanted(MASTER, name, 0, tile.numel, tile), out)
             assert torch.equal(out, values_of(tile, whole[name]))
-            assert sum(asked) <= limit and len(asked) <= calls
+            assert sum(requested) <= limit and len(requested) <= calls
 
 
 def test_heads_that_two_ranks_hold_are_read_once(tmp_path):

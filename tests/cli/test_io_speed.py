@@ -43,9 +43,9 @@ def test_both_are_asked_for_the_same(tmp_path, monkeypatch, capsys):
     assert all(found["bytes_per_second"][operation] > 0 for operation in ("write", "read"))
     assert found["fio_bytes_per_second"] == {"write": 1e6, "read": 1e6}
     assert found["against_fio"]["read"] == pytest.approx(found["bytes_per_second"]["read"] / 1e6)
-    asked = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [entry["rw"] for entry in asked] == ["write", "read"] * 2
-    for entry in asked:
+    requested = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [entry["rw"] for entry in requested] == ["write", "read"] * 2
+    for entry in requested:
         assert (entry["size"], entry["bs"], entry["iodepth"]) == (str(2 << 20), str(64 << 10), "6")
         assert entry["direct"] == str(int(found["direct"]))
     assert not list(place.iterdir()), "the file is gone"

@@ -133,7 +133,7 @@ def test_reading_gathered_parameters_compares_on_one_device() -> None:
 
 def test_background_saves_lock_memory_of_the_size_of_the_state(tmp_path: Path) -> None:
     """Torch's allocator would round each tensor up to a power of two, and keep it for ever."""
-    asked: list[int] = []
+    requested: list[int] = []
     with simulated_device():
         engine = engine_at(2, checkpoint={"async_save": True}, model=tower(6))
         step(engine)
@@ -141,7 +141,7 @@ def test_background_saves_lock_memory_of_the_size_of_the_state(tmp_path: Path) -
 
         def buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
             assert pin
-            asked.append(nbytes)
+            requested.append(nbytes)
             return page_buffer(nbytes, pin=pin)
 
         with mock.patch.object(save, "page_buffer", buffer), mock.patch.object(torch, "empty", by_torch):
@@ -151,9 +151,9 @@ def test_background_saves_lock_memory_of_the_size_of_the_state(tmp_path: Path) -
             engine.wait_for_checkpoint()
         assert not any(call.kwargs.get("pin_memory") for call in by_torch.call_args_list)
         host = engine._checkpoints._made_saver._host
-        assert host.nbytes == asked[0]
+        assert host.nbytes == requested[0]
         engine.destroy()
         assert host.nbytes == 0
     files = Manifest.read(tmp_path / "two").files
     state = sum(part.nbytes for file in files for part in (*file.runs, *file.tensors))
-    assert len(asked) == 1 and state <= asked[0] < 1.1 * state, (asked, state)
+    assert len(requested) == 1 and state <= requested[0] < 1.1 * state, (requested, state)

@@ -119,7 +119,7 @@ def _trained(stage, accumulation, keeps, **config):
             with counted() as traffic:
                 loss = engine(inputs(step, micro, rank()))
                 engine.backward(loss)
-            gathered = traffic.asked["all_gather"].nbytes if "all_gather" in traffic.asked else 0
+            gathered = traffic.requested["all_gather"].nbytes if "all_gather" in traffic.requested else 0
             dropped = rows_of(model)[0][0].dropped
             theta.update_state(max(step - 1, 0))
             assert engine.get_pld_theta() == theta.get_theta()
@@ -161,7 +161,7 @@ class Asked(Tower):
     """Drops layers in its own forward."""
 
     def forward(self, x, progressive_layer_drop=False, pld_theta=1.0):
-        self.asked = (progressive_layer_drop, pld_theta)
+        self.requested = (progressive_layer_drop, pld_theta)
         return super().forward(x)
 
 
@@ -173,13 +173,13 @@ def _keywords(folder):
     seen = []
     for step in range(4):
         engine.backward(engine(inputs(step)))
-        seen.append(engine.module.asked)
+        seen.append(engine.module.requested)
         engine.step()
         assert engine.get_pld_theta() == 0.5 * numpy.exp(-0.1 * step) + 0.5
     engine.save_checkpoint(folder)
     engine.eval()
     engine(inputs(1))
-    assert engine.module.asked == (False, 1.0)
+    assert engine.module.requested == (False, 1.0)
     assert engine.pld_enabled() and engine.pld_params() == {"theta": 0.5, "gamma": 0.1}
     assert (engine.pld_theta(), engine.pld_gamma()) == (0.5, 0.1)
     again = started()

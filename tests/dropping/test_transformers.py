@@ -40,7 +40,7 @@ def _losses(family: str, checkpointed: bool) -> tuple[list[float], list[int], li
         with counted() as traffic:
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
-        gathered.append(traffic.asked["all_gather"].nbytes)
+        gathered.append(traffic.requested["all_gather"].nbytes)
         engine.step()
         losses.append(loss.item())
         dropped.append(len(rows_of(model)[0][0].dropped))

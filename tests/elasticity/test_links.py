@@ -129,7 +129,7 @@ def test_who_sends_no_sign_of_life_is_lost(linked):
     for each in linked:
         each.expect_beats(2.0)
     deadline = time.monotonic() + 60
-    while None in (linked[0]._links[2].heard, linked[1]._links[2].heard) and time.monotonic() < deadline:
+    while None in (linked[0]._links[2].last_sign, linked[1]._links[2].last_sign) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not linked[0].lost
     with socket.create_connection(linked[2].address, timeout=5):

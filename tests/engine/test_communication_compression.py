@@ -70,7 +70,7 @@ def phases() -> None:
     for step in range(3):
         with Lines() as lines, counted() as traffic:
             run_step(engine, step)
-            moved = traffic.asked["swap"].nbytes
+            moved = traffic.requested["swap"].nbytes
         run_step(plain, step)
         ours, theirs = weights(engine), weights(plain)
         equal = all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -103,7 +103,7 @@ def early_codes() -> None:
         for step in range(3):
             with counted() as traffic:
                 run_step(engine, step)
-                moved = traffic.asked["swap"].nbytes
+                moved = traffic.requested["swap"].nbytes
             run_step(first, step)
             ours, theirs = weights(engine), weights(first)
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs) is (step < 2)
@@ -126,7 +126,7 @@ def weights_too() -> None:
     assert engine._runtime.reducer.buckets[0].feedback is None  # int8 goes without
     with counted() as traffic:
         run_step(engine, 0)
-        names = set(traffic.asked)
+        names = set(traffic.requested)
     assert "swap" in names
     sharded = [bucket for bucket in engine._runtime.buckets if bucket.is_sharded]
     assert sharded and all(not bucket._compute_transport.is_exact for bucket in sharded)

@@ -18,13 +18,13 @@ def _titles(features):
 
 def test_sharing_samples_asks_for_nothing():
     features = FeatureSet()
-    features.ask_configuration(Root(), Mesh(((DATA, 4),)))
+    features.add_for_configuration(Root(), Mesh(((DATA, 4),)))
     assert _titles(features) == []
 
 
 def test_an_axis_asks_for_its_feature():
     features = FeatureSet()
-    features.ask_configuration(Root(), Mesh(((DATA, 2), (SEQUENCE, 2))))
+    features.add_for_configuration(Root(), Mesh(((DATA, 2), (SEQUENCE, 2))))
     assert _titles(features) == [feature_of("deepspeed.parallel.sequence.feature").title]
 
 
@@ -33,15 +33,15 @@ def test_features_have_the_order_of_the_list_whoever_asks_first():
     for name in reversed(FEATURES):
         model = nn.Linear(2, 2)
         mark(model, name)
-        features.ask_objects(model)
+        features.add_for_objects(model)
     assert list(features._features) == list(FEATURES)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda features: features.ask_configuration(Root(), Mesh((("cluster", 2),))),
-        lambda features: features.ask_objects(_marked("deepspeed.nowhere.feature")),
+        lambda features: features.add_for_configuration(Root(), Mesh((("cluster", 2),))),
+        lambda features: features.add_for_objects(_marked("deepspeed.nowhere.feature")),
     ],
     ids=["axis", "mark"],
 )

@@ -148,12 +148,12 @@ class Counted:
     """Counts what the ranks ask each other about gathers, and the gathers."""
 
     def __init__(self, engine: Any) -> None:
-        self.asked = self.gathered = 0
+        self.requested = self.gathered = 0
         agreement, transport = engine._runtime.agreement, engine._runtime.buckets[0].group.gather
         exchange, all_gather = agreement.exchange, transport.all_gather
 
         def counted_exchange(*arguments: Any) -> None:
-            self.asked += 1
+            self.requested += 1
             exchange(*arguments)
 
         def counted_gather(*arguments: Any, **more: Any) -> Any:
@@ -164,8 +164,8 @@ class Counted:
 
     def take(self) -> tuple[int, int]:
         """Both numbers since the last call."""
-        taken = self.asked, self.gathered
-        self.asked = self.gathered = 0
+        taken = self.requested, self.gathered
+        self.requested = self.gathered = 0
         return taken
 
 
@@ -175,8 +175,8 @@ def parts_keep_their_orders() -> None:
     counted = Counted(engine)
     for update in range(3):
         run_update(engine, update, shuffled(5))
-        asked, gathered = counted.take()
-    assert asked == 0 and gathered > 0, (asked, gathered)
+        requested, gathered = counted.take()
+    assert requested == 0 and gathered > 0, (requested, gathered)
     # Kept: nothing is gathered for a backward, whatever backwards of other forwards come before it.
     model = tower()
     engine = engine_of(model, 3, accumulation=3, zero={"stage3_param_persistence_threshold": 0})

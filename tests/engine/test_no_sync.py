@@ -22,7 +22,7 @@ def _train(stage, inside, accumulation=3, **config):
             if inside and micro < accumulation - 1:
                 with counted() as traffic, engine.no_sync():
                     engine.backward(loss)
-                silent.append(sum(t.nbytes for name, t in traffic.asked.items() if "reduce" in name))
+                silent.append(sum(t.nbytes for name, t in traffic.requested.items() if "reduce" in name))
             else:
                 engine.backward(loss)
             engine.step()

@@ -57,7 +57,7 @@ def _train(kind, stage, accumulation=1, outside=False, **config):
                 for loss in losses:
                     value, keep = loss()
                     engine.backward(value, retain_graph=keep)
-                assert not any(t.nbytes for name, t in traffic.asked.items() if "reduce" in name)
+                assert not any(t.nbytes for name, t in traffic.requested.items() if "reduce" in name)
             if last is not None:
                 engine.backward(last()[0])
             engine.step()

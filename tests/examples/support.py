@@ -73,9 +73,11 @@ class Desk:
 
     def sbatch(self, job: str, *arguments: str, timeout: float = 200) -> str:
         """Runs a job file as SLURM would, all nodes being this machine."""
-        asked = dict(re.findall(r"^#SBATCH --([\w-]+)[ =](\S+)", (self.folder / job).read_text(), flags=re.MULTILINE))
-        nodes = int(asked["nodes"])
-        per_node = int(asked.get("ntasks-per-node") or asked["tasks-per-node"])
+        requested = dict(
+            re.findall(r"^#SBATCH --([\w-]+)[ =](\S+)", (self.folder / job).read_text(), flags=re.MULTILINE)
+        )
+        nodes = int(requested["nodes"])
+        per_node = int(requested.get("ntasks-per-node") or requested["tasks-per-node"])
         scratch = self.folder / "scratch"
         scratch.mkdir()
         self._cluster_commands()

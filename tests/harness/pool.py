@@ -2,7 +2,7 @@
 
 Workers are forked from servers that have imported torch and done nothing else (``tests.harness.fork_server``), and are
 reused; a run that hangs or kills a worker costs the whole pool, which the next run builds again in milliseconds. A run
-that must see an interpreter as a user's process has it, with its own memory, asks for ``fresh="interpreter"``.
+that must see an interpreter as a user's process has it, with its own memory, requests ``fresh="interpreter"``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Worker:
 
 
 class Pool:
-    """Workers 0..n-1; grows to the largest world size asked for."""
+    """Workers 0..n-1; grows to the largest world size requested."""
 
     def __init__(self, is_forked: bool = True) -> None:
         self.servers = _fork_servers() if is_forked else None

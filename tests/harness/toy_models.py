@@ -1,4 +1,4 @@
-"""The models that tests train: small, of odd sizes, without dropout, with the same values wherever they are asked for.
+"""The models that tests train: small, of odd sizes, without dropout, with the same values wherever they are requested.
 
 | model | for |
 |---|---|
@@ -100,7 +100,7 @@ class Batch:
 
 
 def make_batch(*position: int, branch: bool = True, boost: float = 1.0) -> Batch:
-    """The batch at ``position`` (step, micro-batch, rank, ...): the same numbers wherever it is asked for."""
+    """The batch at ``position`` (step, micro-batch, rank, ...): the same numbers wherever it is requested."""
     seed = 17
     for number in position:
         seed = seed * 1009 + number + 1

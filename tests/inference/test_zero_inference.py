@@ -81,7 +81,7 @@ def per_forward(width):
     engine(prompt())
     with counted() as traffic:
         engine(prompt())
-        gathered = traffic.asked["all_gather"].nbytes
+        gathered = traffic.requested["all_gather"].nbytes
     return gathered
 
 

@@ -47,7 +47,7 @@ def test_models_take_it_or_are_refused(name, registered):
         assert attention.attention_name(model.config) == before  # only a question
         attention.use_attention(model, NAME, _function, _mask, "a test")
         assert {attention.attention_name(each.config) for each in attention.configured_modules(model)} == {NAME}
-        assert attention.knows_attention(NAME) and NAME in attention.known_attention_names()
+        assert attention.has_attention(NAME) and NAME in attention.known_attention_names()
     else:
         with pytest.raises((DeepSpeedConfigError, ValueError), match="AttentionInterface|attention"):
             attention.use_attention(model, NAME, _function, _mask, "a test")
@@ -77,7 +77,7 @@ def test_layers_without_their_model(registered):
 
 def test_objects_of_other_libraries():
     assert not attention.takes_attention_by_name(nn.Linear(1, 1)) and attention.attention_name(None) is None
-    assert not attention.knows_attention("no_such")
+    assert not attention.has_attention("no_such")
 
 
 def test_masks_are_recognised():

@@ -217,10 +217,10 @@ def _log_collectives(stage):
     try:
         with counted() as traffic, _Lines() as lines:
             _train(engine, 3)
-        asked = {name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()}
+        requested = {name: (tally.calls, tally.nbytes) for name, tally in traffic.requested.items()}
         numbers = comm.log_summary(return_dict=True)
         engine.destroy()
-        return asked, numbers, lines
+        return requested, numbers, lines
     finally:
         comm.configure(enabled=False)
         comm.reset_log()
@@ -229,7 +229,7 @@ def _log_collectives(stage):
 def test_comms_logger_sees_what_zero_sends():
     for stage in (0, 3):
         outcome = run_ranks(_log_collectives, 2, stage)
-        for asked, numbers, _ in outcome:
+        for requested, numbers, _ in outcome:
 
             def of(prefix, numbers=numbers):
                 rows = [
@@ -241,10 +241,12 @@ def test_comms_logger_sees_what_zero_sends():
                 return sum(row["count"] for _, row in rows), sum(size * row["count"] for size, row in rows)
 
             if stage == 0:
-                calls, nbytes = asked["all_reduce"]
+                calls, nbytes = requested["all_reduce"]
                 assert of("all_reduce") == (calls, nbytes // 2)  # an all-reduce of n is asked for as 2 n
             else:
-                assert of("all_gather") == asked["all_gather"] and of("reduce_scatter") == asked["reduce_scatter"]
+                assert (
+                    of("all_gather") == requested["all_gather"] and of("reduce_scatter") == requested["reduce_scatter"]
+                )
             for sizes in numbers.values():
                 for row in sizes.values():
                     assert 0 <= row["waited_ms"] <= row["total_ms"] * 1.01

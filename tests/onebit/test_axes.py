@@ -22,7 +22,7 @@ from tests.ecosystem.support import needs_transformers
 from tests.engine.support import inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
-from tests.parallel.expert.test_parity import Net, tokens, told_apart
+from tests.parallel.expert.test_parity import Net, distinguished, tokens
 from tests.parallel.sequence import llama as sequences
 from tests.parallel.sequence.net import cut
 from tests.parallel.tensor.support import llama, loss_of
@@ -53,7 +53,7 @@ FAMILY: list[tuple[str, int, dict[str, Any]]] = [
 
 def _expert_net() -> nn.Module:
     model = Net((2, 2))
-    told_apart(model)
+    distinguished(model)
     return model
 
 

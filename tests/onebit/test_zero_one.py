@@ -56,8 +56,8 @@ def cells() -> None:
             what = f"{ranks} ranks, accumulation {accumulation}, step {step}"
             is_coded, takes_mean = step + 1 in simulation.exchanges, step + 1 in simulation.variance
             together = is_coded or takes_mean
-            assert ranks == 1 or (traffic.asked["swap"].calls > 0) == is_coded, what
-            assert ranks == 1 or (traffic.asked["all_reduce"].calls > 0) == takes_mean, what
+            assert ranks == 1 or (traffic.requested["swap"].calls > 0) == is_coded, what
+            assert ranks == 1 or (traffic.requested["all_reduce"].calls > 0) == takes_mean, what
             for name, value in engine.iter_full("fp32"):
                 expected = simulation.at[rank()][name].detach()
                 torch.testing.assert_close(value, expected, rtol=2e-4, atol=2e-5, msg=lambda m, w=what: f"{w}: {m}")
@@ -84,7 +84,7 @@ def as_adamw() -> None:
             for step in range(3):
                 traffic.reset()
                 train(ours, step, 2)
-                assert torch.distributed.get_world_size() == 1 or traffic.asked["swap"].calls == 0
+                assert torch.distributed.get_world_size() == 1 or traffic.requested["swap"].calls == 0
                 train(adamw, step, 2)
                 for (name, one), (_, other) in zip(ours.iter_full("fp32"), adamw.iter_full("fp32"), strict=True):
                     assert torch.equal(one, other), (precondition, correct, step, name)

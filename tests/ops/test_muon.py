@@ -339,7 +339,7 @@ def count_bytes(stage):
     with counted() as traffic:
         engine.step()
     printed = next((line for line in lines if line.startswith("Muon: ")), "")
-    return traffic.asked["all_to_all"].nbytes, engine.basic_optimizer.sent_bytes, printed
+    return traffic.requested["all_to_all"].nbytes, engine.basic_optimizer.sent_bytes, printed
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 3)])

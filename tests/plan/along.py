@@ -47,14 +47,14 @@ def count_step(
         count.reset_peaks()
         with counted() as traffic:
             activations = _step(engine, inputs, accumulation, count)
-            asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
+            requested = {key: (tally.calls, tally.nbytes) for key, tally in traffic.requested_along.items()}
             ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
         count.look()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {
         "kinds": {key: n for key, n in kinds.items() if n},
-        "asked": asked,
+        "requested": requested,
         "ran": ran,
         "peak": count.peaks[Tier.DEVICE].nbytes,
         "at": str(count.peaks[Tier.DEVICE]),
@@ -84,7 +84,7 @@ def assert_as_counted(plan: Any, real: dict[str, Any], what: Any, *, aside: int 
         aside: Bytes that are there for values only, which a simulation has not.
     """
     found = plan.simulated
-    assert found.flow.asked_along == real["asked"], (what, found.flow.asked_along, real["asked"])
+    assert found.flow.requested_along == real["requested"], (what, found.flow.requested_along, real["requested"])
     assert found.flow.ran_along == real["ran"], (what, found.flow.ran_along, real["ran"])
     kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == real["kinds"].keys(), what

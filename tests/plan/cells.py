@@ -109,7 +109,7 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
         count.reset_peaks()
         with counted() as traffic:
             activations = _step(engine, batch, cell.accumulation, count)
-            asked = {name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()}
+            requested = {name: (tally.calls, tally.nbytes) for name, tally in traffic.requested.items()}
             ran = {name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()}
         count.look()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
@@ -119,7 +119,7 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
         "peaks": {tier.name: count.peaks[tier].nbytes for tier in (Tier.DEVICE, Tier.HOST)},
         "peak": str(count.peaks[Tier.DEVICE]),
         "activations": activations,
-        "asked": asked,
+        "requested": requested,
         "ran": ran,
     }
 
@@ -166,8 +166,8 @@ def assert_true(plan: Any, real: dict[str, Any], tolerance: float = 0.05) -> Non
         mine = found.activations if name == "activations" else sums[name]
         if abs(mine - nbytes) > tolerance * max(nbytes, 1):
             wrong.append(f"{name}: planned {mine:,}, counted {nbytes:,}; {found.peaks[Tier.DEVICE]}, {real['peak']}")
-    if found.flow.asked != real["asked"]:
-        wrong.append(f"collectives: planned {found.flow.asked}, counted {real['asked']}")
+    if found.flow.requested != real["requested"]:
+        wrong.append(f"collectives: planned {found.flow.requested}, counted {real['requested']}")
     if found.flow.ran != real["ran"]:
         wrong.append(f"sent: planned {found.flow.ran}, counted {real['ran']}")
     assert not wrong, "\n".join(wrong)

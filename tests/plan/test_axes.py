@@ -74,7 +74,7 @@ def test_what_is_sent_is_the_formula():
     plain = _planned(Cell(1), 1, 1)
     for sequence in (2, 4):
         # Queries, keys, values and the result, in forward and in backward: what a rank does not keep.
-        _, nbytes = _planned(Cell(1), 1, sequence).simulated.flow.asked_along["all_to_all", "sequence"]
+        _, nbytes = _planned(Cell(1), 1, sequence).simulated.flow.requested_along["all_to_all", "sequence"]
         heads = max(kv, SHAPE.hidden // SHAPE.heads * sequence)  # a key head is sent to every rank that needs it
         rows = 2 * TOKENS // sequence * 2 * (sequence - 1) // sequence
         assert nbytes == SHAPE.layers * 2 * rows * (2 * hidden + 2 * heads)
@@ -82,7 +82,7 @@ def test_what_is_sent_is_the_formula():
         plan = _planned(Cell(1), tensor, 1)
         # Two sums per block each way, and the gradient of the head's input; an all-reduce counts twice.
         at_least = (4 * SHAPE.layers + 1) * 2 * (2 * TOKENS * hidden * 2)
-        assert plan.simulated.flow.asked_along["all_reduce", "tensor"][1] >= at_least
+        assert plan.simulated.flow.requested_along["all_reduce", "tensor"][1] >= at_least
         assert plan.mesh.size("tensor") == tensor and plan.parameters == plain.parameters
         assert plan.device_bytes < plain.device_bytes
     assert _planned(Cell(1), 1, 4).simulated.activations == pytest.approx(plain.simulated.activations / 4, rel=0.05)
@@ -91,10 +91,10 @@ def test_what_is_sent_is_the_formula():
 def test_all_axes_at_once():
     plan = _planned(Cell(1, accumulation=4), 2, 2, pipe=2, devices_per_node=8, nodes=2)
     assert plan.mesh == Mesh((("pipe", 2), ("data", 2), ("sequence", 2), ("tensor", 2)))
-    axes = {row.axis for row in plan.travels}
+    axes = {row.axis for row in plan.transfers}
     assert axes == {"pipe", "data", "sequence", "tensor"}
-    assert all(row.between == 0 for row in plan.travels if row.axis in ("tensor", "sequence", "data"))
-    assert all(row.inside == 0 for row in plan.travels if row.axis == "pipe")  # one stage per node
+    assert all(row.between == 0 for row in plan.transfers if row.axis in ("tensor", "sequence", "data"))
+    assert all(row.inside == 0 for row in plan.transfers if row.axis == "pipe")  # one stage per node
 
 
 def test_a_sweep_finds_the_shape(capsys):

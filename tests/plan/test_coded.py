@@ -18,7 +18,7 @@ from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import StorageKind
 from tests.harness.device import simulated_device
 from tests.plan.cells import SHAPE
-from tests.zero.update.rounding import Rounding, travelling_rounded
+from tests.zero.update.rounding import Rounding, rounded_transfers
 
 PSI = 870400  # elements of the buckets of SHAPE over 8 ranks; see tests/plan/test_pure_data.py
 RANKS, MICRO_BATCHES = 8, 4
@@ -40,13 +40,13 @@ def planned(stage: int) -> Plan:
 @pytest.mark.parametrize(("stage", "kept", "reductions"), [(0, PSI + PSI // RANKS, 1), (2, PSI, MICRO_BATCHES)])
 def test_errors_and_codes_are_in_the_plan(stage: int, kept: int, reductions: int) -> None:
     plain = planned(stage)
-    with travelling_rounded(None, Rounding()):
+    with rounded_transfers(None, Rounding()):
         coded = planned(stage)
     assert (
         coded.simulated.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE] == 8 * kept
     )  # a skipped step leaves it as it was
     assert coded.device_bytes >= plain.device_bytes + 8 * kept
-    moved = {travel.title: travel.nbytes for travel in coded.travels}
+    moved = {travel.title: travel.nbytes for travel in coded.transfers}
     assert moved["swap"] == reductions * 2 * PSI * (RANKS - 1) // RANKS
     assert "error feedback" in str(coded)
 
@@ -123,18 +123,18 @@ def test_bytes_by_formula_are_those_of_the_simulation(
         suggest=False,
         compare_checkpointing=False,
     )
-    _, asked, *_ = plan.coded_costs
-    assert asked.name == codec
+    _, requested, *_ = plan.coded_costs
+    assert requested.name == codec
     moved = 0.0
-    for travel in plan.travels:  # of a gather the books have the whole buffer, of a swap what is sent
+    for travel in plan.transfers:  # of a gather the books have the whole buffer, of a swap what is sent
         if travel.name == "swap":
             moved += travel.nbytes
         elif travel.name == "all_gather" and (stage == 0 or ("mics_shard_size" in zero and travel.axis != "shard")):
             among = 2 if stage else 8
             moved += travel.nbytes * (among - 1) / among
-    assert asked.nbytes == pytest.approx(moved, rel=0.02), plan.travels
+    assert requested.nbytes == pytest.approx(moved, rel=0.02), plan.transfers
     if codec != "int8":
-        assert asked.kept == plan.simulated.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
+        assert requested.kept == plan.simulated.kind_peaks[StorageKind.PRIVATE, Tier.DEVICE]
     table = plan.table(120)
     assert f"{codec} (this plan)" in table and table.count("(this plan)") == 1
 

@@ -134,7 +134,7 @@ def test_against_real_ranks_at_every_stage():
 def test_what_is_sent_is_the_formula():
     """2 k S M (1 - 1 / ep) each way, in forward and in backward, and the counts of the routes."""
     for ep in (2, 4):
-        calls, nbytes = _planned(Cell(1), ep).simulated.flow.asked_along["all_to_all", "expert"]
+        calls, nbytes = _planned(Cell(1), ep).simulated.flow.requested_along["all_to_all", "expert"]
         rows = SHAPE.experts_per_token * SAMPLES * TOKENS * SHAPE.hidden * 2 * (ep - 1) // ep
         expected = SHAPE.experts * 8 * (ep - 1) // ep
         assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + expected)
@@ -157,7 +157,7 @@ def test_which_size_fits(capsys):
     of_experts = SHAPE.layers * SHAPE.experts * 3 * SHAPE.hidden * SHAPE.width * 2
     assert held[0] - held[1] == of_experts // 2 and held[1] - held[2] == of_experts // 4
     spread = deepspeed.plan(SHAPE, Cell(1).config(""), nodes=2, devices_per_node=2, ep=4, suggest=False)
-    travel = next(row for row in spread.travels if row.name == "all_to_all")
+    travel = next(row for row in spread.transfers if row.name == "all_to_all")
     assert travel.between == pytest.approx(2 * travel.inside, abs=2)  # two of the three others are on the other node
     model = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256", "--experts", "4"]
     assert main([*model, "--devices", "4", "--sequence-length", "64", "--sweep", "ep=1,2,3,4"]) == 0

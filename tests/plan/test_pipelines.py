@@ -72,11 +72,15 @@ def _run(cell: Cell, make: Any, cut: dict[str, Any] | None = None) -> dict[str, 
         count.reset_peaks()
         with counted() as traffic:
             engine.train_batch(items)
-            asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
+            requested = {key: (tally.calls, tally.nbytes) for key, tally in traffic.requested_along.items()}
         count.look()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
-    return {"kinds": {key: n for key, n in kinds.items() if n}, "asked": asked, "peak": count.peaks[Tier.DEVICE].nbytes}
+    return {
+        "kinds": {key: n for key, n in kinds.items() if n},
+        "requested": requested,
+        "peak": count.peaks[Tier.DEVICE].nbytes,
+    }
 
 
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)])
@@ -169,7 +173,7 @@ def test_stages_whose_layers_are_cut_against_real_ranks(cells):
 
 def _assert_as_counted(plan: Any, counted_: dict[str, Any], what: Any, aside: int = 0) -> None:
     found = plan.simulated
-    assert found.flow.asked_along == counted_["asked"], what
+    assert found.flow.requested_along == counted_["requested"], what
     kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == counted_["kinds"].keys()
     for key, nbytes in counted_["kinds"].items():

@@ -80,5 +80,5 @@ def test_as_before(stage, more, device, host, activations, collectives):
         SHAPE, config, nodes=2, devices_per_node=4, sequence_length=64, suggest=False, compare_checkpointing=False
     )
     assert (plan.device_bytes, plan.host_bytes, plan.activations) == (device, host, {False: activations})
-    moved = {t.title: (t.calls, t.nbytes, t.inside, t.between) for t in plan.travels}
+    moved = {t.title: (t.calls, t.nbytes, t.inside, t.between) for t in plan.transfers}
     assert moved == collectives

@@ -168,7 +168,7 @@ def test_gathers_in_two_steps_are_planned_as_one():
 
 def test_traffic_between_and_inside_nodes():
     made = plan(nodes=4, devices_per_node=2)
-    rows = {row.name: row for row in made.travels}
+    rows = {row.name: row for row in made.transfers}
     gather = rows["all_gather"]
     assert (gather.inside, gather.between) == (gather.nbytes // 2, gather.nbytes * 3 // 4 // 2)
     assert rows["reduce_scatter"].nbytes == gather.nbytes, "stage 1 moves its parameters once each way"
@@ -181,12 +181,12 @@ def test_ranks_that_share_inside_a_node_send_nothing_between_nodes_to_gather():
     near = plan(
         config={**CONFIG, "zero_optimization": {**zero, "zero_hpz_partition_size": 2}}, nodes=4, devices_per_node=4
     )
-    gather = {row.axis: row for row in near.travels if row.name == "all_gather"}
+    gather = {row.axis: row for row in near.transfers if row.name == "all_gather"}
     assert set(gather) == {"shard", "replicate"}
     assert (gather["shard"].inside, gather["shard"].between) == (gather["shard"].nbytes // 2, 0)
     # Two ranks with the same slices on each of four nodes.
     assert gather["replicate"].between == gather["replicate"].nbytes * 3 // 4 // 2
-    assert all(row.axis == "data" for row in wide.travels)
+    assert all(row.axis == "data" for row in wide.transfers)
     assert "all_gather (shard)" in near.table() and "all_gather (shard)" in near.to_dict()["collectives"]
 
 
@@ -194,16 +194,16 @@ def test_muon_at_many_ranks():
     """Planned is the rank that has most to do; it sends its slice to the owners and the matrices back."""
     config = {**CONFIG, "optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
     made = plan(config=config, nodes=8192, devices_per_node=8)
-    exchanges, nbytes = made.simulated.flow.asked["all_to_all"]
+    exchanges, nbytes = made.simulated.flow.requested["all_to_all"]
     largest, own_slice = 64 * 256 * 4, 64 * 4
     assert exchanges == 2 and nbytes >= largest - own_slice
     idle = plan(config=config, nodes=8192, devices_per_node=8, rank=65535)
-    assert idle.simulated.flow.asked["all_to_all"] == (2, 0)
+    assert idle.simulated.flow.requested["all_to_all"] == (2, 0)
     assert any("largest matrix" in notice for notice in made.notices) and not idle.notices
     assert made.simulated.flow.flops > idle.simulated.flow.flops
     for nodes, devices in ((1, 2), (2, 1)):
         few = plan(config=config, nodes=nodes, devices_per_node=devices)
-        row = next(row for row in few.travels if row.name == "all_to_all")
+        row = next(row for row in few.transfers if row.name == "all_to_all")
         sent = few.simulated.flow.ran["all_to_all_single"][1]
         assert 0 < sent == row.nbytes and (row.inside, row.between) == ((sent, 0) if nodes == 1 else (0, sent))
 
@@ -234,8 +234,8 @@ def test_advice_is_planned_and_fits():
 def test_ranks_cost_nothing():
     small, large = plan(nodes=1, devices_per_node=8), plan(nodes=8192, devices_per_node=8)
     assert large.machine.ranks == 65536
-    assert {k: c for k, (c, _) in large.simulated.flow.asked.items()} == {
-        k: c for k, (c, _) in small.simulated.flow.asked.items()
+    assert {k: c for k, (c, _) in large.simulated.flow.requested.items()} == {
+        k: c for k, (c, _) in small.simulated.flow.requested.items()
     }
 
 
@@ -292,7 +292,7 @@ def test_a_sweep_compares_tokens_per_second():
 def test_sums_of_tensor_ranks_are_waited_for():
     made = plan(devices_per_node=8, tensor=4, suggest=False)
     bounds = made.lower_bounds
-    sums = sum(row.inside for row in made.travels if row.axis == "tensor") / made.machine.device.link
+    sums = sum(row.inside for row in made.transfers if row.axis == "tensor") / made.machine.device.link
     waits = bounds["arithmetic, and exchanges that it waits for"] - bounds["arithmetic"]
     assert sums / 2 <= waits <= sums and made.step_seconds >= bounds["arithmetic"] + sums / 2
     assert "arithmetic, and exchanges that it waits for" not in plan(devices_per_node=8, suggest=False).lower_bounds

@@ -32,10 +32,10 @@ def test_a_loss_over_cut_tokens_and_words(backend: str, own_share: bool) -> None
         loss = vocab_sequence_parallel_cross_entropy(logits, target, SEQUENCE, TENSOR, own_share=own_share)
         assert loss.shape == (12, 2)
         mean_loss(loss[:6], target, SEQUENCE, own_share=own_share).backward()
-        axes = {axis for _, axis in traffic.asked_along}
+        axes = {axis for _, axis in traffic.requested_along}
         assert axes == {"sequence", "tensor"}
         # Everybody's largest logit, sum and wanted logit of each token.
-        assert traffic.asked_along["all_gather", "tensor"].nbytes == 2 * 3 * 12 * 4
+        assert traffic.requested_along["all_gather", "tensor"].nbytes == 2 * 3 * 12 * 4
     assert logits.grad is not None and bool(logits.grad.isfinite().all())
 
 
@@ -55,7 +55,7 @@ def test_what_optimizers_exchange_is_booked_along_its_axis(backend: str) -> None
         add_over_ranks(torch.zeros(4, dtype=torch.float64), TENSOR, "the test", axis="tensor")
         largest_over_ranks(torch.zeros(4, dtype=torch.float64), SEQUENCE, "the test", axis="ep_size_2")
         exchange_parts(torch.empty(5), torch.empty(5), ([2, 3], [1, 4]), SEQUENCE, "the test", axis="ep_size_2")
-        assert {key: tally.nbytes for key, tally in traffic.asked_along.items()} == {
+        assert {key: tally.nbytes for key, tally in traffic.requested_along.items()} == {
             ("all_reduce", "tensor"): 2 * 4 * 8,
             ("all_gather", "ep_size_2"): 2 * 4 * 8,
             ("all_to_all", "ep_size_2"): 4 * 4,  # what stays on this rank does not travel

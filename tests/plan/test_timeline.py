@@ -228,7 +228,7 @@ def test_every_exchange_between_processors_is_recorded(degrees, experts):
     config = {**CONFIG, "bf16": {"enabled": False}, "zero_optimization": {"stage": 0}}
     made = deepspeed.plan(shape, config, device="cpu", device_memory="8GB", **given, **degrees)
     starts = [event for event in made.simulated.trace if isinstance(event, CollectiveEvent)]
-    asked = {key: calls for key, (calls, _) in made.simulated.flow.asked_along.items()}
+    asked = {key: calls for key, (calls, _) in made.simulated.flow.requested_along.items()}
     assert Counter((event.name, event.axis) for event in starts) == asked
     waits = {event.number for event in made.simulated.trace if isinstance(event, WaitEvent)}
     assert {event.number for event in starts} <= waits
@@ -239,8 +239,8 @@ def test_every_exchange_of_the_flow_is_recorded_and_waited_for(stage):
     made = planned(stage)
     starts = [event for event in made.simulated.trace if isinstance(event, CollectiveEvent)]
     waits = [event.number for event in made.simulated.trace if isinstance(event, WaitEvent)]
-    asked = {name: calls for name, (calls, _) in made.simulated.flow.asked.items()}
-    assert Counter(event.name for event in starts) == asked
+    requested = {name: calls for name, (calls, _) in made.simulated.flow.requested.items()}
+    assert Counter(event.name for event in starts) == requested
     assert {event.number for event in starts} <= set(waits)
     assert {event.ranks for event in starts} == {tuple(range(8))}
 
@@ -286,7 +286,7 @@ def test_the_step_is_not_faster_than_its_bound():
 
 def test_nodes_that_links_join_have_no_network_between_them():
     made = planned(1, nodes=2, devices_per_node=4, device="gb200")
-    assert all(moved.between == 0 and moved.inside > 0 for moved in made.travels)
+    assert all(moved.between == 0 and moved.inside > 0 for moved in made.transfers)
     assert made.timed_step.seconds > made.step_seconds
 
 

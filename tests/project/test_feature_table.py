@@ -28,10 +28,10 @@ def test_every_module_called_feature_is_in_the_list() -> None:
 
 
 def test_whoever_asks_for_a_feature_names_one_of_the_list() -> None:
-    asked = {name for kind in _sections(Section) if (name := kind._feature) is not None}
-    asked |= set(_BY_METHOD.values()) | _marks()
-    assert {"deepspeed.parallel.expert.feature", "deepspeed.linear.feature"} <= asked
-    assert asked <= set(FEATURES), f"no such feature: {sorted(asked - set(FEATURES))}"
+    requested = {name for kind in _sections(Section) if (name := kind._feature) is not None}
+    requested |= set(_BY_METHOD.values()) | _marks()
+    assert {"deepspeed.parallel.expert.feature", "deepspeed.linear.feature"} <= requested
+    assert requested <= set(FEATURES), f"no such feature: {sorted(requested - set(FEATURES))}"
 
 
 def test_sections_that_are_off_ask_for_nothing() -> None:

@@ -37,12 +37,12 @@ def _one_step(stage, zero, accumulation, **config):
         for micro in range(accumulation):
             engine.backward(engine(_input(2, micro)))
             engine.step()
-        asked = {name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()}
+        requested = {name: (tally.calls, tally.nbytes) for name, tally in traffic.requested.items()}
         ran = {name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()}
     itemsize = engine._runtime.buckets[0].dtype.itemsize
     padded, used = (sum(getattr(layout, n) for layout in layouts) * itemsize for n in ("numel", "used_numel"))
     last = layouts[-1].numel * itemsize
-    return {"asked": asked, "ran": ran, "psi": padded, "used": used, "buckets": len(layouts), "last": last}
+    return {"requested": requested, "ran": ran, "psi": padded, "used": used, "buckets": len(layouts), "last": last}
 
 
 def _input(*position):
@@ -67,7 +67,7 @@ def _sent(result):
 def test_multiples_of_the_parameters_per_step(stage, expected, ranks):
     result = run_ranks(_one_step, ranks, stage, SHARDED if stage == 3 else SMALL, 1)[0]
     psi, not_again = result["psi"], result["last"] if stage == 3 else 0
-    assert {name: nbytes for name, (_, nbytes) in result["asked"].items()} == {
+    assert {name: nbytes for name, (_, nbytes) in result["requested"].items()} == {
         name: times * psi - (not_again if name == "all_gather" else 0) for name, times in expected.items()
     }
     total = sum(expected.values()) * psi - not_again
@@ -82,7 +82,7 @@ def test_accumulation_multiplies_what_is_sent_per_micro_batch():
     found = {}
     for stage in range(4):
         result = run_ranks(_one_step, 2, stage, SHARDED if stage == 3 else SMALL, 3)[0]
-        found[stage] = {name: nbytes / result["psi"] for name, (_, nbytes) in result["asked"].items()}
+        found[stage] = {name: nbytes / result["psi"] for name, (_, nbytes) in result["requested"].items()}
         if stage == 3:
             found[stage]["all_gather"] += 3 * result["last"] / result["psi"]
     assert found == {
@@ -97,20 +97,20 @@ def test_what_is_kept_or_persistent_is_not_gathered_again():
     """Kept between forward and backward: one gather. Persistent: gathered only after the update, as at stage 2."""
     kept = {**SHARDED, "stage3_max_reuse_distance": 10**9}
     result = run_ranks(_one_step, 2, 3, kept, 1)[0]
-    assert result["asked"]["all_gather"] == (result["buckets"], result["psi"])
+    assert result["requested"]["all_gather"] == (result["buckets"], result["psi"])
     result = run_ranks(_one_step, 2, 3, {**SMALL, "stage3_param_persistence_threshold": 10**6}, 1)[0]
-    assert result["asked"]["all_gather"] == (result["buckets"], result["psi"])
+    assert result["requested"]["all_gather"] == (result["buckets"], result["psi"])
 
 
 def test_one_rank_sends_nothing():
     for stage in range(4):
         result = run_ranks(_one_step, 1, stage, SHARDED if stage == 3 else SMALL, 2)[0]
-        assert _sent(result) == 0 and not result["asked"], (stage, result)
+        assert _sent(result) == 0 and not result["requested"], (stage, result)
 
 
 def test_16_bit_halves_the_traffic():
     full, half = (
-        run_ranks(_one_step, 2, 2, SMALL, 1, **config)[0]["asked"] for config in ({}, {"bf16": {"enabled": True}})
+        run_ranks(_one_step, 2, 2, SMALL, 1, **config)[0]["requested"] for config in ({}, {"bf16": {"enabled": True}})
     )
     assert {name: nbytes for name, (_, nbytes) in full.items()} == {
         name: 2 * nbytes for name, (_, nbytes) in half.items()

@@ -295,7 +295,7 @@ def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained:
     """Optimizer states, and masters beside 16-bit weights, of a whole optimizer; nothing where the names do not fit.
 
     Args:
-        content: Gets them; it knows the shapes.
+        content: Gets them; it has the shapes.
         state: Of the optimizer.
         trained: Parameter names by param group.
 

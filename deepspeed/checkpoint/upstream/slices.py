@@ -66,7 +66,7 @@ class SlicedParam:
 
 @dataclass
 class _LatestCache:
-    """The parameter that was put together last: neighbouring reads ask for the same one."""
+    """The parameter that was put together last: neighbouring reads request the same one."""
 
     held: tuple[object, torch.Tensor] = (None, torch.empty(0))
 

@@ -50,7 +50,7 @@ class Codec:
         raise NotImplementedError
 
     def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
-        """The codec for values that belong together: this one, or one that knows something of all of them.
+        """The codec for values that belong together: this one, or one that depends on all of them.
 
         Args:
             values: 1-D, floating; unchanged.

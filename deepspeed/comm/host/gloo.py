@@ -212,7 +212,7 @@ class _GlooSum:
 
     def __init__(self, transport: GlooTransport, flat: torch.Tensor, label: str) -> None:
         nbytes = 2 * flat.numel() * flat.element_size()
-        traffic.record_asked("all_reduce", nbytes, transport.axis)
+        traffic.record_requested("all_reduce", nbytes, transport.axis)
         traffic.record_ran("all_reduce", nbytes, transport.axis)
         self._transport = transport
         self._label = label
@@ -239,7 +239,7 @@ class GlooTransport(Transport):
     Attributes:
         reductions: Reductions that this rank has started.
         companion: The transport that carries this engine's reductions. While ``confirms``, gathers carry along how many
-            of them a rank has started, so that its peers know which may be waited for (see ``Work.will_arrive``).
+            of them a rank has started, so that its peers can decide which may be waited for (see ``Work.will_arrive``).
         confirms: Set during backward, on all ranks alike.
         patience: The longest wait for a peer's part of a gather; None: the group's.
     """
@@ -299,7 +299,7 @@ class GlooTransport(Transport):
         return start_p2p(transfer, tensor, peer, key)
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
-        """Gathers all slices by sends and receives; does not count the gather as asked for.
+        """Gathers all slices by sends and receives; does not count the gather as requested.
 
         Args:
             flat: 1-D buffer of ``size`` equal slices; this rank's own slice must be in place.
@@ -320,10 +320,10 @@ class GlooTransport(Transport):
         return GlooGather(self, works, flat, ticket, label, confirmations)
 
     def exchange_confirmations(self, peers: list[int], key: int) -> tuple[list[tuple[int, torch.Tensor]], list[Any]]:
-        """Tells ``peers`` along with the gather ``key`` how many reductions this rank has started, while ``confirms``.
+        """Sends ``peers`` the number of reductions that this rank has started, while ``confirms``.
 
         Returns:
-            What they say, by peer, once the works are done; and the works.
+            Their numbers, by peer, valid once the works are done; and the works.
         """
         if not self.confirms or not isinstance(self.companion, GlooTransport):
             return [], []
@@ -342,7 +342,7 @@ class GlooTransport(Transport):
     @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        traffic.record_requested("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         return self.gather_slices(flat, key, "gather", label)
@@ -350,13 +350,13 @@ class GlooTransport(Transport):
     @override
     @timed("reduce_scatter_tensor")
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size(), self.axis)
+        traffic.record_requested("reduce_scatter", flat.numel() * flat.element_size(), self.axis)
         return _GlooReduce(self, flat, out, how, whole=False)
 
     @override
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size(), self.axis)
+        traffic.record_requested("all_reduce", 2 * flat.numel() * flat.element_size(), self.axis)
         if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
             return _GlooReduce(self, flat, out, how, whole=True)
         return _GlooAllReduce(self, flat, out, how)
@@ -373,7 +373,7 @@ class GlooTransport(Transport):
         works = [self.receive(places[peer], peer, key) for peer in peers if places[peer].numel()]
         works += [self.send(sends[peer], peer, key) for peer in reversed(peers) if sends[peer].numel()]
         nbytes = sum(sends[peer].numel() for peer in peers) * source.element_size()
-        traffic.record_asked("all_to_all", nbytes, self.axis)
+        traffic.record_requested("all_to_all", nbytes, self.axis)
         places[self.rank].copy_(sends[self.rank])
         return _GlooExchange(self, works, ticket, label)
 
@@ -381,12 +381,12 @@ class GlooTransport(Transport):
     @timed("all_to_all_single")
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("swap", nbytes - nbytes // self.size, self.axis)
+        traffic.record_requested("swap", nbytes - nbytes // self.size, self.axis)
         return _GlooSwap(self, flat, out, key, label)
 
     @override
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        traffic.record_requested("all_gather", flat.numel() * flat.element_size(), self.axis)
         return self.gather_slices(flat, key, "reduce", label)
 
     @override
@@ -434,7 +434,7 @@ class GlooTransport(Transport):
         for peer in places:
             queue.post(peer, tag, mine)
         traffic.record_ran("send", nbytes * len(places), self.axis, len(places))
-        take = queue.ask(tag, places)
+        take = queue.request(tag, places)
 
         def arrived() -> torch.Tensor:
             if queue.is_over:
@@ -467,6 +467,6 @@ class GlooTransport(Transport):
                 if peer != self.rank:
                     works.append(self.send(transfer.tensor, peer, key))
                     nbytes += transfer.tensor.numel() * transfer.tensor.element_size()
-        traffic.record_asked("move", nbytes, self.axis)
+        traffic.record_requested("move", nbytes, self.axis)
         self.catch_up()
         self.guard_all(works, ticket, label)

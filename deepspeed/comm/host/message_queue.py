@@ -5,7 +5,7 @@ is for, and each of its transfers is an object with a life of its own. For what 
 step, that is most of the time. Here a message is one call of the sender and one of the receiver.
 
 Every message has a *tag*, a number: messages with one tag come in the order in which they were sent, and a rank that
-asks for one tag never gets a message of another.
+requests one tag never gets a message of another.
 
 A socket holds some messages that were not read. What does not fit is sent by a thread that ends with it: the
 rank that sent it may wait anywhere for what comes only when that has been read.
@@ -46,8 +46,8 @@ class MessageQueue:
     def __init__(self, connections: Mapping[int, socket.socket], seconds: float) -> None:
         self._connections = dict(connections)
         self._seconds = seconds
-        self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # came before anybody asked
-        self._asked: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by tag, see ask
+        self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # arrived before their receive
+        self._requested: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by tag, see request
         self._senders: dict[int, _SenderThread] = {}  # by rank
         self._is_closed = False
         self._head = bytearray(_TAG.size)
@@ -123,7 +123,7 @@ class MessageQueue:
         while True:
             try:
                 length = self._connections[peer].recvmsg_into(buffers, 0, _AT_ONCE)[0]
-            except OSError:  # nothing is there, or nothing will be: a wait tells which
+            except OSError:  # no message yet, or a closed connection: a wait distinguishes them
                 return False
             if not length:
                 return False
@@ -131,7 +131,7 @@ class MessageQueue:
                 return True
 
     def _is_of(self, tag: int, peer: int, length: int, buffer: memoryview) -> bool:
-        """Whether what was read last, into ``buffer``, has the tag; otherwise it is kept for whoever asks."""
+        """Whether what was read last, into ``buffer``, has the tag; otherwise it is kept for its receiver."""
         found = self._tag()
         if found == tag:
             self._check_length(length, len(buffer), peer)
@@ -140,7 +140,7 @@ class MessageQueue:
         self._kept[peer, found].append(message)
         return False
 
-    def ask(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
+    def request(self, tag: int, buffers: dict[int, memoryview]) -> Callable[[], None]:
         """Requests the next message with a tag from each of some ranks, ahead of the wait for them.
 
         Args:
@@ -150,16 +150,16 @@ class MessageQueue:
         Returns:
             Waits for them, and raises as :meth:`take` does.
         """
-        asked = self._asked[tag]
-        asked.append(buffers)
+        requested = self._requested[tag]
+        requested.append(buffers)
 
         def wait() -> None:
             while buffers:
-                oldest = asked[0]
+                oldest = requested[0]
                 while oldest:
                     peer, buffer = oldest.popitem()
                     self.take(peer, tag, buffer)
-                asked.popleft()
+                requested.popleft()
 
         return wait
 
@@ -177,7 +177,7 @@ class MessageQueue:
 
     def flush(self) -> None:
         """Waits until everything has been sent. Reads what arrives meanwhile: others may wait too, in a cycle."""
-        heard = set(self._connections)
+        open_peers = set(self._connections)
         left, since = -1, time.monotonic()
         while self.has_unsent:
             before, left = left, sum(sender.left for sender in self._senders.values())
@@ -185,7 +185,7 @@ class MessageQueue:
                 since = time.monotonic()
             elif time.monotonic() - since > self._seconds:
                 raise self._failed(f"ranks {sorted(self._senders)} of the group read nothing within its time limit")
-            heard -= {peer for peer in heard if not self._keep_all(peer)}
+            open_peers -= {peer for peer in open_peers if not self._keep_all(peer)}
             next(iter(self._senders.values())).join(_LOOK)
 
     def _receive_next(self, peer: int, buffer: memoryview) -> int:
@@ -248,7 +248,7 @@ class MessageQueue:
             sender.join()  # the end of its connection is its own
         for connection in self._connections.values():
             connection.close()
-        for held in (self._connections, self._senders, self._kept, self._asked):
+        for held in (self._connections, self._senders, self._kept, self._requested):
             held.clear()
 
 

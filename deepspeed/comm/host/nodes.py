@@ -84,7 +84,7 @@ def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[in
     return Nodes(size // here, here)
 
 
-def ask_for_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequence[Sequence[int]]) -> Nodes | str:
+def exchange_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequence[Sequence[int]]) -> Nodes | str:
     """The nodes under ``groups``. Every rank of the job must call it.
 
     Args:
@@ -174,7 +174,7 @@ class GlooByNodes(GlooTransport):
     @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        traffic.record_requested("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         return _GlooGatherByNodes(self, flat, key, label)
@@ -215,7 +215,7 @@ class NativeByNodes(NativeTransport):
     @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        traffic.record_requested("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         count, width = self.nodes.count, self.nodes.width

@@ -92,7 +92,7 @@ class SameHostTransport(GlooTransport):
         numels = [0 if rank == self.rank else numel_of(part) for rank, part in enumerate(leaving)]
         nbytes = [numel * size for numel in numels]
         expected = [0 if rank == self.rank else numel_of(part) * size for rank, part in enumerate(arriving)]
-        traffic.record_asked("all_to_all", sum(nbytes), self.axis)
+        traffic.record_requested("all_to_all", sum(nbytes), self.axis)
         by_gloo: list[_ByGloo] = []
         if max(nbytes) > MOST or max(expected) > MOST:
             by_gloo = [
@@ -251,7 +251,7 @@ class SharedMemorySumBackend:
             self._offered = None
         nbytes = mine.numel() * mine.element_size()
         transport = self._host.transport
-        traffic.record_asked("all_reduce", 2 * nbytes, transport.axis)
+        traffic.record_requested("all_reduce", 2 * nbytes, transport.axis)
         traffic.record_ran("all_reduce", 2 * nbytes, transport.axis)  # as the backend, which a plan counts
         words = _sum_words(label, mine.numel(), mine.dtype)
         made = _SharedSum(self._host, mine, out, label, words)

@@ -1,13 +1,13 @@
-"""Memory that ranks of one host share, and how they tell each other what lies in it.
+"""Memory that ranks of one host share, and the messages about its content.
 
 Gloo sends through sockets, with threads of its own: on a host whose cores compute, that is time taken from them. Here a
-rank writes into memory that the others see and says so in one short message.
+rank writes into shared memory and sends one short message.
 
 What happens comes in rounds, which all ranks begin in one order. A rank has :data:`PLACES` places, used in turn. One
-may be written again when every rank for which something lay there has read it, which their messages say. They also say
-what a round is of, so that ranks that have parted are an error and not a tensor. The memory and the sockets have no
-names in any file system, so nothing is left behind by a process that is killed, and the sockets of one that ends wake
-those that wait for it.
+may be written again when every rank for which something lay there has read it, which their messages say. They also
+contain the operation of a round, so that diverged ranks are an error and not a wrong tensor. The memory and the sockets
+have no names in any file system, so nothing is left behind by a process that is killed, and the sockets of one that
+ends wake those that wait for it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RoundMessage(NamedTuple):
 
 
 class HostPeer:
-    """Another rank, as this one knows it.
+    """This rank's record of another rank.
 
     Attributes:
         rank: Its place in the group.
@@ -118,7 +118,10 @@ class HostPeer:
         return place.of(round_message.nbytes // dtype.itemsize, dtype, start=round_message.start, is_mine=False)
 
     def send_progress(self, started: int, read: int, round_message: RoundMessage) -> None:
-        """Says how far this rank is. One that has gone may have begun all that was wanted of it: the wait will show."""
+        """Sends this rank's progress.
+
+        One that has gone may have begun all that was wanted of it: the wait will show.
+        """
         with contextlib.suppress(ConnectionError):
             self.connection.send(
                 _MESSAGE.pack(started, read, round_message.start, round_message.nbytes) + round_message.words
@@ -164,7 +167,7 @@ class Round(Protocol):
     number: int
 
     def wait(self) -> object:
-        """Reads what the others wrote for this rank, and says so by :meth:`SameHost.has_read`."""
+        """Reads what the others wrote for this rank, and confirms it by :meth:`SameHost.has_read`."""
 
 
 class SameHost:
@@ -215,7 +218,7 @@ class SameHost:
         return self._started + 1
 
     def begin(self, started: Round, messages: list[RoundMessage]) -> None:
-        """Tells the others of a round for which all has been written.
+        """Sends the others the message that a round has been written.
 
         Args:
             started: The round; its number is the next one.
@@ -224,7 +227,7 @@ class SameHost:
         if not self._places:
             raise job_is_over(messages[0].words.decode(errors="replace"))
         if self.transport.watch is not None and self.transport.watch.is_in_vain():
-            self.close()  # or this would answer a wait of a rank that has parted from this one
+            self.close()  # or this would complete a wait of a rank that has diverged from this one
         place = started.number % PLACES
         self._started, self._unread[place], self._messages = started.number, started, messages
         self._readers[place] = [

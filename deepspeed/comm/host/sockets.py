@@ -2,7 +2,7 @@
 
 The sockets have no names in any file system, so nothing is left behind by a process that is killed, and those of one
 that ends wake whoever waits for it. But every user of the host may list their names (``/proc/net/unix``) and connect.
-So a rank talks only to processes of its own user, which must know a token that the ranks have exchanged.
+So a rank communicates only with processes of its own user, which must send a token that the ranks have exchanged.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _answer(listener: socket.socket, ranks: set[int], token: bytes) -> dict[int,
     Args:
         listener: Where they connect.
         ranks: Who must come.
-        token: What they must know.
+        token: The token that they must send.
 
     Returns:
         Their connections.

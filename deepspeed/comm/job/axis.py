@@ -45,7 +45,7 @@ class Axis:
 
     @property
     def watched(self) -> WatchedGroup | None:
-        """How the job's watch knows them; None where this rank waits for no other."""
+        """Their name in the job's watch; None where this rank waits for no other."""
         return None if self._record is None else self._record.watched
 
     @property
@@ -71,7 +71,7 @@ class Axis:
         Args:
             use: "engine": a new transport for the caller alone; where order matters (not gloo) it needs an open lease
                 (``ProcessGroups.leased``). "outside engines": the same one for all callers. Every rank of the job must
-                ask for these two, in the same order. "layers": the same one for all callers, which must exchange in one
+                request these two, in the same order. "layers": the same one for all callers, which must exchange in one
                 order on all ranks of the axis; no other rank has to call to make it.
             device: Where the buffers live; None: the device of the job.
             timeout: Time limit of a communicator that is made; None: torch's.

@@ -137,7 +137,7 @@ class ExpertGroups:
     ) -> ExpertRanks:
         """Declares the groups of a size. Every rank of the job must call it alike; nothing is communicated.
 
-        A size that is declared keeps its ranks, unless ``data_first`` asks for others, until the engines that use it
+        A size that is declared keeps its ranks, unless ``data_first`` requests others, until the engines that use it
         are destroyed.
 
         Args:

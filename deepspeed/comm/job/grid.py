@@ -34,7 +34,7 @@ def grid_mesh(size: int, shard_size: int) -> Mesh:
 
 
 class _TwoStepGather:
-    """A gather in two steps; the second is asked for when the first has been waited for."""
+    """A gather in two steps; the second is requested when the first has been waited for."""
 
     def __init__(self, grid: GridTransport, flat: torch.Tensor, key: int, label: str) -> None:
         self._grid = grid

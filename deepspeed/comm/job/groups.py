@@ -1,9 +1,9 @@
 """Which ranks share what: the registry of parallel groups that ``deepspeed.utils.groups`` shows.
 
-A model-parallel program brings an ``mpu``, an object that knows its groups (``get_data_parallel_group()``,
-``get_model_parallel_rank()``, ...); every question that it can answer is passed on to it. What it cannot answer, a
-registered mesh does. Without either the world is purely data parallel: one data-parallel group of all ranks, and groups
-of one for everything else.
+A model-parallel program brings an ``mpu``, an object with its groups (``get_data_parallel_group()``,
+``get_model_parallel_rank()``, ...); every method that it has is called on it. Methods that it lacks are
+answered from a registered mesh. Without either the world is purely data parallel: one data-parallel group of all ranks,
+and groups of one for everything else.
 
 A pipeline grid's ``get_model_parallel_*`` span its stages and the ranks that cut layers; those that cut layers it calls
 ``get_slice_parallel_*``.
@@ -93,13 +93,13 @@ def _mesh_place(*axes: str) -> int:
 
 
 def _mesh_or_data(*axes: str) -> Any:
-    """Where an mpu is asked first, its data-parallel ranks count before the mesh."""
+    """With an mpu, its data-parallel ranks take precedence over the mesh."""
     job = Job.current()
     return _get_data_parallel_group() if job.mpu is not None or job.mesh is None else _along(*axes)
 
 
-def _ask(*names: str) -> Any:
-    """The answer of the first method that the mpu has; None if it has none of them or there is no mpu."""
+def _call_mpu(*names: str) -> Any:
+    """The result of the first of these methods that the mpu has; None if it has none of them or there is no mpu."""
     for name in names:
         method = getattr(Job.current().mpu, name, None)
         if method is not None:
@@ -117,18 +117,18 @@ def group_of_one() -> Any:
 
 def _get_data_parallel_group() -> Any:
     """The ranks among which gradients are averaged."""
-    return _ask("get_data_parallel_group") or _along(*SAMPLES) or Job.current().ranks.world
+    return _call_mpu("get_data_parallel_group") or _along(*SAMPLES) or Job.current().ranks.world
 
 
 def _get_data_parallel_world_size() -> int:
     """The size of :func:`_get_data_parallel_group`."""
-    answer = _ask("get_data_parallel_world_size")
+    answer = _call_mpu("get_data_parallel_world_size")
     return size_of(_get_data_parallel_group()) if answer is None else answer
 
 
 def _get_data_parallel_rank() -> int:
     """This rank's place in :func:`_get_data_parallel_group`."""
-    answer = _ask("get_data_parallel_rank")
+    answer = _call_mpu("get_data_parallel_rank")
     return rank_in(_get_data_parallel_group()) if answer is None else answer
 
 
@@ -141,10 +141,10 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _ask_model(what: str) -> Any:
-    """Asks the mpu about model-parallel ranks; None if it is of the kind that calls sequence-parallel ranks so."""
+    """Calls the mpu for model-parallel ranks; None if it is of the kind that calls sequence-parallel ranks so."""
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
-    return _ask(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
+    return _call_mpu(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
 
 
 def _get_model_parallel_group() -> Any:
@@ -169,35 +169,35 @@ def _get_model_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """The ranks that share a sequence."""
-    return _ask("get_sequence_parallel_group") or _along(SEQUENCE) or group_of_one()
+    return _call_mpu("get_sequence_parallel_group") or _along(SEQUENCE) or group_of_one()
 
 
 def _get_sequence_parallel_world_size() -> int:
     """The size of :func:`_get_sequence_parallel_group`; 1 without an mpu or a mesh."""
-    answer = _ask("get_sequence_parallel_world_size")
+    answer = _call_mpu("get_sequence_parallel_world_size")
     return _mesh_size(SEQUENCE) if answer is None else answer
 
 
 def _get_sequence_parallel_rank() -> int:
     """This rank's place in :func:`_get_sequence_parallel_group`; 0 without an mpu or a mesh."""
-    answer = _ask("get_sequence_parallel_rank")
+    answer = _call_mpu("get_sequence_parallel_rank")
     return _mesh_place(SEQUENCE) if answer is None else answer
 
 
 def _get_sequence_data_parallel_group() -> Any:
     """Sequence- and data-parallel ranks together: those among which ZeRO shards."""
-    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*SAME_PART)
+    return _call_mpu("get_sequence_data_parallel_group") or _mesh_or_data(*SAME_PART)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
     """The size of :func:`_get_sequence_data_parallel_group`."""
-    answer = _ask("get_sequence_data_parallel_world_size")
+    answer = _call_mpu("get_sequence_data_parallel_world_size")
     return size_of(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
 def _get_sequence_data_parallel_rank() -> int:
     """This rank's place in :func:`_get_sequence_data_parallel_group`."""
-    answer = _ask("get_sequence_data_parallel_rank")
+    answer = _call_mpu("get_sequence_data_parallel_rank")
     return rank_in(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
@@ -353,7 +353,7 @@ def _create_expert_data_and_model_parallel(
 def _ask_tensor(what: str) -> Any:
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
-    return _ask(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
+    return _call_mpu(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
 
 
 def get_tensor_model_parallel_group() -> Any:

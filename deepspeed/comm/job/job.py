@@ -1,6 +1,6 @@
 """The job: everything that belongs to one life of torch's default process group.
 
-A job begins when code first asks for it after ``init_process_group``, and is over when the process group is
+A job begins when code first requests it after ``init_process_group``, and is over when the process group is
 destroyed; the next process group is another job, perhaps of other ranks. Its watch, its process groups and transports,
 the mesh and what was declared on it are attributes of the job, so that nothing of it outlives it.
 """

@@ -1,7 +1,7 @@
 """The mesh of the job, and where this rank stands on it: the one place where both are decided.
 
 Four can say it: the program's ``mpu``, ``mesh_param``, a model that is cut already (a pipeline of stages), and the
-configuration. What is given by objects holds; what the configuration asks for beside it is cut out of the data-parallel
+configuration. What is given by objects holds; what the configuration requests beside it is cut out of the data-parallel
 ranks, which is the axis that takes what is left.
 """
 
@@ -52,7 +52,7 @@ class JobMesh:
 
     Attributes:
         has_dtensors: The model has parameters that are ``DTensor`` objects, or had until an engine took them.
-        decides_together: Torch process group of the ranks on it. None: all; an mpu may know some ranks only.
+        decides_together: Torch process group of the ranks on it. None: all; an mpu may cover some ranks only.
 
     Raises:
         DeepSpeedConfigError: They say nothing that is a mesh, or more than one thing.
@@ -64,13 +64,13 @@ class JobMesh:
             sources["the model"] = found.check(size_of())
         if mesh_param is not None:
             sources["mesh_param"] = mesh_of_param(mesh_param)
-        self._asked: RankCoordinates | None = None
+        self._of_mpu: RankCoordinates | None = None
         self._mpu = mpu
         if isinstance(found := getattr(mpu, "mesh", None), Mesh):
             sources["the mpu"] = found.check(size_of())
         elif mpu is not None:
-            self._asked = coordinates(mpu)
-            sources["the mpu"] = _mesh_of_groups(mpu, self._asked, timeout)
+            self._of_mpu = coordinates(mpu)
+            sources["the mpu"] = _mesh_of_groups(mpu, self._of_mpu, timeout)
         cut_over = ranks_of_dtensors(model)
         self.has_dtensors = cut_over is not None
         if cut_over is not None and not sources:
@@ -81,14 +81,14 @@ class JobMesh:
         self._source = next(iter(sources), "")
         self._given = sources.get(self._source)
         _check_names(self._source, self._given)
-        asked = self._asked
-        self.decides_together = asked.zero_group if asked is not None and asked.model_size == 1 else None
+        requested = self._of_mpu
+        self.decides_together = requested.zero_group if requested is not None and requested.model_size == 1 else None
         self._timeout = timeout
 
     @property
     def is_ours(self) -> bool:
         """Whether no unit of the program's own says it: that one's program cuts its sequences itself."""
-        return self._asked is None
+        return self._of_mpu is None
 
     def data_size(self, root: Root) -> int:
         """The number of ranks that share the batch, for the batch arithmetic. Nothing is communicated.
@@ -115,7 +115,7 @@ class JobMesh:
         for axis, size in reversed(degrees(root).items()):  # what is cut off first is the fastest in the end
             if size == 1 or found.size(axis) == size:
                 continue
-            if self._asked is not None or found.size(axis) > 1:
+            if self._of_mpu is not None or found.size(axis) > 1:
                 raise DeepSpeedConfigError(
                     f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along "
                     f"{axis!r}; leave the key out, or make them agree"
@@ -150,8 +150,8 @@ class JobMesh:
         mesh = self.mesh(root)
         if self._mpu is not None:
             groups.set_mpu(self._mpu)
-        if self._asked is not None:
-            return replace(self._asked, mesh=mesh)
+        if self._of_mpu is not None:
+            return replace(self._of_mpu, mesh=mesh)
         if mesh.size(DATA) == mesh.world_size:
             return coordinates(None)
         groups.set_mesh(mesh, self._timeout)
@@ -168,13 +168,13 @@ def _check_names(source: str, given: Mesh | None) -> None:
         )
 
 
-def _mesh_of_groups(mpu: Any, asked: RankCoordinates, timeout: timedelta) -> Mesh:
-    if asked.zero_size == size_of() == asked.data_size:
-        return data_mesh(asked.data_size)
-    if asked.zero_size * asked.model_size == size_of() and knows_its_place(mpu):
+def _mesh_of_groups(mpu: Any, requested: RankCoordinates, timeout: timedelta) -> Mesh:
+    if requested.zero_size == size_of() == requested.data_size:
+        return data_mesh(requested.data_size)
+    if requested.zero_size * requested.model_size == size_of() and knows_its_place(mpu):
         return mesh_of_mpu(mpu, timeout)
-    # What the mpu knows of; ranks beside them may belong to other jobs under one launcher.
-    return Mesh(((DATA, asked.data_size), (SEQUENCE, asked.sequence_size)))
+    # The ranks of the mpu; others may belong to other jobs under one launcher.
+    return Mesh(((DATA, requested.data_size), (SEQUENCE, requested.sequence_size)))
 
 
 def _coordinates_on(mesh: Mesh) -> RankCoordinates:

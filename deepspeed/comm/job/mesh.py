@@ -1,10 +1,10 @@
 """The ranks of a job along named axes: pure arithmetic, without torch and without processes.
 
 ``deepspeed/axes.py`` says what each axis means. The last axis is the fastest: its ranks are neighbours, most often on
-one node, so the axis that talks most comes last.
+one node, so the axis with most communication comes last.
 
 A program that numbers its ranks otherwise (an ``mpu``, a torch ``DeviceMesh``) gives the ranks in the order of the
-mesh. Who asks for coordinates and groups does not notice.
+mesh. Callers of coordinates and groups need not know that.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Mesh:
             raise DeepSpeedConfigError(f"the {self} has no rank {rank}, only 0 to {self.world_size - 1}")
         return self._place_of_rank[rank] if self.ranks else rank
 
-    # What was asked before: pipelines ask for every rank in every step.
+    # A cache: pipelines look up every rank in every step.
 
     @cached_property
     def _positions(self) -> dict[tuple[int, tuple[str, ...]], int]:

@@ -30,7 +30,7 @@ _SHORT_NAMES = tuple(row.aliases[0] for row in ROWS if row.aliases)
 def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
     """The mesh in which every rank has the place that its ``mpu`` says. Every rank of the job must call it.
 
-    An mpu knows the place of its own rank only, so the ranks exchange their places.
+    An mpu has the coordinates of its own rank only, so the ranks exchange them.
 
     Args:
         mpu: The program's model-parallel unit.
@@ -83,7 +83,7 @@ def ranks_of_dtensors(model: Any) -> list[int] | None:
     """The ranks over which a model's ``DTensor`` parameters are cut, in order; None where it has none.
 
     Args:
-        model: Its attribute :data:`TAKEN` tells it of a model whose parameters an engine has taken already.
+        model: Its attribute :data:`TAKEN` marks a model whose parameters an engine has taken already.
 
     Raises:
         DeepSpeedConfigError: They lie on several groups of ranks, on a mesh of several axes, or are FSDP's.
@@ -155,12 +155,12 @@ def mesh_of_param(mesh_param: Any) -> Mesh:
 
 
 def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
-    """The mesh that the configuration asks for: its degrees, and data-parallel ranks for the rest.
+    """The mesh that the configuration requests: its degrees, and data-parallel ranks for the rest.
 
     Args:
         root: The configuration.
         world_size: Ranks of the job.
-        stages: Stages of the pipeline, which the configuration does not know.
+        stages: Stages of the pipeline, which are not in the configuration.
 
     Raises:
         DeepSpeedConfigError: The degrees do not divide ``world_size``.

@@ -1,6 +1,6 @@
-"""What a program's model-parallel unit (``mpu``) says about the ranks, in one value.
+"""The coordinates and groups of a program's model-parallel unit (``mpu``), in one value.
 
-An mpu is an object or a module that knows the groups of a program: the ranks that see other samples (*data*), the
+An mpu is an object or a module with the groups of a program: the ranks that see other samples (*data*), the
 ranks that hold other parts of the same samples (*sequence*), and the ranks that hold other parts of the model (*tensor*
 and *pipe*). Programs spell it in several ways; this module reads all of them.
 """
@@ -36,7 +36,7 @@ class RankCoordinates:
         tensor_rank: This rank's place among those that hold other parts of the same layers (``PARTS_OF_LAYERS``).
         islands: How many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself.
         mesh: The job's, for single axes; ``comm.job.groups.group_along`` has the groups where the mesh is not an mpu's
-            own. Of an mpu that knows some ranks of the job only: that of these ranks.
+            own. Of an mpu that covers some ranks of the job only: that of these ranks.
     """
 
     zero_group: Any
@@ -57,14 +57,14 @@ def coordinates(mpu: Any) -> RankCoordinates:
     """Returns the coordinates that ``mpu`` gives; None: all ranks are data-parallel.
 
     Raises:
-        DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.
+        DeepSpeedConfigError: It lacks a required method, or its sizes do not make up the job.
     """
     if mpu is None:
         size, rank = size_of(), rank_in()
         return RankCoordinates(None, None, size, rank, size, rank, mesh=data_mesh(size))
-    sequence_size = int(_ask(mpu, "get_sequence_parallel_world_size", default=1))
-    data_group = _ask(mpu, "get_data_parallel_group")
-    joint = _ask(mpu, "get_sequence_data_parallel_group")
+    sequence_size = int(_call_mpu(mpu, "get_sequence_parallel_world_size", default=1))
+    data_group = _call_mpu(mpu, "get_data_parallel_group")
+    joint = _call_mpu(mpu, "get_sequence_data_parallel_group")
     if sequence_size == 1:
         zero_group = data_group if data_group is not None else joint
     else:
@@ -82,10 +82,12 @@ def coordinates(mpu: Any) -> RankCoordinates:
         data_group=data_group if data_group is not None else zero_group,
         zero_size=zero_size,
         zero_rank=zero_rank,
-        data_size=int(_ask(mpu, "get_data_parallel_world_size", default=zero_size // sequence_size)),
-        data_rank=int(_ask(mpu, "get_data_parallel_rank", default=_rank_or(data_group, zero_rank // sequence_size))),
+        data_size=int(_call_mpu(mpu, "get_data_parallel_world_size", default=zero_size // sequence_size)),
+        data_rank=int(
+            _call_mpu(mpu, "get_data_parallel_rank", default=_rank_or(data_group, zero_rank // sequence_size))
+        ),
         sequence_size=sequence_size,
-        sequence_group=_ask(mpu, "get_sequence_parallel_group"),
+        sequence_group=_call_mpu(mpu, "get_sequence_parallel_group"),
         model_size=_model_size(mpu),
         tensor_rank=_tensor(mpu, "rank", default=0),
     )
@@ -102,14 +104,14 @@ def place_of(mpu: Any) -> dict[str, int]:
     """This rank's place on the axes of a mesh, as ``mpu`` says.
 
     Raises:
-        DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.
+        DeepSpeedConfigError: It lacks a required method, or its sizes do not make up the job.
     """
     found = coordinates(mpu)
     return {
-        PIPE: int(_ask(mpu, *_STAGE, default=0)),
+        PIPE: int(_call_mpu(mpu, *_STAGE, default=0)),
         DATA: found.data_rank,
         SEQUENCE: int(
-            _ask(
+            _call_mpu(
                 mpu,
                 "get_sequence_parallel_rank",
                 default=_rank_or(found.sequence_group, found.zero_rank % found.sequence_size),
@@ -121,8 +123,8 @@ def place_of(mpu: Any) -> dict[str, int]:
 
 def knows_its_place(mpu: Any) -> bool:
     """Whether :func:`place_of` is this rank's alone: an mpu may say how many stages there are and not which is its."""
-    stages = int(_ask(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
-    return (stages == 1 or _ask(mpu, *_STAGE) is not None) and (
+    stages = int(_call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    return (stages == 1 or _call_mpu(mpu, *_STAGE) is not None) and (
         _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0
     )
 
@@ -147,8 +149,8 @@ def _rank_or(group: Any, otherwise: int) -> int:
     return otherwise if group is None else rank_in(group)
 
 
-def _ask(mpu: Any, *names: str, default: Any = None) -> Any:
-    """The answer of the first method that the mpu has."""
+def _call_mpu(mpu: Any, *names: str, default: Any = None) -> Any:
+    """Returns the result of the first of these methods that the mpu has."""
     for name in names:
         method = getattr(mpu, name, None)
         if method is not None:
@@ -162,13 +164,13 @@ def _shares_sequences(mpu: Any) -> bool:
 
 
 def _tensor(mpu: Any, what: str, default: int) -> int:
-    """A pipeline grid's ``get_model_parallel_*`` span its stages too, so the narrower names are asked first."""
+    """A pipeline grid's ``get_model_parallel_*`` span its stages too, so the narrower names are tried first."""
     if _shares_sequences(mpu):
         return default
     kinds = ("tensor_model", "slice", "model")
-    return int(_ask(mpu, *(f"get_{kind}_parallel_{what}" for kind in kinds), default=default))
+    return int(_call_mpu(mpu, *(f"get_{kind}_parallel_{what}" for kind in kinds), default=default))
 
 
 def _model_size(mpu: Any) -> int:
-    pipe = int(_ask(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    pipe = int(_call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
     return pipe * _tensor(mpu, "world_size", default=1)

@@ -40,7 +40,7 @@ Owner = Literal["engine", "job", "program"]
 class _CachedGroup:
     """A process group that exists and is used again.
 
-    Torch keeps groups, with their threads and buffers, until they are destroyed; so those who ask for equal ones use
+    Torch keeps groups, with their threads and buffers, until they are destroyed; so those who request equal ones use
     the same ones. See "A communicator has one owner" in docs/design/zero.md.
 
     Attributes:
@@ -221,7 +221,7 @@ class ProcessGroups:
     def beside(self, group: Any, timeout: timedelta | None) -> list[list[int]]:
         """Returns the members of ``group`` and of the groups of the other ranks. Every rank of the job must call it.
 
-        Each rank knows its own group only; the ranks exchange them through the store.
+        Each rank has the members of its own group only; the ranks exchange them through the store.
 
         Args:
             group: This rank's; together they are all ranks, each once.

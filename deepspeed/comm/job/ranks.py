@@ -1,4 +1,4 @@
-"""Which ranks there are, as ``torch.distributed`` answers."""
+"""World size, rank and backend from ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 class Ranks:
     """The ranks of torch's default process group, and of its other groups.
 
-    ``comm.job.fake`` has a subclass that answers for ranks that do not exist.
+    ``comm.job.fake`` has a subclass for ranks that do not exist.
 
     Attributes:
         operations: Has the collectives of ``torch.distributed``, under their names.
@@ -25,7 +25,7 @@ class Ranks:
         return torch_dist.group.WORLD
 
     def is_initialized(self) -> bool:
-        """Returns whether there are ranks to talk to."""
+        """Returns whether the job has more than one rank."""
         return torch_dist.is_initialized()
 
     def rank_in(self, group: Any = None) -> int:

@@ -1,4 +1,4 @@
-"""What torch.distributed knows of its groups: the rendezvous store, which are alive, their backends."""
+"""The groups that torch.distributed has: the rendezvous store, which are alive, their backends."""
 
 from __future__ import annotations
 

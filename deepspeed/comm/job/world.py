@@ -1,4 +1,4 @@
-"""Short ways to ask the current job for the number of ranks, the rank of this process and the backend."""
+"""Short functions for the current job's number of ranks, the rank of this process and the backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.comm.job.job import Job
 
 
 def is_initialized() -> bool:
-    """Returns whether there are ranks to talk to."""
+    """Returns whether the job has more than one rank."""
     return Job.current().ranks.is_initialized()
 
 

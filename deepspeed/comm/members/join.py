@@ -1,4 +1,4 @@
-"""How a new process joins a run that continues: it asks a member, and is started as a rank at a step boundary."""
+"""How a new process joins a run: it sends a request to a member, and becomes a rank at a step boundary."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class RunMembership:
 
 
 def join_run(where: str) -> None:
-    """Asks the member at ``where`` to let this process in, waits for the next step boundary, and starts the job there.
+    """Sends a join request to the member at ``where``, waits for the next step boundary, and starts the job there.
 
     Raises:
-        CommunicationError: Nobody answers there, or the run ended first.
+        CommunicationError: No member replies there, or the run ended first.
     """
     place, _, token = where.rpartition("/")
     host, _, port = place.rpartition(":")

@@ -50,7 +50,7 @@ class LostMember:
         member: Which.
         seen: When, in seconds of the monotonic clock.
         is_certain: Its socket was closed, so the process has ended. Otherwise it, or its machine, does not answer.
-        cause: What this process knows of why, in words; empty: nothing.
+        cause: The reason, as far as this process has one, as text; empty: nothing.
     """
 
     member: RunMember
@@ -63,7 +63,7 @@ class LostMember:
 class _Link:
     """One connected socket; ``number`` is that of the member at the other end, None until it has identified itself.
 
-    ``heard`` is when the last sign of life came, None before the first: who has not begun cannot have stopped.
+    ``last_sign`` is when the last sign of life came, None before the first: who has not begun cannot have stopped.
     ``joining`` is how many processes want to join through that member, where it is a spare, and since which job.
     """
 
@@ -71,7 +71,7 @@ class _Link:
     number: int | None = None
     received: bytes = b""
     join_request: dict[str, Any] | None = None
-    heard: float | None = None
+    last_sign: float | None = None
     cause: str = ""
     joining: tuple[int, int] = (0, 0)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,7 +82,7 @@ class MemberLinks:
 
     Args:
         host: The address to listen at, which the other members can reach.
-        token: A secret of the run: who does not know it is not let in.
+        token: A secret of the run: a process without it is refused.
 
     Attributes:
         address: Where this process listens: host and port.
@@ -121,7 +121,7 @@ class MemberLinks:
         self._thread = threading.Thread(target=self._serve, name="deepspeed-members", daemon=True)
         self._thread.start()
 
-    # -- what the training thread asks ---------------------------------------------------------------------------------
+    # -- called by the training thread ---------------------------------------------------------------------------------
 
     @property
     def lost(self) -> dict[int, LostMember]:
@@ -154,7 +154,7 @@ class MemberLinks:
 
     @property
     def joining(self) -> int:
-        """How many processes want to join, through this one or through spares that have told this one."""
+        """The number of join requests to this process, or to spares that have reported theirs."""
         with self._changed:
             elsewhere = (link.joining for link in self._links.values())
             return len(self._joining) + sum(count for epoch, count in elsewhere if epoch == self._epoch)
@@ -279,7 +279,7 @@ class MemberLinks:
         self._thread.join(_SEND_SECONDS)
 
     def close_here(self) -> None:
-        """Closes this process's descriptors and tells nobody; for a child that was forked, without its threads."""
+        """Closes this process's descriptors without a message; for a child that was forked, without its threads."""
         ends = [link.peer for link in (*self._links.values(), *self._joining, *self._new)]
         for end in (*ends, self._listener, self._wake_reader, self._wake_writer):
             with contextlib.suppress(OSError):
@@ -363,10 +363,10 @@ class MemberLinks:
         with self._changed:
             links = [link for link in self._links.values() if link.number not in self._gone]
         for link in links:
-            if since > self._silence / 2 and link.heard is not None:
+            if since > self._silence / 2 and link.last_sign is not None:
                 # This process was stopped itself, or starved: what the others have sent may lie unread.
-                link.heard = now
-            elif link.heard is not None and now - link.heard > self._silence:
+                link.last_sign = now
+            elif link.last_sign is not None and now - link.last_sign > self._silence:
                 self._give_up(link)
                 continue
             _send(link, {"kind": "alive"})
@@ -438,7 +438,7 @@ class MemberLinks:
             if link.number is None:
                 return True  # it has to wait
             if kind == "alive":
-                link.heard = time.monotonic()
+                link.last_sign = time.monotonic()
                 return True
             if kind == "farewell":
                 self._gone.add(link.number)
@@ -491,7 +491,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def join_key(member: dict[str, Any]) -> str:
-    """Returns what tells a process that wants to join from others: where it listens."""
+    """Returns the number that identifies a joining process: where it listens."""
     return json.dumps(member.get("address"))
 
 

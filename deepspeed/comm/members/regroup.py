@@ -1,9 +1,9 @@
 """How the members that are left agree on the next job of the run.
 
-The living member with the lowest number leads. Every member tells it that it is ready, which copies of model states it
-holds, and whom it has lost; the leader waits for all of them and sends a plan. Whenever a further member is lost,
-every member determines the leader again and says again that it is ready: so the death of a leader, or of several
-members at once, is no special case. A plan that names a lost member is ignored.
+The living member with the lowest number leads. Every member sends it a ready message with the copies of model states
+that it holds and the members that it has lost; the leader waits for all of them and sends a plan. Whenever a further
+member is lost, every member determines the leader again and sends its ready message again: so the death of a leader, or
+of several members at once, is no special case. A plan that names a lost member is ignored.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Regroup:
         """
         deadline = time.monotonic() + self._patience
         announced: tuple[int, ...] = ()
-        asked = len(self._mine.join_requests)
+        requested = len(self._mine.join_requests)
         while time.monotonic() < deadline:
             if self._links.is_dropped:
                 raise CommunicationError(
@@ -113,17 +113,17 @@ class Regroup:
             living = self._links.living
             numbers = tuple(member.number for member in living)
             leader = numbers[0]
-            if numbers != announced or (self._served and asked != len(self._links.join_requests)):
+            if numbers != announced or (self._served and requested != len(self._links.join_requests)):
                 announced = numbers
                 self._mine = replace(self._mine, join_requests=self._links.join_requests)
-                asked = len(self._mine.join_requests)
+                requested = len(self._mine.join_requests)
                 self._refuse_split(living)
                 self._ready[self._links.number] = self._mine
                 if leader != self._links.number:
                     self._links.send(leader, self._ready_message())
                 self._tell_of_join_requests(numbers)
             leads = leader == self._links.number and set(numbers) <= self._ready.keys()
-            found = self._links.receive(0.0 if leads else _LOOK_SECONDS)  # who leads knows all that was said before
+            found = self._links.receive(0.0 if leads else _LOOK_SECONDS)  # the leader has all earlier messages
             if found is not None:
                 plan = self._take(*found)
             else:
@@ -138,9 +138,9 @@ class Regroup:
         )
 
     def _tell_of_join_requests(self, living: Sequence[int]) -> None:
-        """Sends a member with a rank the number of processes that ask this spare to let them join.
+        """Sends a member with a rank the number of processes with a join request to this spare.
 
-        That member then starts a plan, for which the leader must know them.
+        That member then starts a plan, for which the leader needs them.
         """
         ranked = next((number for number in living if number in self._served), None)
         if ranked is not None:

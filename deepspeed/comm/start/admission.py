@@ -1,14 +1,14 @@
-"""Who is let in at a rendezvous: before the ranks of a run use a store, each says which run it belongs to.
+"""Who is let in at a rendezvous: before the ranks of a run use a store, each sends the identifier of its run.
 
 Two runs need only a port in common for their processes to connect to one store, and there rank 1 of the one looks like
 rank 1 of the other. So nothing is put under a name that two of them could share before rank 0, the host, has seen who
-is there. Every other process takes a number, posts who it is, and waits for the answer under its number. The host lets
+is there. Every other process takes a number, posts who it is, and waits for the reply under its number. The host lets
 in one process per rank, and refuses by name who belongs to another run: there the whole run knows, here a line says so.
 Admitted processes are sent the prefix of the run's keys, which contains a secret word.
 
 Most starters give a run a name (``Place.run``). Where none does, whoever runs something else on rank 0's machine, and
-was not started together with it, counts as a stranger. Where two processes come as one rank and nothing tells which of
-them is right, all are refused: a run of mixed ranks trains on garbage.
+was not started together with it, counts as a stranger. If two processes connect as the same rank and nothing decides
+between them, all are refused: a run of mixed ranks trains on garbage.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class JoiningProcess:
     """One process that comes to the rendezvous.
 
     Attributes:
-        rank: Which rank it says it is.
+        rank: The rank that it claims to be.
         world_size: How many it counts.
         run: Its run, as :attr:`~.environment.Place.run`.
         command: Its command line, shortened.
@@ -127,7 +127,7 @@ class JoiningProcess:
         """Whether an agent started this process in place of ``other``, which it had ended.
 
         The agents of one run count their restarts separately (torch counts no restart that another agent caused), so
-        the counts do not tell. An agent never runs two processes of one rank, and rank 0 belongs to the agent that
+        the counts do not decide it. An agent never runs two processes of one rank, and rank 0 belongs to the agent that
         holds the store.
         """
         one_agent = self.has_agent and other.has_agent and self.facts.host == other.facts.host
@@ -371,7 +371,7 @@ class _Host:
         self._store.set(self._key(f"answer/{number}"), json.dumps(answer))
 
     def _close(self, joiners: list[JoiningProcess]) -> str:
-        """Answers those who were let in; returns the prefix of the run's keys."""
+        """Replies to the admitted processes; returns the prefix of the run's keys."""
         prefix = f"deepspeed/run/{uuid.uuid4().hex}"
         readers = self._store.add(self._key("read"), 0) + len(self._members)
         answer = {"prefix": prefix} if self._decision is None else {"error": self._decision}
@@ -385,7 +385,7 @@ class _Host:
 
 
 def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
-    """Answer to a process that is not admitted."""
+    """The reply to a process that is not admitted."""
     missing = (
         ". If both are one run, give all its processes the same DS_RUN_ID" if not (joining.run and host.run) else ""
     )
@@ -433,7 +433,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
                 logger.warning(
                     f"{joining.name}: rank 0 has not answered at {where} yet; the store there may belong to another run"
                 )
-            # If rank 0 is there, it knows better which ranks are missing.
+            # If rank 0 runs, its message lists the missing ranks.
             if now > deadline + (_LATE_SECONDS if rendezvous is not None else 0.0):
                 raise CommunicationError(
                     f"{joining.name}: nothing came from rank 0 at {where} within {timeout}. Check that all "
@@ -498,7 +498,8 @@ def _pauses(store: Any, ranks: int = 1) -> Callable[[str], None]:
 
     Args:
         store: A torch ``Store``.
-        ranks: Processes that ask the store at once. Thousands of them wait there for the key that a sleep is given.
+        ranks: Processes that poll the store at the same time. Thousands of them wait there for the key that a sleep is
+            given.
     """
     seconds = _SHORTEST_PAUSE
 

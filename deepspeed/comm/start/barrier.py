@@ -78,7 +78,7 @@ class _BarrierRound:
         self.scope = f"{watch.scope}/{self._channel}/{self._index}"
 
     def wait(self, timeout: timedelta, *, has_words: bool = False) -> bytes:
-        """Waits until all ranks have written what they have to say and come here.
+        """Waits until all ranks have written their values and reached this call.
 
         Returns:
             The compressed words of all, which the last one has put together: else each rank would read as many as

@@ -8,7 +8,7 @@ from typing import Any
 
 # Keys in one message.
 _MOST_AT_ONCE = 2048
-# Ranks of a job that ask again and again whether a key is set. More of them wait at the store, which is less work for
+# Ranks of a job that poll for a key. More of them wait at the store, which is less work for
 # it, but for each wait that ends without the key torch prints two lines on every rank.
 MOST_THAT_POLL = 1024
 _POLLS_PER_SECOND = 4_000  # of all ranks, when they have waited for a while: a quarter of what a store answers
@@ -18,7 +18,7 @@ def read_many(store: Any, keys: Sequence[str]) -> list[bytes]:
     """Returns the values of ``keys``, which must all be there.
 
     Args:
-        store: A torch ``Store``; one without calls for several keys is asked for each.
+        store: A torch ``Store``; if it has no calls for several keys, each key is one call.
         keys: Their names.
     """
     if not _has_calls_for_many(store):

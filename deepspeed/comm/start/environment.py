@@ -96,7 +96,7 @@ def find_place(
         default_port: Port when nothing names one.
         discover: Whether variables of Slurm, MPI and clusters count; if not, only torch's do.
         device_count: Number of devices on this host, the last resort for the local rank.
-        mpi_address: Asks MPI for the host name of rank 0; called only when nothing else knows it.
+        mpi_address: Queries MPI for the host name of rank 0; called only when there is no other source.
 
     Raises:
         CommunicationError: The variables contradict each other or an indispensable one is missing.
@@ -251,7 +251,7 @@ def _rendezvous_point(
             "run on one host), or start the script with `deepspeed` or `torchrun`"
         )
     if port is None and default_port == DEFAULT_PORT:
-        # Jobs that share a node must not share a port, and all tasks of a job must agree without talking.
+        # Jobs that share a node must not share a port, and all tasks of a job must agree without communication.
         job = environ.get("SLURM_JOB_ID", "") if slurm else _open_mpi_job(environ) if way.startswith("Open MPI") else ""
         if job:
             port = 15000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 15000

@@ -1,4 +1,4 @@
-"""Where rank 0 of an MPI job runs: asked of MPI's process manager, of mpi4py, or read from a list of hosts."""
+"""Where rank 0 of an MPI job runs: from MPI's process manager, from mpi4py, or from a list of hosts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def find_first_host(environ: Mapping[str, str]) -> str | None:
-    """Returns the name or address of rank 0's host; None if nothing tells. All ranks of the MPI job must call it.
+    """Returns the name or address of rank 0's host; None if no source has it. All ranks of the MPI job must call it.
 
-    mpi4py is asked first where it is installed: a program that has it may start MPI itself, which the process manager
+    mpi4py is tried first where it is installed: a program that has it may start MPI itself, which the process manager
     allows once per process.
 
     Args:

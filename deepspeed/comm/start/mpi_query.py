@@ -1,8 +1,8 @@
-"""Asks MPI's process manager where rank 0 runs, in a process of its own.
+"""Queries MPI's process manager for the host of rank 0, in a separate process.
 
 Run as a program, without the packages of the environment, by every rank at once: rank 0 publishes the host name and
-the address given on its command line, and each rank prints the two. A process that has asked cannot start MPI in the
-same process afterwards, so the ranks do not ask themselves.
+the address given on its command line, and each rank prints the two. A process cannot start MPI after such a query, so
+the ranks do not make it themselves.
 
 ``PMIX_NAMESPACE`` means PMIx (Open MPI 4 and newer, PRRTE), reached through the library that Open MPI brings.
 ``PMI_FD`` means PMI-1 (MPICH, Intel MPI, MVAPICH): lines of text on an open descriptor. Sources: the PMIx standard 4.1,
@@ -34,7 +34,7 @@ class _PmixValue(ctypes.Structure):
     _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p), ("rest", ctypes.c_uint64 * 8))
 
 
-def ask_pmix(mine: str) -> str:
+def query_pmix(mine: str) -> str:
     """Returns what rank 0 has published; rank 0 publishes ``mine``. All ranks must call it.
 
     Raises:
@@ -70,7 +70,7 @@ def _succeed(call: str, status: int) -> None:
         raise OSError(f"{call} returned {status}")
 
 
-def ask_pmi(descriptor: int, rank: int, mine: str) -> str:
+def query_pmi(descriptor: int, rank: int, mine: str) -> str:
     """The same by PMI-1.
 
     Args:
@@ -81,20 +81,20 @@ def ask_pmi(descriptor: int, rank: int, mine: str) -> str:
     Raises:
         OSError: The manager answers with an error, or has gone.
     """
-    _ask(descriptor, "cmd=init pmi_version=1 pmi_subversion=1")
-    space = _ask(descriptor, "cmd=get_my_kvsname")["kvsname"]
+    _query(descriptor, "cmd=init pmi_version=1 pmi_subversion=1")
+    space = _query(descriptor, "cmd=get_my_kvsname")["kvsname"]
     key = _KEY.decode()
     if rank == 0:
         # A value may hold no space.
-        _ask(descriptor, f"cmd=put kvsname={space} key={key} value={mine.replace(' ', '|')}")
-    _ask(descriptor, "cmd=barrier_in")
-    value = _ask(descriptor, f"cmd=get kvsname={space} key={key}")["value"]
-    _ask(descriptor, "cmd=barrier_in")
-    _ask(descriptor, "cmd=finalize")
+        _query(descriptor, f"cmd=put kvsname={space} key={key} value={mine.replace(' ', '|')}")
+    _query(descriptor, "cmd=barrier_in")
+    value = _query(descriptor, f"cmd=get kvsname={space} key={key}")["value"]
+    _query(descriptor, "cmd=barrier_in")
+    _query(descriptor, "cmd=finalize")
     return value.replace("|", " ")
 
 
-def _ask(descriptor: int, line: str) -> dict[str, str]:
+def _query(descriptor: int, line: str) -> dict[str, str]:
     os.write(descriptor, f"{line}\n".encode())
     answer = b""
     while not answer.endswith(b"\n"):
@@ -112,9 +112,9 @@ def main() -> None:
     """Prints what rank 0 has published: ``NAME ADDRESS``."""
     mine = sys.argv[1]
     if os.environ.get("PMIX_NAMESPACE"):
-        text = ask_pmix(mine)
+        text = query_pmix(mine)
     else:
-        text = ask_pmi(int(os.environ["PMI_FD"]), int(os.environ["PMI_RANK"]), mine)
+        text = query_pmi(int(os.environ["PMI_FD"]), int(os.environ["PMI_RANK"]), mine)
     sys.stdout.write(text)
 
 

@@ -2,7 +2,7 @@
 
 Such a machine closes no connection. A rank that waits for its data would wait until the time limit of the collective,
 half an hour, where nothing but the ranks watches the machine: under torchrun, mpirun, srun and Kubernetes. The system
-can probe a connection (TCP keep-alive); torch's store and gloo do not ask for that. A probe is answered by the other
+can probe a connection (TCP keep-alive); torch's store and gloo do not enable that. A probe is answered by the other
 system, so a process that is busy or suspended is not taken for lost.
 """
 

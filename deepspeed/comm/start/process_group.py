@@ -1,4 +1,4 @@
-"""The process group: starting it, adopting an existing one, and asking about ranks.
+"""The process group: starting it, adopting an existing one, and queries about ranks.
 
 ``deepspeed.comm`` keeps no group of its own. Everything sits on torch's global process group, whichever code started
 it, so that a program may mix calls of both libraries and tear the group down with either.
@@ -124,7 +124,7 @@ def init_distributed(
     device = None if serves_host_only(backend) else local_device()
     with probed_connections():
         facts = _start(backend, place, init_method, timeout or default_timeout(), device)
-    # Made now, so that the others hear of the end of a program that does nothing more.
+    # Made now, so that the others notice the end of a program that does nothing more.
     Job.current().watched.watch.may_restart = True
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")

@@ -105,7 +105,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     """Returns the store that rank 0 holds.
 
     Torch would resolve the name again, and stay with an address of it that answers nobody. So it gets the address at
-    which the port is open. A program that takes the connection and says nothing would keep torch for ever.
+    which the port is open. A program that accepts the connection and sends nothing would block torch for ever.
     """
     assert place.address is not None and place.port is not None
     deadline = time.monotonic() + timeout.total_seconds()
@@ -153,7 +153,7 @@ def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_di
     def work() -> None:
         try:
             made.append(make())
-        except RuntimeError:  # no store: the caller knows who is there instead
+        except RuntimeError:  # no store: the caller has the list of processes instead
             return
 
     thread = threading.Thread(target=work, name="deepspeed-rendezvous", daemon=True)

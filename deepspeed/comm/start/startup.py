@@ -42,7 +42,7 @@ class RankInfo:
         device: Kind of its accelerator.
         device_count: Devices it sees.
         version: Of this package.
-        backend: What the group will talk over.
+        backend: Backend and device of the group.
         address: Address of its machine that rank 0's machine sees; empty where there is no route.
         named_address: The first address that its host name means, at which gloo listens; empty for an unknown name.
     """
@@ -63,7 +63,7 @@ def own_facts(local_rank: int, backend: str, rendezvous_host: str | None = None)
 
     Args:
         local_rank: Its rank on the machine.
-        backend: What the group will talk over.
+        backend: Backend and device of the group.
         rendezvous_host: Name or address of rank 0's machine; None where a file serves instead.
     """
     from deepspeed.accelerator import get_accelerator

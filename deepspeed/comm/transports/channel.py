@@ -77,7 +77,7 @@ class Channel:
         self._count = 0
 
     def __deepcopy__(self, memo: Any) -> Channel:
-        return self  # a copied model talks to the same ranks
+        return self  # a copied model communicates with the same ranks
 
     @property
     def transport(self) -> Transport:

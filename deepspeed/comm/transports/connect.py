@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.axes import DATA
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.message_queue import MessageQueue
-from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
+from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, exchange_nodes
 from deepspeed.comm.host.shared_exchange import SameHostTransport, same_host_sums
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
 from deepspeed.comm.job.new_groups import Owner, ProcessGroups
@@ -192,7 +192,7 @@ class Connector:
                 f"{HIERARCHICAL}: expected every rank to be data-parallel, found {everyone.size} data-parallel "
                 f"ranks of {self._ranks.size_of()}. Leave the mpu out, or the key"
             )
-        nodes = ask_for_nodes(everyone, os.environ, groups)
+        nodes = exchange_nodes(everyone, os.environ, groups)
         if isinstance(nodes, str):
             log_dist(f"{HIERARCHICAL} has no effect: {nodes}")
             return plain

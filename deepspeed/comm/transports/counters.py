@@ -1,4 +1,4 @@
-"""Counts what is sent, by collective and axis: what the schedule asked for, and what the backend ran for it.
+"""Counts what is sent, by collective and axis: what the schedule requested, and what the backend ran for it.
 
 Both columns are kept because they differ where a backend has something faster than the collective of that name (on gloo
 an all-gather is a set of sends and receives).
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 PROGRAM = "program"
-"""The axis of what a program asks for itself, by ``deepspeed.comm``."""
+"""The axis of what a program requests itself, by ``deepspeed.comm``."""
 
 
 @dataclass
@@ -33,23 +33,23 @@ class Tally:
 class TrafficCounter:
     """Traffic since the last :meth:`reset`, by name of the collective and by axis, the name of the ranks it is between.
 
-    Bytes of ``asked`` are those of the *full* buffer of the collective, the figure that the ZeRO paper counts (an
+    Bytes of ``requested`` are those of the *full* buffer of the collective, the figure that the ZeRO paper counts (an
     all-gather of n elements counts n, a reduce-scatter of n counts n, an all-reduce counts 2n); bytes of ``ran`` are
     what this rank has sent.
 
     Attributes:
-        asked_along: Collectives of the schedule, by ``(name, axis)``.
+        requested_along: Collectives of the schedule, by ``(name, axis)``.
         ran_along: What the backend ran, in the same form.
     """
 
     def __init__(self) -> None:
-        self.asked_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
+        self.requested_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
         self.ran_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
 
     @property
-    def asked(self) -> dict[str, Tally]:
+    def requested(self) -> dict[str, Tally]:
         """Collectives of the schedule by name, over all axes; a name that did not occur is zero."""
-        return _over_axes(self.asked_along)
+        return _over_axes(self.requested_along)
 
     @property
     def ran(self) -> dict[str, Tally]:
@@ -58,12 +58,12 @@ class TrafficCounter:
 
     def reset(self) -> None:
         """Starts again from zero."""
-        self.asked_along.clear()
+        self.requested_along.clear()
         self.ran_along.clear()
 
-    def record_asked(self, name: str, nbytes: int, axis: str) -> None:
+    def record_requested(self, name: str, nbytes: int, axis: str) -> None:
         """Notes a collective of the schedule."""
-        self.asked_along[name, axis].add(nbytes)
+        self.requested_along[name, axis].add(nbytes)
 
     def record_ran(self, name: str, nbytes: int, axis: str, calls: int = 1) -> None:
         """Notes what the backend ran."""
@@ -73,7 +73,7 @@ class TrafficCounter:
         """``(column, name, calls, bytes)`` for each name, both columns."""
         return [
             (column, name, tally.calls, tally.nbytes)
-            for column, tallies in (("asked", self.asked), ("ran", self.ran))
+            for column, tallies in (("requested", self.requested), ("ran", self.ran))
             for name, tally in sorted(tallies.items())
         ]
 

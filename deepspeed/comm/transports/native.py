@@ -166,7 +166,7 @@ class NativeTransport(Transport):
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("all_gather", nbytes, self.axis)
+        traffic.record_requested("all_gather", nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
         traffic.record_ran("all_gather_into_tensor", nbytes // self.size, self.axis)
@@ -177,7 +177,7 @@ class NativeTransport(Transport):
     @timed("reduce_scatter_tensor")
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("reduce_scatter", nbytes, self.axis)
+        traffic.record_requested("reduce_scatter", nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
         traffic.record_ran("reduce_scatter_tensor", nbytes, self.axis)
@@ -190,7 +190,7 @@ class NativeTransport(Transport):
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("all_reduce", 2 * nbytes, self.axis)
+        traffic.record_requested("all_reduce", 2 * nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
         traffic.record_ran("all_reduce", 2 * nbytes, self.axis)
@@ -204,7 +204,7 @@ class NativeTransport(Transport):
         self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
     ) -> Work:
         nbytes = (sum(sent) - sent[self.rank]) * (source[:1].numel() if source.numel() else 0) * source.element_size()
-        traffic.record_asked("all_to_all", nbytes, self.axis)
+        traffic.record_requested("all_to_all", nbytes, self.axis)
         traffic.record_ran("all_to_all_single", nbytes, self.axis)
         work = self.group.alltoall_base(out, source, list(received), list(sent))
         return self._work(work, "all_to_all", self.next_move(label), label, None, (source, out))
@@ -214,7 +214,7 @@ class NativeTransport(Transport):
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
         nbytes = flat.numel() * flat.element_size()
         sent = nbytes - nbytes // self.size
-        traffic.record_asked("swap", sent, self.axis)
+        traffic.record_requested("swap", sent, self.axis)
         traffic.record_ran("all_to_all_single", sent, self.axis)
         work = self.group.alltoall_base(out, flat, [], [])
         return self._work(work, "reduce", key, label, None, (flat, out))
@@ -222,7 +222,7 @@ class NativeTransport(Transport):
     @override
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("all_gather", nbytes, self.axis)
+        traffic.record_requested("all_gather", nbytes, self.axis)
         traffic.record_ran("all_gather_into_tensor", nbytes // self.size, self.axis)
         work = self.group._allgather_base(flat, self.my_slice(flat))
         return self._work(work, "reduce", key, label, None, flat)
@@ -262,7 +262,7 @@ class NativeTransport(Transport):
             elif transfer.target == self.rank != transfer.source:
                 between.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=transfer.source))
             nbytes += tensor.numel() * tensor.element_size() if transfer.source == self.rank else 0
-        traffic.record_asked("move", nbytes, self.axis)
+        traffic.record_requested("move", nbytes, self.axis)
         traffic.record_ran("broadcast or send", nbytes, self.axis, len(works) + len(between))
         if between:
             works += dist.batch_isend_irecv(between)

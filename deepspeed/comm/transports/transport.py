@@ -1,6 +1,6 @@
 """How slices of flat buffers are sent between the ranks of one group.
 
-Numeric code asks for three things: fill a buffer from everybody's slice (*gather*), reduce a buffer to the owner of
+Numeric code requests three things: fill a buffer from everybody's slice (*gather*), reduce a buffer to the owner of
 each slice (*reduce-scatter*), reduce a buffer to everybody (*all-reduce*). Each returns a ``Work``, whose ``wait`` may
 be called more than once. A transport is chosen once per group (``deepspeed.comm.transports.connect``):
 

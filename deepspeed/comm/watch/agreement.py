@@ -5,9 +5,9 @@ raise the same ``DivergenceError`` on all ranks before any data moves. A rank th
 nothing. A rank about to leave the order enters the exchange; if all ranks do so with the same wish, recording starts
 again. If some do not, they and it wait for each other, which ``comm.watch.watchdog`` finds out.
 
-Where different wishes are *served*, two more exchanges per segment make that good: at its start the ranks compare what
-they know of it, and at its end they meet until no rank wishes anything more. Each exchange tells every rank what all
-others want, and all take part in the gathers of it.
+Where different wishes are *served*, two more exchanges per segment make that good: at its start the ranks compare their
+records of it, and at its end they exchange requests until there are none. Each exchange contains the requests of all
+ranks, and all take part in the gathers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Whether layers of this job talk to other ranks in the middle of a backward.
+"""Records whether layers of this job communicate with other ranks in the middle of a backward.
 
-A rank that waits there for the reduction of a bucket may wait for one that needs an exchange with it first: a peer
-holds a bucket back in which it has unused parameters until its backward is over. So where layers communicate, no rank
-waits for a reduction before its own backward is over. Layers say so when they run. It holds from then on for the models
-that contain them (a recomputation may run them in the middle of a backward again), and for all until they have talked,
-or their graph is gone, as a backward may go through several models; other models of the same job are as before.
+A rank that waits there for the reduction of a bucket may wait for a peer that first needs an exchange with it: a peer
+with unused parameters in a bucket delays its reduction until the backward is over. So if layers communicate, no rank
+waits for a reduction before its own backward is over. Layers record it here when they run. From then on it applies to
+the models that contain them, since a recomputation may run them again in the middle of a backward. Until their exchange
+is over, or their graph is freed, it applies to all models, since one backward may pass through several.
 
-Whether gradients may be missing on some ranks decides the order of transfers, which must be equal on all ranks, so that
-holds for the rest of the job. What happens on simulated ranks, or happened before another job began in this
-process, says nothing about it.
+Whether gradients may be missing on some ranks decides the order of transfers, which must be equal on all ranks. So that
+flag stays set for the rest of the job. The record belongs to one job: simulated ranks and later jobs of this process
+have their own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from deepspeed.comm.watch.backward_notes import BackwardComm, BackwardNotes
 
 
 def note(layer: Any, *, uneven: bool = False) -> BackwardComm:
-    """A layer will talk in its backward.
+    """Records that a layer will communicate in its backward.
 
     Args:
         layer: The module.
         uneven: Which of its parameters get a gradient may differ between the ranks.
 
     Returns:
-        What the graph of that backward must keep until then.
+        A token that the graph of that backward must keep until the exchange.
     """
     state, expected = Job.current().backward, BackwardComm()
     state.to_come.add(expected)
@@ -38,7 +38,7 @@ def note(layer: Any, *, uneven: bool = False) -> BackwardComm:
 
 
 def note_anywhere() -> None:
-    """Notes an exchange in a backward whose module is not known. From now on it counts for every model of the job."""
+    """Records an exchange in a backward whose module is not known; from now on it applies to every model of the job."""
     Job.current().backward.is_anywhere = True
 
 
@@ -55,7 +55,7 @@ class BackwardCommTracker:
         self._has_communicating = False
 
     def may_communicate(self) -> bool:
-        """Whether they may; the answer may differ between ranks."""
+        """Returns whether they may; the result may differ between ranks."""
         state = Job.current().backward
         if state.is_anywhere or len(state.to_come):
             return True
@@ -70,5 +70,5 @@ class BackwardCommTracker:
 
 
 def is_uneven() -> bool:
-    """Whether one of them has gradients on some ranks only; equal on all ranks."""
+    """Returns whether some layer may have gradients on some ranks only; equal on all ranks."""
     return Job.current().backward.is_uneven

@@ -21,7 +21,7 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Returns whether a process has ended; False where this process cannot know, as it runs on another machine.
+    """Returns whether a process has ended; False if it runs on another machine, where this process cannot check it.
 
     Args:
         process: What :func:`this_process` returned there.

@@ -1,7 +1,7 @@
-"""Where a rank is in layers that call torch's own collectives, so that the watch can tell who has parted from whom.
+"""Records how far a rank is in layers that call torch's own collectives, so that the watch detects diverged ranks.
 
 Such layers start their transfers inside torch (``DTensor``), and wait for them wherever a result is first used. So no
-wait can be supervised by itself. Instead a rank says which layer, or which backward, it has reached: from there on it
+wait can be supervised by itself. Instead a rank posts which layer, or which backward, it has reached: from there on it
 may need the others at the same place.
 """
 
@@ -31,7 +31,7 @@ class TracePoints:
         Job.current().watched.of(group)  # so that the watch can end the group's waits
 
     def __deepcopy__(self, memo: Any) -> TracePoints:
-        return self  # a copied model talks to the same ranks
+        return self  # a copied model communicates with the same ranks
 
     def reach(self, name: str) -> None:
         """This rank is at ``name``, and continues from there."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_ADVICE = " | "  # in a label: what follows says what to change if ranks wait for each other
+_ADVICE = " | "  # in a label: the text after it says what to change if ranks wait for each other
 _ALIKE = (
     "Every rank must use the same modules and make the same calls. Make the branch depend on data that is equal on all "
     "ranks, or mark the module that holds both branches with deepspeed.utils.set_z3_leaf_modules, so that it is "
@@ -57,7 +57,7 @@ class WaitRecord:
 
 
 def exit_notice_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str | None:
-    """Returns what to say if a rank has left without issuing what is waited for."""
+    """Returns the message for a rank that has left without issuing the awaited transfer."""
     left = sorted(
         rank
         for rank, post in posts.items()
@@ -74,7 +74,7 @@ def exit_notice_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> str
 
 
 def words_for_dead(rank: int, me: int, awaited: WaitRecord) -> str:
-    """Returns what rank ``me`` says where the process of ``rank`` is gone."""
+    """Returns the message of rank ``me`` if the process of ``rank`` has ended."""
     return (
         f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
         f"rank {me} waits for {awaited.words}. Look at the end of the output of rank {rank}, and in the kernel's log "

@@ -1,4 +1,4 @@
-"""Supervises blocking waits, so that ranks that wait for each other in vain say so instead of hanging.
+"""Supervises blocking waits, so that ranks that wait for each other in a deadlock raise instead of hanging.
 
 A job has one watch, and the waits in all its process groups are its affair: a cycle may go through several. Every
 transfer belongs to a channel (an engine's gathers, its reductions, a group's collectives), and on each channel all
@@ -173,12 +173,12 @@ class Watch:
         self.forward_queue.clear()
 
     def supervise(self, connection: Connection) -> None:
-        """Closes ``connection`` when waits are in vain, and tells it when the job is over."""
+        """Closes ``connection`` on a deadlock, and notifies it when the job is over."""
         self._connections[id(connection)] = connection
         self.members.add(connection)
 
     def dismiss(self, connection: Connection) -> None:
-        """Tells ``connection`` that it is over before the job is."""
+        """Notifies ``connection`` that it ends before the job."""
         self._connections.pop(id(connection), None)
         self.members.discard(connection)
         connection.leave()
@@ -277,7 +277,7 @@ class Watch:
     def _stuck_on_device(self) -> WaitRecord | None:
         """Returns the oldest wait of a stream that is not over; None if the driver does not say.
 
-        Forgets those that are over. CUDA refuses to answer while another thread captures a graph.
+        Forgets those that are over. CUDA refuses queries while another thread captures a graph.
         """
         with contextlib.suppress(RuntimeError):
             while self._on_device and self._on_device[0][1].query():
@@ -538,10 +538,10 @@ def _post_exit_notice(reference: weakref.ref[Watch]) -> None:
 
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
     """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
-    goes_on, period = True, _PERIOD
-    while goes_on:
+    is_running, period = True, _PERIOD
+    while is_running:
         wake.wait(period)
         watch = reference()
-        goes_on = watch is not None and watch.look_after_long_wait()
+        is_running = watch is not None and watch.look_after_long_wait()
         period = period if watch is None else watch.period
         del watch

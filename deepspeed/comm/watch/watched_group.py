@@ -162,7 +162,7 @@ class WatchedGroups:
 
     @property
     def watch(self) -> Watch:
-        """The watch of the job, made when it is first asked for. There must be a process group."""
+        """The watch of the job, made when it is first requested. There must be a process group."""
         if self._watch is None:
             drain_gloo_at_exit()
             store, rank = rendezvous_store(), dist.get_rank()
@@ -172,7 +172,7 @@ class WatchedGroups:
         return self._watch
 
     def begin(self) -> None:
-        """Makes the watch, which tells the other ranks of the end of this program. There must be a process group."""
+        """Makes the watch, which posts the end of this program for the other ranks. There must be a process group."""
         self.watch  # noqa: B018
 
     @property
@@ -185,7 +185,7 @@ class WatchedGroups:
         return self.record_of(group).watched
 
     def record_of(self, group: Any = None) -> GroupRecord:
-        """Returns the record of ``group`` (None: all ranks), made when it is first asked for."""
+        """Returns the record of ``group`` (None: all ranks), made when it is first requested."""
         watch = self.watch
         group = dist.group.WORLD if group is None else group
         known = self._records.get(id(group))

@@ -1,4 +1,4 @@
-"""``sparse_attention``: block-sparse attention, for Transformers models and for model code that asks for it."""
+"""``sparse_attention``: block-sparse attention, for Transformers models and for model code that requests it."""
 
 from __future__ import annotations
 

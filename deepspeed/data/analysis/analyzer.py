@@ -151,7 +151,7 @@ class DataAnalyzer:
         if comm.get_rank(group=comm_group) == 0:
             try:
                 self.run_reduce()
-            except Exception as error:  # the others wait: all must hear of it
+            except Exception as error:  # the others wait: all must receive it
                 failure.append(error)
         failures: list[Any] = [None] * comm.get_world_size(group=comm_group)
         comm.all_gather_object(failures, repr(failure[0]) if failure else None, group=comm_group)
@@ -209,7 +209,7 @@ class SampleSource:
 
 
 def walk(source: SampleSource, share: range, metrics: Metrics) -> list[MetricValues]:
-    """Asks every metric about the samples of a share.
+    """Computes every metric of the samples of a share.
 
     Samples count by the rows that come of them, never by the fields of a batch. A batch that is a mapping with
     ``index`` says by itself which samples it has.
@@ -297,7 +297,7 @@ class DistributedDataAnalyzer:
         try:
             share = self._source.share(self._rank, self._ranks)
             found = [each.arrays() for each in walk(self._source, share, self._metrics)]
-        except Exception as error:  # the others wait: all must hear of it
+        except Exception as error:  # the others wait: all must receive it
             failure, found = error, repr(error)
         gathered = self._gather(found)
         self._raise_if(failure, gathered)

@@ -34,7 +34,7 @@ class _ListedBatches(BatchSampler):
 
 
 class _PaddedDataset(Dataset[Any]):
-    """Samples padded to a length that is asked for with them."""
+    """Samples padded to a length that is requested with them."""
 
     def __init__(self, dataset: Any, pad: Callable[[Any, int], Any]) -> None:
         self._dataset, self._pad = dataset, pad

@@ -38,7 +38,7 @@ _CODES: dict[int, type[numpy.generic]] = {
     7: numpy.uint32,
     8: numpy.uint64,
 }
-# Megatron agrees on 1 to 5 and has these for the rest. How many bytes a value takes tells the two apart.
+# Megatron agrees on 1 to 5 and has these for the rest. The number of bytes of a value distinguishes the two.
 _MEGATRON: dict[int, type[numpy.generic]] = {6: numpy.float64, 7: numpy.float64, 8: numpy.uint16}
 
 

@@ -46,7 +46,7 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
         adamw_mode: Without meaning for Adagrad; accepted because integrations pass it to every CPU optimizer.
 
     Raises:
-        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+        ValueError: ``amsgrad`` is requested, or a number is out of range.
     """
 
     _rule = AdagradRule()

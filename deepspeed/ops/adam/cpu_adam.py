@@ -28,7 +28,7 @@ class DeepSpeedCPUAdam(AdamOptimizer):
         fp32_optimizer_states: Keep the moments of 16-bit parameters in fp32; False keeps the parameter's dtype.
 
     Raises:
-        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+        ValueError: ``amsgrad`` is requested, or a number is out of range.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from deepspeed.ops.rules import AdamRule, UpdateRule
 class AdamOptimizer(ElementwiseOptimizer):
     """Adam or AdamW, as ``adam_w_mode`` says.
 
-    The groups carry torch's key ``decoupled_weight_decay`` with the same answer, so that torch's classes understand
-    our state dictionaries; a group or state dictionary that brings another answer does not change ours.
+    The groups carry torch's key ``decoupled_weight_decay`` with the same value, so that torch's classes understand
+    our state dictionaries; a group or state dictionary with another value does not change ours.
     """
 
     _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "adam_w_mode")
@@ -30,7 +30,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
 
         Raises:
-            ValueError: The group asks for AMSGrad.
+            ValueError: The group requests AMSGrad.
         """
         super().add_param_group(param_group)
         self._mark_groups()
@@ -63,7 +63,7 @@ class FusedAdam(AdamOptimizer, ClearsGradients):
         set_grad_none: ``zero_grad()`` drops gradients instead of zeroing them.
 
     Raises:
-        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+        ValueError: ``amsgrad`` is requested, or a number is out of range.
     """
 
     _kept_attributes = (*AdamOptimizer._kept_attributes, "set_grad_none")

@@ -50,7 +50,7 @@ class FusedLamb(KeepsStateDtypes):
         amsgrad: Not available.
 
     Raises:
-        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+        ValueError: ``amsgrad`` is requested, or a number is out of range.
         NotYetSupportedError: ``max_grad_norm`` is above 0.
     """
 
@@ -102,7 +102,7 @@ class FusedLamb(KeepsStateDtypes):
         """Adds a group; keys of other optimizers are kept and without effect.
 
         Raises:
-            ValueError: The group asks for AMSGrad.
+            ValueError: The group requests AMSGrad.
         """
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError("FusedLamb has no AMSGrad variant; remove amsgrad=True")

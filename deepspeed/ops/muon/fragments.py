@@ -5,8 +5,8 @@ orthogonalised there, and the fragments are sent back: two exchanges per round.
 
 Who orthogonalises which matrix, and what is sent to get it there, is pure arithmetic, equal on all ranks.
 
-Every rank knows how the tensors are cut (``SharedTensor``), so every rank can say who holds what, and nothing has to
-be exchanged to agree. Ranks are meant by position here, in the order in which the buffers are cut.
+Every rank has the cuts of all tensors (``SharedTensor``), so every rank can compute which rank holds what, without an
+exchange. Ranks are meant by position here, in the order in which the buffers are cut.
 
 A matrix that lies wholly on one rank stays there if that rank has space; one that is cut goes to the rank that holds
 most of it. No rank gets more than its fair share of elements, within one matrix. Matrices are handled in rounds, so

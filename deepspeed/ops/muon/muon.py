@@ -309,7 +309,7 @@ class Muon(KeepsStateDtypes):
 
 
 def _table_of(run: Tensor, tables: tuple[SegmentTable, ...]) -> SegmentTable:
-    """Returns the table that knows a run.
+    """Returns the table that contains a run.
 
     Raises:
         KeyError: None does.

@@ -97,7 +97,7 @@ class OneBitAdam(ElementwiseOptimizer):
             of all sizes, where the frozen variance then makes giants of the errors of small ones.
 
     Raises:
-        ValueError: A number is out of range, or something is asked for that does not exist.
+        ValueError: A number is out of range, or something is requested that does not exist.
     """
 
     _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "freeze_step", "precondition", "phase")
@@ -148,7 +148,7 @@ class OneBitAdam(ElementwiseOptimizer):
         return 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refused: only an engine knows the other ranks."""
+        """Refused: only an engine has the other ranks."""
         refuse_step(self)
 
 

@@ -62,7 +62,7 @@ class OneBitLamb(FusedLamb):
         factor_threshold: By how much of itself a factor may change in one update.
 
     Raises:
-        ValueError: A number is out of range, or something is asked for that does not exist.
+        ValueError: A number is out of range, or something is requested that does not exist.
     """
 
     precondition = False
@@ -155,7 +155,7 @@ class OneBitLamb(FusedLamb):
         """Returns the factors that make momenta equally large: 1 / their root mean square.
 
         In the publication it is the mean of these over all tensors that is divided. That is one factor on everything
-        that is sent, so it cancels out; without it stages of a pipeline need not ask each other.
+        that is sent, so it cancels out; without it stages of a pipeline need no exchange.
         """
         table = self._attached()
         members = [param for group in self.param_groups for param in group["params"]]

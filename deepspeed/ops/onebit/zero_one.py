@@ -15,7 +15,7 @@ from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
 from deepspeed.ops.rules import AdamRule, Kernel, UpdateRule, scratch
 
-TRAVELLED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
+LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the
 last message, of whose size errors are."""
 
@@ -77,7 +77,7 @@ class ZeroOneRule:
             return self._mean_kernel(group, device)
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
-        beta1, total = float(group["betas"][0]), float(group.get(TRAVELLED) or 1.0)
+        beta1, total = float(group["betas"][0]), float(group.get(LR_EXCHANGED) or 1.0)
         first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
         farthest = farthest_of(group, self._of_variance) if self._is_bounded else math.inf
 
@@ -199,7 +199,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
             rates since ranks came together, and holds for the ranks' own steps in between too.
 
     Raises:
-        ValueError: A number is out of range, or something is asked for that does not exist.
+        ValueError: A number is out of range, or something is requested that does not exist.
     """
 
     _kept_attributes = (
@@ -283,7 +283,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         return 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refused: only an engine knows the other ranks."""
+        """Refused: only an engine has the other ranks."""
         refuse_step(self)
 
 

@@ -6,8 +6,8 @@ Both are plain tensors that can be parameters, buffers or lie in a file; their l
 - Eight bits (:class:`Int8Rows`): symmetric, a scale per output feature.
 - Four bits (:class:`Int4Groups`): a scale and an offset per group of input features. The codes lie as torch's kernel
   for CPUs with AVX-512 reads them, whatever the machine: 64 output features make a block, in which a byte holds the
-  codes of features j (low half) and j + 32 (high half) at one input feature. Where the kernel of a machine wants
-  another order (:func:`_kernel_reads_it` asks it once), the weight is unpacked instead.
+  codes of features j (low half) and j + 32 (high half) at one input feature. If the kernel of a machine needs another
+  order (:func:`_kernel_reads_it` tests it once), the weight is unpacked instead.
 - One to eight bits (:class:`GroupCodes`) as a training with rounded weights left them: codes beside each other and a
   scale for each group. It keeps the trained values exactly.
 """
@@ -29,7 +29,7 @@ class Columns(NamedTuple):
     Attributes:
         start: The first of them.
         stop: One after the last.
-        weight: ``[in_features, stop - start]``, in the dtype that was asked for. Its memory is used again for the next.
+        weight: ``[in_features, stop - start]``, in the dtype that was requested. Its memory is used again for the next.
         scale: ``[stop - start]``, by which the product with ``weight`` is still to be multiplied; None: by nothing.
     """
 

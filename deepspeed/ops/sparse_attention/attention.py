@@ -95,7 +95,7 @@ def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:
 
 
 def _blocks(tensor: torch.Tensor, batch: slice, heads: slice, plan: LayoutPlan) -> torch.Tensor:
-    """``[n, blocks, block * width]`` of some heads of some samples: a view where one sample or all heads are asked."""
+    """``[n, blocks, block * width]`` of some heads of some samples: a view for one sample or for all heads."""
     part = tensor[batch, heads]
     return part.reshape(part.size(0) * part.size(1), plan.blocks, plan.block * tensor.size(-1))
 

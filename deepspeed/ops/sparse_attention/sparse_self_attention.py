@@ -164,7 +164,7 @@ class Layouts:
 
     Args:
         config: The pattern.
-        seed: Of random blocks, so that all ranks and all runs draw the same without telling each other. None: they are
+        seed: Of random blocks, so that all ranks and all runs draw the same without communication. None: they are
             drawn from Python's ``random`` as it is, and all ranks take rank 0's.
     """
 
@@ -175,7 +175,7 @@ class Layouts:
         self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
 
     def layout(self, length: int) -> torch.Tensor:
-        """The pattern's layout for ``length`` tokens, the same on all ranks; without a seed all must ask for it."""
+        """The pattern's layout for ``length`` tokens, the same on all ranks; without a seed all must request it."""
         if length not in self._layouts:
             if len(self._layouts) == _KEPT:
                 oldest = next(iter(self._layouts))

@@ -65,7 +65,7 @@ def heads_of(model: nn.Module) -> int:
     """Attention heads of a Transformers model.
 
     Raises:
-        DeepSpeedConfigError: It is none, or its configuration does not tell.
+        DeepSpeedConfigError: It is none, or its configuration does not say which.
     """
     config: Any = getattr(model, "config", None)
     if not takes_attention_by_name(model) or not is_library_config(config):
@@ -105,7 +105,7 @@ def _attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers asks for it.
+    """Attention as transformers requests it.
 
     Args:
         module: The layer.

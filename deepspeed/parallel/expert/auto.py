@@ -65,7 +65,7 @@ def spread_experts(
         The parameters that are new objects; the others were cut in place, so that optimizers keep them.
 
     Raises:
-        DeepSpeedConfigError: The model has no such module, or what the section asks for is not what it is.
+        DeepSpeedConfigError: The model has no such module, or what the section requests is not what it is.
     """
     _check_preset(model, section)
     found = _found_by_stages(model, section, device)

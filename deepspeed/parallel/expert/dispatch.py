@@ -268,7 +268,10 @@ def _dtype_of(results: Sequence[torch.Tensor], x: torch.Tensor) -> torch.dtype:
 
 
 def _dtype_on_the_way(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of rows that are sent. A rank without rows cannot know what the others' experts return."""
+    """Returns the dtype of rows that are sent.
+
+    A rank without rows cannot compute the shapes that the others' experts return.
+    """
     is_cast = torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 

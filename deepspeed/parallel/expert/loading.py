@@ -1,8 +1,8 @@
 """Mixtures of experts read from files so that no rank ever holds more than its share and one layer.
 
 The model is built without values and its experts are cut before anything is read. Of weights that a file has expert by
-expert the others' are not read at all, of stacked ones only this rank's slice. How names and forms in files become
-those of the model is asked of the Transformers library. At ZeRO stage 3 a module is sharded as soon as it is filled.
+expert the others' are not read at all, of stacked ones only this rank's slice. Names and shapes in files are converted
+to those of the model by the Transformers library. At ZeRO stage 3 a module is sharded as soon as it is filled.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ messages the sender has taken that came the other way), the description where it
 tensors lie in one packet with the header; others are sent one by one, byte by byte from where they lie.
 
 Receives are posted ahead: headers and packets for the next two messages, as no computation should wait for these, other
-tensors for the next message only, as their buffers are large. Both sides know from the messages so far what is posted:
-the layout of the message two before, if that was the layout of its predecessor too. The tensors of a message with
-another layout follow separately, and zeros fill what was posted, since a posted receive cannot be taken back. Sends
-never block; what they carry is kept until it has left.
+tensors for the next message only, as their buffers are large. Both sides derive from the messages so far which receives
+are posted: the layout of the message two before, if that was the layout of its predecessor too. The tensors of a
+message with another layout follow separately, and zeros fill what was posted, since a posted receive cannot be taken
+back. Sends never block; what they carry is kept until it has left.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class ChannelSender:
                 nbytes, count = nbytes + size, count + 1
                 if (work := self._transport.send(tensor, what)) is not None:
                     works.append((work, what))
-        traffic.record_asked("send", nbytes, PIPE)
+        traffic.record_requested("send", nbytes, PIPE)
         traffic.record_ran("send", nbytes, PIPE, count)
         if works or self._leaving:  # they are released in order
             self._leaving.append(_SentMessage(ticket, micro_batch, works, sent))
@@ -352,7 +352,7 @@ class ChannelReceiver:
         self.expected = self.taken = 0
 
     def expect(self, count: int) -> None:
-        """Says how many messages a step has, and posts the first receives."""
+        """Sets the number of messages of a step, and posts the first receives."""
         self.expected = count
         self._post()
 

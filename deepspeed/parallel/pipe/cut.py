@@ -69,8 +69,8 @@ def best_cut(
 ) -> Cut:
     """Finds the cut with the least step time among those whose stages fit.
 
-    The search begins with the cuts whose dearest chunk is cheapest, in time and in bytes, and shifts neighbouring
-    bounds while that helps, each time asking the simulator. No chunk is left without a layer.
+    The search begins with the cuts whose most expensive chunk is cheapest, in time and in bytes, and shifts
+    neighbouring bounds while that helps, simulating each cut. No chunk is left without a layer.
 
     Args:
         layers: The costs of each layer.
@@ -148,7 +148,7 @@ class _Search:
         return (self._excess(peaks), step_time, sum(time**2 for time in busy)), Cut(bounds, step_time, peaks)
 
     def _least(self, bounds: tuple[int, ...]) -> tuple[float, float]:
-        """No more than the first two of the value, without asking the simulator."""
+        """No more than the first two of the value, without simulating."""
         chunks = self._chunks(bounds)
         forward = [0.0, *accumulate(chunk.forward for chunk in chunks)]
         backward = [0.0, *accumulate(chunk.backward for chunk in chunks)]

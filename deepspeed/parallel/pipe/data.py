@@ -1,6 +1,7 @@
 """Where the micro-batches of a pipeline come from, and the ranks' word to each other that all of them have enough.
 
-Whether the ranks of one copy of a pipeline have the same samples is asked too: each says two numbers of its items.
+It also compares whether the ranks of one copy of a pipeline have the same samples: each sends two numbers computed from
+its items.
 
 The first stage computes from the inputs and the last one from the labels, which every rank loads for itself. So loaders
 in another order (a shuffle by another seed, a sampler that counts the stages as data ranks) train on inputs with the
@@ -35,11 +36,11 @@ class DataAgreement(NamedTuple):
     """Holds what the ranks have agreed on about the data of a step.
 
     Attributes:
-        labels_travel: Labels are sent from the first stage, as the last one has no data.
+        sends_labels: Labels are sent from the first stage, as the last one has no data.
         label_numel: Elements of the labels of one copy of the model, in the step; of the copy with most of them.
     """
 
-    labels_travel: bool
+    sends_labels: bool
     label_numel: int
 
 
@@ -112,9 +113,9 @@ def agree_on_data(
         needs_labels: The last stage has a use for labels.
 
     Returns:
-        Waits for what the others say, and returns what was found. It raises DataError if some rank makes another call,
-        has too few items, another number of micro-batches, or other samples than the rest of its copy of the model; the
-        same on every rank.
+        Waits for the numbers of the other ranks, and returns the agreement. It raises DataError if some rank makes
+        another call, has too few items, another number of micro-batches, or other samples than the rest of its copy of
+        the model; the same on every rank.
     """
     ready, prints, numel = _PULLS_NOT, (0, 0), 0
     if feed is not None:
@@ -163,8 +164,8 @@ def _agreement(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: s
             "labels then are sent. Where a stage does not need inputs or labels, None may stand for them"
         )
     mine_at_last = mesh.group(rank, PIPE)[-1]
-    labels_travel = last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE
-    return DataAgreement(labels_travel, max(row[-2] for row in rows))
+    sends_labels = last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE
+    return DataAgreement(sends_labels, max(row[-2] for row in rows))
 
 
 def parts_of(item: Any) -> tuple[Any, Any]:
@@ -193,12 +194,12 @@ def fingerprints(items: Iterable[Any]) -> tuple[int, int]:
     """Returns a fingerprint of all inputs and one of all labels.
 
     Args:
-        items: Pairs ``(inputs, labels)``; what is no pair says nothing.
+        items: Pairs ``(inputs, labels)``; an item that is not a pair gives 0.
 
     Returns:
-        Numbers that are equal for equal tensors in host memory, and, all but surely, different for others; 0 where
-        there is nothing to tell samples apart: no tensor, or only tensors of zeros or ones, as programs give in the
-        place of what a stage does not need.
+        Numbers that are equal for equal tensors in host memory, and, all but surely, different for others; 0 if nothing
+        distinguishes samples: no tensor, or only tensors of zeros or ones, as programs give in the place of what a
+        stage does not need.
     """
     found = [0, 0]
     for item in items:

@@ -122,7 +122,7 @@ class Interpreter:
         self._has_ends = stage_of[0] == transports.stage, stage_of[-1] == transports.stage
         self._wrap: Callable[[type, Handler], Handler] | None = None
         self._items: list[Any] = []
-        self._labels_travel = False
+        self._sends_labels = False
         self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
         self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
 
@@ -169,7 +169,7 @@ class Interpreter:
             first = list(takewhile(_is_local, commands)) if self._compute.may_begin() else []
             self._execute(first, handlers)
             self.at = "pulling data"
-            self._labels_travel = self._compute.agree()
+            self._sends_labels = self._compute.agree()
             with self.transports.batch():
                 self._execute(commands[len(first) :], handlers)
                 self.at = "waiting until everything sent has left"
@@ -228,7 +228,7 @@ class Interpreter:
         if chunk == 0:
             buffers["inputs"][buffer_id], buffers["labels"][buffer_id] = self._items[micro_batch]
             self._items[micro_batch] = (None, buffers["labels"][buffer_id])
-        if chunk == len(self.stage_of) - 1 and not self._labels_travel and self._items:
+        if chunk == len(self.stage_of) - 1 and not self._sends_labels and self._items:
             buffers["labels"][buffer_id] = self._items[micro_batch][1]
         inputs = writable(buffers["inputs"][buffer_id])
         outputs = self._compute.compute_forward(chunk, micro_batch, inputs, buffers["labels"][buffer_id])
@@ -238,7 +238,7 @@ class Interpreter:
     def _exec_send_activations(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("send activation", arguments)
         value = self.pipe_buffers["outputs"][buffer_id]
-        if self._labels_travel:
+        if self._sends_labels:
             value = (value, to_device(self.pipe_buffers["labels"][buffer_id], self._device))
         self._send(ACTIVATIONS, self._peer(arguments, 1), chunk + 1, micro_batch, value)
         self.pipe_buffers["outputs"][buffer_id] = None  # backward needs those with gradients only
@@ -246,7 +246,7 @@ class Interpreter:
     def _exec_recv_activations(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("receive activation", arguments)
         value = self._receive(ACTIVATIONS, self._peer(arguments, -1), chunk, micro_batch)
-        if self._labels_travel:
+        if self._sends_labels:
             value, self.pipe_buffers["labels"][buffer_id] = value
         self.pipe_buffers["inputs"][buffer_id] = value
 

@@ -91,7 +91,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         added_losses: What layers added with ``add_loss`` when a program called the module itself: 0-dim, fp32, by name.
 
     Raises:
-        DeepSpeedConfigError: The layers cannot be cut as asked for, or the ranks do not make up the stages.
+        DeepSpeedConfigError: The layers cannot be cut as requested, or the ranks do not make up the stages.
     """
 
     is_pipeline = True

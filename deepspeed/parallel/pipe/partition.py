@@ -180,7 +180,7 @@ def counted_costs(
 
 
 class _AnswerMode(TorchDispatchMode):
-    """Answers what a layer reads: numbers are 1, and questions whether a mask is all true are answered so."""
+    """Replaces values that a layer reads: numbers are 1, and tests whether a mask is all true are true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

@@ -27,7 +27,7 @@ from deepspeed.parallel.pipe.schedule.simulate import Timeline, Times, simulate
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Prints; the exit code is 2 if what was asked for is not possible.
+    """Prints; the exit code is 2 if what was requested is not possible.
 
     Args:
         args: The command line; None means that of this process.

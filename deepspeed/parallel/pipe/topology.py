@@ -1,4 +1,4 @@
-"""The ranks of a job along named axes, and where one stands, under the names that pipeline programs ask for."""
+"""The ranks of a job along named axes, and where one stands, under the names that pipeline programs request."""
 
 from __future__ import annotations
 

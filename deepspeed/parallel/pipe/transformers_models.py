@@ -27,7 +27,7 @@ from deepspeed.models.building import build_without_values
 from deepspeed.models.configurations import counts_routers, longest_sequence_of
 from deepspeed.models.head import IGNORED
 from deepspeed.models.parts import ModelPart
-from deepspeed.models.shell import Heard, Recording, Routers, Shell, record_routers, recorded_routers
+from deepspeed.models.shell import Recording, RouterOutputs, Routers, Shell, record_routers, recorded_routers
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding
 
@@ -69,7 +69,7 @@ def next_token_loss(outputs: Any, labels: Any, *, losses: TokenLosses | None = N
         token_mean: Return the sum over tokens and their number, so that the update takes the mean over all its tokens.
 
     Returns:
-        The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss. With ``token_mean``
+        The loss, 0-dim; where routers count ``(loss, metrics)``, which are both parts of the loss. With ``token_mean``
         ``(sum, count)`` or ``(sum, count, metrics)``.
     """
     logits, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
@@ -229,12 +229,12 @@ class _Plan:
     def layers(self) -> list[Any]:
         """Returns the row."""
         found, base, blocks = self._anatomy, self._anatomy.decoder_path, self._anatomy.block_lists[0]
-        hears_routers = counts_routers(self._skeleton.config)
+        records_routers = counts_routers(self._skeleton.config)
         embedding = self._part(found.embedding_path)
         row: list[Any] = [LayerSpec(_Embed, embedding)]
         elsewhere = (found.embedding_path.removeprefix(f"{base}."), *self._tail)
-        row.append(LayerSpec(_FirstLayers, self._part(base), blocks, elsewhere, hears_routers=hears_routers))
-        routers = recorded_routers(found.decoder) if hears_routers else None
+        row.append(LayerSpec(_FirstLayers, self._part(base), blocks, elsewhere, records_routers=records_routers))
+        routers = recorded_routers(found.decoder) if records_routers else None
         for i in range(len(found.blocks)):
             row.append(LayerSpec(_Block, self._part(base, blocks, str(i)), i, routers))
         row += [LayerSpec(_Norm, self._part(base, name)) for name in self._tail]
@@ -268,7 +268,7 @@ def _tied_logits(embedding: Any, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(hidden, embedding.weight)
 
 
-def _with_routers(value: Any) -> tuple[torch.Tensor, Heard]:
+def _with_routers(value: Any) -> tuple[torch.Tensor, RouterOutputs]:
     """Returns hidden states and routers' outputs, as the layer before returns them."""
     return value if isinstance(value, tuple) else (value, None)
 
@@ -294,7 +294,7 @@ class _Embed(nn.Module):
         return {**given, "inputs_embeds": self.part(tokens)}
 
 
-Travelling = tuple[torch.Tensor, list[Any], list[Any], Heard]
+StageValue = tuple[torch.Tensor, list[Any], list[Any], RouterOutputs]
 """Between blocks: hidden states, what blocks are called with, which of it each takes, and routers' outputs."""
 
 
@@ -305,10 +305,10 @@ class _FirstLayers(nn.Module):
     _recording: Recording
 
     def __init__(
-        self, part: ModelPart, blocks: str, elsewhere: tuple[str, ...], *, hears_routers: bool = False
+        self, part: ModelPart, blocks: str, elsewhere: tuple[str, ...], *, records_routers: bool = False
     ) -> None:
         super().__init__()
-        self._hears_routers = hears_routers
+        self._records_routers = records_routers
 
         def child(name: str) -> nn.Module:
             made: nn.Module = nn.Identity() if name in elsewhere else part.inside(name).get()
@@ -317,7 +317,7 @@ class _FirstLayers(nn.Module):
         self.__dict__["_recording"] = recording = Recording(part.original(), blocks, child)
         self.part = recording.decoder
 
-    def forward(self, value: dict[str, Any]) -> Travelling:
+    def forward(self, value: dict[str, Any]) -> StageValue:
         calls = self._recording.calls(**value)
         values: list[Any] = []
         places: dict[int, int] = {}
@@ -332,8 +332,8 @@ class _FirstLayers(nn.Module):
             ([place(item) for item in arguments], {name: place(item) for name, item in named.items()})
             for _, arguments, named in calls
         ]
-        router_outputs: Heard = None
-        if self._hears_routers:
+        router_outputs: RouterOutputs = None
+        if self._records_routers:
             router_outputs = {"attention_mask": value.get("attention_mask"), "router_logits": []}
         return calls[0][0], values, block_arguments, router_outputs
 
@@ -352,7 +352,7 @@ class _Block(nn.Module):
         self._router_logits: list[torch.Tensor] = []
         record_routers(self.part, routers or [], self._router_logits)
 
-    def forward(self, value: Travelling) -> Travelling:
+    def forward(self, value: StageValue) -> StageValue:
         hidden, values, block_arguments, router_outputs = value
         arguments, named = block_arguments[self.number]
         self._router_logits.clear()

@@ -1,6 +1,6 @@
 """Evaluation of whole sequences by the ranks that share them in training, so that what fits there fits here.
 
-Accelerate and the Trainer leave evaluation's batches whole: every rank brings its own and wants its own answer. Each of
+Accelerate and the Trainer leave evaluation's batches whole: every rank passes its own and gets its own result. Each of
 these batches is cut along the sequence and computed by all ranks, one batch after another; then its rank gets the loss,
 and the logits put together.
 """
@@ -39,7 +39,7 @@ _NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
 def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keeps_logits: bool) -> None:
     """Makes a registered model's evaluation shared, in place; nothing happens where its class is none for it.
 
-    Passes without gradients in evaluation that ask for no cache are shared: all ranks of the group must make them
+    Passes without gradients in evaluation that request no cache are shared: all ranks of the group must make them
     together. Generation is left to each rank.
 
     Args:

@@ -85,7 +85,7 @@ def offload_checkpoints(model: nn.Module) -> None:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
 
     Raises:
-        DeepSpeedConfigError: The model knows no checkpointed layers.
+        DeepSpeedConfigError: The model does not support checkpointed layers.
     """
     inner = unwrapped(model)
     if not checkpoint_layers(inner):

@@ -1,6 +1,6 @@
 """Megatron-style layers for sequences of millions of tokens, computed chunk by chunk (FPDT, arXiv 2408.16978).
 
-The names and signatures are those that programs know. A chunk is a run of tokens of the whole sequence. Every rank has
+The names and signatures are upstream's. A chunk is a run of tokens of the whole sequence. Every rank has
 an equal part of each chunk (``FPDT_InputConstruct`` splits them so). Thus the exchange of a chunk gathers consecutive
 tokens, and causal work is the same on all ranks. Neither a fused kernel nor a GPU is needed.
 """
@@ -25,7 +25,7 @@ from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy, gather
 from deepspeed.uncompiled import uncompiled
 
 
-class FPDT_InputConstruct(nn.Module):  # noqa: N801 - the name programs know
+class FPDT_InputConstruct(nn.Module):  # noqa: N801 - upstream's name
     """Splits the tokens of whole sequences over the ranks that share them, an equal part of every chunk to each.
 
     Args:
@@ -255,7 +255,7 @@ class FPDT_LogitsLoss:  # noqa: N801
             lm_output: ``[this rank's tokens, batch, hidden]``.
             labels: ``[batch, this rank's tokens]``; -100 does not count, its loss is 0.
             logit_weights: ``[vocabulary, hidden]``.
-            rank: This rank's place in the group; the group knows it.
+            rank: This rank's place in the group; the group has it.
             spg_size: Ranks of the group; must be that.
             spg: Torch process group of the ranks that share a sequence.
             num_chunk: Number of chunks.

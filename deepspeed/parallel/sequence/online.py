@@ -124,7 +124,7 @@ class Slopes:
         gradient: Of the result, in fp32.
         lse: What the forward found.
         delta: Sum of gradient times result along the width.
-        of_query: What is asked for; the sum so far.
+        of_query: What is requested; the sum so far.
     """
 
     query: torch.Tensor

@@ -14,11 +14,11 @@ from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
 speaks_for_the_mesh = True  # see comm.groups.set_mpu
-_ds_features = ("deepspeed.parallel.sequence.feature",)  # as an mpu it asks for it
+_ds_features = ("deepspeed.parallel.sequence.feature",)  # as an mpu it requests it
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mesh":  # by which deepspeed.initialize takes this module's answers from one place
+    if name == "mesh":  # by which deepspeed.initialize reads this module's values from one place
         return _mesh()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -36,7 +36,7 @@ def tiled(
 
 
 def tile_lengths(tokens: int, tiles: int) -> list[int]:
-    """Tokens of each tile, as equal as can be; as many tiles as are asked for unless there are fewer tokens.
+    """Tokens of each tile, as equal as can be; as many tiles as are requested unless there are fewer tokens.
 
     So ranks whose sequences have different lengths run a function equally often, which sharded parameters need.
 

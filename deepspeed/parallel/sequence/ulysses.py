@@ -1,4 +1,4 @@
-"""Sequence parallelism as Accelerate, the Trainer and training scripts ask for it (ALST, arXiv 2506.13996).
+"""Sequence parallelism as Accelerate, the Trainer and training scripts request it (ALST, arXiv 2506.13996).
 
 Any Transformers model is given it through the library's own two registries. Only the model that was registered has the
 implementation's name in its configuration; other models of the process are left as they are.
@@ -33,8 +33,8 @@ from deepspeed.models.attention import (
     attention_name,
     check_use_of_attention,
     configured_modules,
+    has_attention,
     known_attention_names,
-    knows_attention,
     name_attention,
     names_attention,
     own_configurations,
@@ -482,7 +482,7 @@ def core_of(config: Any, core: str | None, what: str) -> str:
     """
     own = attention_name(config)
     core = core or (own if own not in (None, NAME) else "sdpa")
-    is_known = knows_attention(core)
+    is_known = has_attention(core)
     if core in NEEDS_WHOLE_MASKS:
         raise DeepSpeedConfigError(
             f'{what}: the attention implementation "{core}" works on masks of tokens by tokens, whose size grows with '

@@ -1,4 +1,4 @@
-"""Cuts a model over the tensor axis of the job, as the configuration asks, before an engine takes it.
+"""Cuts a model over the tensor axis of the job, as configured, before an engine takes it.
 
 One small forward and backward before the cut and one after it show whether the cut model computes what the whole did.
 
@@ -59,7 +59,7 @@ from deepspeed.zero.address import full_numel, full_shape
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.tiling.parts import mark_owners, part_owners_of
 
-CUT = "ds_autotp_parsed"  # the name that programs ask for
+CUT = "ds_autotp_parsed"  # the name that programs request
 _COPIES = "tensor copies"
 
 
@@ -107,7 +107,7 @@ class LayerConnection:
         return cls(weakref.ref(job), channel, replicas, data)
 
     def __deepcopy__(self, memo: Any) -> LayerConnection:
-        return replace(self)  # a copied model talks to the same ranks
+        return replace(self)  # a copied model communicates with the same ranks
 
     @property
     def is_over(self) -> bool:
@@ -414,7 +414,7 @@ def _become_part(model: nn.Module, known: CutModel, place: int) -> None:
 
 
 BY_DEFAULT_BELOW = 300_000_000
-"""Parameters of a model that is compared without being asked to."""
+"""Largest number of parameters of a model that is compared by default."""
 _ROWS, _LENGTH = 2, 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 _COARSE = 0.1  # for 16-bit types, whose sums are rounded at every rank
@@ -422,7 +422,7 @@ _COARSE = 0.1  # for 16-bit types, whose sums are rounded at every rank
 
 @dataclass
 class ConsistencyCheck:
-    """A model's answers before the cut.
+    """A model's outputs and gradients before the cut.
 
     Attributes:
         inputs: Keyword arguments of its forward.
@@ -438,10 +438,10 @@ class ConsistencyCheck:
     def before(
         cls, model: nn.Module, layout: Layout, section: TensorParallel, device: torch.device
     ) -> ConsistencyCheck | None:
-        """Asks the whole model; None where it is too large, sharded, elsewhere, or takes inputs that cannot be made up.
+        """Runs the whole model; None where it is too large, sharded, elsewhere, or takes inputs that cannot be made up.
 
         Raises:
-            DeepSpeedConfigError: ``verify`` is set, and the whole model cannot be asked.
+            DeepSpeedConfigError: ``verify`` is set, and the whole model cannot be run.
         """
         if section.verify is False:
             return None
@@ -457,18 +457,20 @@ class ConsistencyCheck:
             inputs["labels"] = inputs["input_ids"]  # logits stay cut then, the loss does not
         cut = set(layout.parameters)
         whole = {n: p for n, p in model.named_parameters() if n not in cut and p.requires_grad}
-        output, gradients = _ask(model, inputs, whole)
+        output, gradients = _output_and_gradients(model, inputs, whole)
         return cls(inputs, output, gradients)
 
     def after(self, model: nn.Module, channel: Channel) -> None:
-        """Asks the cut model and compares. All ranks that share its layers must call it, and decide alike.
+        """Runs the cut model and compares. All ranks that share its layers must call it, and decide alike.
 
         Raises:
             DeepSpeedConfigError: It computes something else.
         """
         by_name = dict(model.named_parameters())
         try:
-            output, gradients = _ask(model, self.inputs, {name: by_name[name] for name in self.gradients})
+            output, gradients = _output_and_gradients(
+                model, self.inputs, {name: by_name[name] for name in self.gradients}
+            )
         except (RuntimeError, ValueError, IndexError) as error:
             raise DeepSpeedConfigError(
                 f"tensor_parallel.verify: the cut {type(model).__name__} cannot compute: {error}. A module keeps a "
@@ -531,7 +533,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _ask(
+def _output_and_gradients(
     model: nn.Module, inputs: dict[str, Any], whole: dict[str, nn.Parameter]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the model's output and the gradients of ``whole`` for a loss that looks at every element."""

@@ -1,6 +1,6 @@
 """From rules to cuts: which intervals of which dimension of every parameter each rank gets. Names and shapes only.
 
-Nothing here touches values, devices or processes, so the planner can ask the same questions.
+Nothing here touches values, devices or processes, so the planner can use the same functions.
 """
 
 from __future__ import annotations

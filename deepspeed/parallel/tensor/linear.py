@@ -288,8 +288,8 @@ class _MadeFromLinear(nn.Linear):
 class ColumnLinear(_MadeFromLinear):
     """A linear layer with some of the output features.
 
-    All ranks of the group must make it, from layers with equal values. With a group of more than one rank tell
-    ``initialize(mpu=...)`` which ranks share layers.
+    All ranks of the group must make it, from layers with equal values. With a group of more than one rank, pass
+    ``initialize(mpu=...)`` an mpu with the ranks that share layers.
 
     Args:
         module: The whole layer, ``[out, in]``. Its parameters become this layer's, and keep this rank's rows.
@@ -320,8 +320,8 @@ class ColumnLinear(_MadeFromLinear):
 class RowLinear(_MadeFromLinear):
     """A linear layer with some of the input features, whose output is summed over the ranks.
 
-    All ranks of the group must make it, from layers with equal values. With a group of more than one rank tell
-    ``initialize(mpu=...)`` which ranks share layers.
+    All ranks of the group must make it, from layers with equal values. With a group of more than one rank, pass
+    ``initialize(mpu=...)`` an mpu with the ranks that share layers.
 
     Args:
         module: The whole layer, ``[out, in]``. Its parameters become this layer's; the weight keeps this rank's

@@ -1,4 +1,4 @@
-"""``tp_model_init`` and ``set_autotp_mode``: what a program asks for beside the configuration."""
+"""``tp_model_init`` and ``set_autotp_mode``: what a program requests beside the configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorParallelRequest:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Says that ``initialize`` shall cut a model over ``tp_size`` ranks. Communicates nothing and cuts nothing yet.
+    """Requests that ``initialize`` cuts a model over ``tp_size`` ranks. Communicates nothing and cuts nothing yet.
 
     Args:
         model: The model.
@@ -107,7 +107,7 @@ def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
 
 
 def group_was_given(model: nn.Module) -> bool:
-    """Returns whether :func:`tp_model_init` was told the ranks that share the layers of a model."""
+    """Returns whether :func:`tp_model_init` was given the ranks that share the layers of a model."""
     request: TensorParallelRequest | None = model.__dict__.get(_REQUEST)
     return request is not None and request.ranks is not None
 

@@ -1,6 +1,6 @@
 """Which layers are cut, and how: what the user writes, what the model's own plan says, what its structure shows.
 
-Sources are asked in that order, and the first one that has rules decides. A user's rules are completed by a preset
+Sources are tried in that order, and the first one that has rules decides. A user's rules are completed by a preset
 where both are given; rules that only leave layers whole are exceptions from what the model says. The result is a rule
 for every module or parameter that is not left whole, by its name.
 """

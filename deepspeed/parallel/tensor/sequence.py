@@ -34,12 +34,12 @@ _DIM = 1
 
 @dataclass
 class CutSequence:
-    """Says whether activations between regions are cut along the sequence now.
+    """Returns whether activations between regions are cut along the sequence now.
 
     Attributes:
         channel: The ranks.
         is_cut: False in an evaluation whose length the ranks do not divide, which continues with whole activations.
-        must_divide: Evaluations must be divided too: the stages of a pipeline do not know of each other's.
+        must_divide: Evaluations must be divided too: the stages of a pipeline do not have each other's.
     """
 
     channel: Channel

@@ -302,7 +302,7 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
 
 
 class _NoValues(TorchDispatchMode):
-    """Answers questions about single values of meta tensors with zero: whether an input is padded, for example."""
+    """Returns zero for single values of meta tensors: whether an input is padded, for example."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

@@ -61,7 +61,7 @@ class ParallelLayout:
             gathered; embedding and head are gathered together and stay so until the end of the backward, and their
             gradients wait for it.
         keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
-            ``torch.distributed.pipelining`` does unless it is told not to return them.
+            ``torch.distributed.pipelining`` does unless it is set not to return them.
         summed_bytes: Of an element of the gradients that are kept until the update; None: ``gradient_bytes``.
     """
 

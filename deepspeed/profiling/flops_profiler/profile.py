@@ -101,7 +101,7 @@ class ForwardProfile:
         for parameter in module.parameters(recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
-                # While ZeRO-3 shards it, a parameter is empty and knows its full size as ds_numel.
+                # While ZeRO-3 shards it, a parameter is empty and has its full size in ds_numel.
                 node.own_params += int(getattr(parameter, "ds_numel", parameter.numel()))
         for child_name, child in module.named_children():
             if child in self._of:
@@ -163,7 +163,7 @@ class ForwardProfile:
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor | None:
-    """A parameter that tells the model's device and dtype; None if it has none."""
+    """A parameter with the model's device and dtype; None if it has none."""
     return next(model.parameters(), None)
 
 
@@ -268,7 +268,7 @@ class OperationCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _QUESTIONS:
-            return NotImplemented  # torch answers these itself
+            return NotImplemented  # torch implements these itself
         packet = getattr(func, "_overloadpacket", None)
         if packet not in _PRODUCTS and packet not in PER_ELEMENT and packet not in _FREE:
             # Under inference_mode composite operators arrive whole: count what they are made of.

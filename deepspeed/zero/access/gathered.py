@@ -1,8 +1,8 @@
 """``GatheredParameters``: full parameters for the length of a block.
 
-Only what was asked for moves: each owner sends its part of each parameter, all in one round. Where every parameter of
-a bucket was asked for, the bucket itself is gathered and stays FULL, so that forwards inside the block gather nothing.
-Before anything moves, the ranks compare what they ask for; so ranks that ask for different things all raise.
+Only what was requested moves: each owner sends its part of each parameter, all in one round. Where every parameter of
+a bucket was requested, the bucket itself is gathered and stays FULL, so that forwards inside the block gather nothing.
+Before anything moves, the ranks compare what they request; so ranks that request different things all raise.
 
 Edits. With ``modifier_rank`` the values of that rank reach every shard and the fp32 masters when the block ends (a
 master changes only where its 16-bit value did). Without, edits are dropped, with one warning.
@@ -48,7 +48,7 @@ class GatheredParameters:
         enabled: False: do nothing.
 
     Raises:
-        DivergenceError: Ranks ask for different parameters; raised on all of them.
+        DivergenceError: Ranks request different parameters; raised on all of them.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ def by_group(entries: list[Entry]) -> list[list[Entry]]:
 def _place_in_order(entries: list[Entry]) -> tuple[int, str, tuple[int, ...]]:
     """Decides which group comes first: groups of equal size too, and alike on ranks that are in different groups.
 
-    Groups of one name are distinguished by their ranks, of which every rank knows the order.
+    Groups of one name are distinguished by their ranks, whose order is the same on every rank.
     """
     transport = entries[0][1].bucket.transport
     return transport.owner, min(address.bucket.group.name for _, address in entries), transport.ranks
@@ -399,8 +399,8 @@ def _is_missing(entry: Entry) -> bool:
 
 
 def _is_everything(bucket: Bucket, entries: list[Entry]) -> bool:
-    asked = {address.tile for _, address in entries}
-    return all(index in asked for index, tile in enumerate(bucket.layout.tiles) if tile.numel)
+    requested = {address.tile for _, address in entries}
+    return all(index in requested for index, tile in enumerate(bucket.layout.tiles) if tile.numel)
 
 
 def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
@@ -424,7 +424,7 @@ def _master_values(address: Address) -> torch.Tensor | None:
 
 
 def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> bool:
-    """Returns whether the values differ from those at the block's start, as far as this rank can tell by itself."""
+    """Returns whether the values differ from those at the block's start, as far as this rank can detect by itself."""
     if parameter._version != loan.version:
         return True
     values = loan.backup if loan.backup is not None else _master_values(address)

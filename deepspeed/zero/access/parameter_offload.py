@@ -39,7 +39,7 @@ class ParameterCoordinator:
 
     def is_invalid_trace(self) -> bool:
         """Returns whether no order is known, so that the next pass is recorded."""
-        return not self._runtime.schedule.knows_orders
+        return not self._runtime.schedule.has_orders
 
     def _invalidate_trace(self) -> None:
         """Records the order again; every rank must call it."""

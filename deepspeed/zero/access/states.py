@@ -349,10 +349,10 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _some_rank_has_gradient(found: _TrainedParam, mine: torch.Tensor | None, call: str) -> bool:
-    """Returns whether a backward has reached the parameter on any rank; the answer is the same on all ranks.
+    """Returns whether a backward has reached the parameter on any rank; the result is the same on all ranks.
 
-    Ranks that keep whole gradients are not asked, since some of them may not make the call. Where this rank has not
-    used the parameter, a sum that is not zero tells that another one has. A gradient that is exactly zero on all ranks
+    Ranks that keep whole gradients take no part, since some of them may not make the call. Where this rank has not
+    used the parameter, a sum that is not zero shows that another one has. A gradient that is exactly zero on all ranks
     that used it counts as none on the others; ``GradientBucket.writes`` keeps that from parting the ranks.
 
     Args:

@@ -3,7 +3,7 @@
 A parameter changes its class with every gather, so the attributes cannot live in a subclass, and stored in each
 parameter they would have to be written with every gather and would be pickled with it. They are therefore computed
 when they are read: descriptors on ``torch.nn.Parameter``, put there when the first partitioned parameter is made. For
-every other parameter they raise ``AttributeError``, so that ``hasattr(parameter, "ds_id")`` tells the two apart.
+every other parameter they raise ``AttributeError``, so that ``hasattr(parameter, "ds_id")`` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _summary(parameter: torch.nn.Parameter, address: Address) -> dict[str, Any]:
     }
 
 
-def _asked(parameter: torch.nn.Parameter, param_list: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
+def _chosen(parameter: torch.nn.Parameter, param_list: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
     if param_list is None:
         return [parameter]
     return [param_list] if isinstance(param_list, torch.nn.Parameter) else list(param_list)
@@ -127,7 +127,7 @@ def _all_gather(
     hierarchy: int = 0,
 ) -> None:
     """Makes parameters full until ``partition``; every rank must call it. Always whole and at once."""
-    gather_until_partition(_asked(parameter, param_list))
+    gather_until_partition(_chosen(parameter, param_list))
 
 
 def _partition(
@@ -139,7 +139,7 @@ def _partition(
     free_data: bool = True,
 ) -> None:
     """Ends what ``all_gather`` began; ``has_been_updated``: each rank keeps its part of its present values."""
-    partition(_asked(parameter, param_list), keep_values=has_been_updated)
+    partition(_chosen(parameter, param_list), keep_values=has_been_updated)
 
 
 def _convert(parameter: torch.nn.Parameter, address: Address, param_list: Iterable[torch.nn.Parameter]) -> None:
@@ -177,8 +177,8 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
 def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
     """``ds_status`` of what a custom autograd function finds in ``ctx.saved_tensors`` for a parameter that it saved.
 
-    Under saved-tensor hooks torch hands out an ordinary tensor there, without the parameter's attributes; programs ask
-    it for its status to decide whether they must gather.
+    Under saved-tensor hooks torch hands out an ordinary tensor there, without the parameter's attributes; programs read
+    its status to decide whether they must gather.
     """
     bucket = bucket_of(tensor)
     if bucket is None:
@@ -194,7 +194,7 @@ def _all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 def mark_module(module: torch.nn.Module) -> None:
     """Gives ``ds_external_parameters()`` and ``all_parameters()`` to one module.
 
-    In the module itself: attributes of ``torch.nn.Module`` that other modules do not have break programs that ask for
+    In the module itself: attributes of ``torch.nn.Module`` that other modules do not have break programs that request
     everything in ``dir()``, as torch's compiler does.
     """
     module.__dict__["ds_external_parameters"] = functools.partial(external_parameters, module)

@@ -74,7 +74,7 @@ class Init:
 
     Raises:
         DeepSpeedConfigError: The configuration or an argument cannot be used.
-        NotYetSupportedError: An argument asks for something that this release does not have.
+        NotYetSupportedError: An argument requests something that this release does not have.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class MiCS_Init(Init):  # noqa: N801 - the public name
     """``Init`` under the name of MiCS.
 
     Until ``initialize`` the parameters are shared by all ranks, which takes less memory; there they move into the
-    groups that ``mics_shard_size`` asks for. ``Init`` serves as well.
+    groups that ``mics_shard_size`` requests. ``Init`` serves as well.
     """
 
 
@@ -235,7 +235,7 @@ def zero_wrapper_for_fp_tensor_constructor(
         if is_untouched():
             return fn(*args, **kwargs)
         if target_device is not None and kwargs.get("device") is None and kwargs.get("out") is None:
-            if not _builds_on_meta():  # an inner context asks for no memory at all
+            if not _builds_on_meta():  # an inner context requests no memory at all
                 kwargs["device"] = target_device
         made = fn(*args, **kwargs)
         if target_fp_dtype is None or not made.is_floating_point() or made.dtype == target_fp_dtype:

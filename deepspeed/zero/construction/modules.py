@@ -220,7 +220,7 @@ def _can_be_sharded(parameter: torch.nn.Parameter) -> bool:
     return address_of(parameter) is None and not is_lazy(parameter) and parameter.device.type != "meta"
 
 
-_KNOWN_REFERENCES = 3  # to the storage of a loaned tensor: the loan's, the parameter's, and the one that asks
+_KNOWN_REFERENCES = 3  # to the storage of a loaned tensor: the loan's, the parameter's, and the caller's
 
 
 def _has_views(parameter: torch.nn.Parameter) -> bool:

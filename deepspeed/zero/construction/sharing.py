@@ -20,7 +20,7 @@ _known: weakref.WeakKeyDictionary[Transport, dict[str, BucketGroup]] = weakref.W
 
 
 class ProvisionalGroups:
-    """The groups of one ``zero.Init`` context, made when a parameter first asks for them.
+    """The groups of one ``zero.Init`` context, made when a parameter first requests them.
 
     Args:
         peers: All ranks that build the model.

@@ -1,4 +1,4 @@
-"""Module hooks: they turn a forward into scopes that hold buckets, and tell when a backward starts.
+"""Module hooks: they turn a forward into scopes that hold buckets, and detect the start of a backward.
 
 A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
 and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope

@@ -4,9 +4,9 @@ Time is cut into *segments*: one outermost forward (training or evaluation) or o
 depends on its *entry*, the module whose forward is the outermost, or through whose outputs a backward comes in. The
 first time a segment starts in a given situation it is *recorded*: before each gather all ranks compare which bucket
 they want, and at the end that they stopped at the same place. From then on every rank *follows* the recorded order
-without asking. A rank that skips part of the order still takes part in the skipped gathers, because the others rely on
-its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks must do
-alike (see ``comm.watch.agreement``).
+without an exchange. A rank that skips part of the order still takes part in the skipped gathers, because the others
+rely on its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks
+must do alike (see ``comm.watch.agreement``).
 
 A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
 gathered, and what is learned from such passes is put together (:class:`LearnedOrder`).
@@ -104,7 +104,7 @@ class GatherSchedule:
         self._order: list[int] | None = None  # followed; None while recording
         self._issued: list[int] = []  # of this segment
         self._is_alone = False  # the open segment: it has nothing to do with other ranks
-        self._has_decided = False  # the open segment: the ranks have compared what they know of it
+        self._has_decided = False  # the open segment: the ranks have compared their records of it
         self._is_learned = False  # the open segment is recorded, and will be followed
         self._kept_after_forward = self._near_their_backward(buckets)
 
@@ -134,7 +134,7 @@ class GatherSchedule:
                 break
             kept.add(bucket.index)
             later += numel
-        # A leaf is kept whole or not at all: ranks that use what was kept would not ask for the rest.
+        # A leaf is kept whole or not at all: ranks that use what was kept would not request the rest.
         return frozenset(index for index in kept if kept.issuperset(self._leaf_of.get(index, ())))
 
     def stays_after_forward(self, bucket: Bucket) -> bool:
@@ -160,11 +160,11 @@ class GatherSchedule:
 
     @property
     def num_issued(self) -> int:
-        """Gathers that the open segment has asked for."""
+        """Gathers that the open segment has requested."""
         return len(self._issued)
 
     @property
-    def knows_orders(self) -> bool:
+    def has_orders(self) -> bool:
         """Returns whether some segment has been recorded."""
         return bool(self._orders)
 
@@ -297,7 +297,7 @@ class GatherSchedule:
         elif self._order is not None:
             # Kept since its forward, or persistent for a while: what comes next is wanted as soon as behind a gather.
             if not self._agreement.serves:
-                self._decide_recording()  # asks nobody
+                self._decide_recording()  # makes no exchange
             if self._has_decided:
                 self._prefetch(bucket)
 
@@ -389,9 +389,9 @@ class GatherSchedule:
             bucket.start_gather()
 
     def _prefetch(self, demanded: Bucket) -> None:
-        """Asks for what the order wants next, so that it arrives beside the computation of the unit in demand.
+        """Requests what the order wants next, so that it arrives beside the computation of the unit in demand.
 
-        The rest of that unit and all of the next one are asked for, further units as long as the limit of prefetching
+        The rest of that unit and all of the next one are requested, further units as long as the limit of prefetching
         allows it; nothing beyond the limit of live parameters.
 
         Args:
@@ -438,7 +438,7 @@ class LearnedOrder:
     """Puts together the order of the gathers of one situation, from recorded passes.
 
     A pass that leaves buckets out shows the rest of the order. From several such passes the whole order is put
-    together; where they do not tell which of two buckets comes first, the numbers of the buckets do. That may be
+    together; if they do not determine which of two buckets comes first, the numbers of the buckets do. That may be
     wrong, which only makes a gather early: a rank passes over what it does not want now.
 
     Attributes:

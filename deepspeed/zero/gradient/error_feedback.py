@@ -1,8 +1,8 @@
 """Error feedback: what reductions of a bucket lose of a rank's gradients is kept and added to the next ones.
 
 Reductions run while it is not known yet whether a gradient of this update overflows, here or on another rank: only the
-agreement before the update tells. Where an update may be skipped the errors are therefore kept as they were before its
-first reduction, so that a skipped update leaves them as they were.
+agreement before the update decides it. Where an update may be skipped the errors are therefore kept as they were before
+its first reduction, so that a skipped update leaves them as they were.
 """
 
 from __future__ import annotations

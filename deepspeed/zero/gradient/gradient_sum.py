@@ -1,7 +1,7 @@
 """What has been added up of one bucket's gradients since the last update, as one value.
 
 Up to three sums wait for the update: *local* (this rank's own micro-batches, the whole bucket), *partial* (over the
-ranks that share slices; those with the same slices have not been asked yet) and *reduced* (over all ranks: what the
+ranks that share slices; not yet over those with the same slices) and *reduced* (over all ranks: what the
 update reads). With one micro-batch there is one, reduced. A backward is compared with the :class:`GradientSumState`
 that was taken when it began: so it is known what it has been added to, and what is left when it is taken out again.
 A :class:`GradientDestination` brings a reduced gradient to where the update reads it, and adds further ones there.
@@ -234,7 +234,7 @@ class GradientSum:
     def of_squares(self) -> torch.Tensor | None:
         """Returns the sum of squares of the reduced gradient, 0-dim fp64 where that is; None without one.
 
-        The gradient is read only where making it could not tell already. The host waits for nothing.
+        The gradient is read only if this was not determined when it was made. The host waits for nothing.
         """
         result = self.read()
         if result is None:

@@ -276,8 +276,8 @@ class GradientReducer:
         """Starts a reduction and finishes older ones, but never by waiting for a peer that may wait for this rank.
 
         A peer holds a bucket back in which it has unused parameters; until its backward is over it may need gathers
-        from this rank. So during backward only what all peers are known to have sent is waited for. Where a device runs
-        the transfers nothing tells that but their end, for which the host waits for a while.
+        from this rank. So during backward only what all peers are known to have sent is waited for. If a device runs
+        the transfers, only their completion shows it, for which the host waits for a while.
 
         Args:
             position: Of the bucket.
@@ -286,8 +286,8 @@ class GradientReducer:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             oldest = self._in_flight[0] if is_over or self._may_block() else None
             # Of another group a reduction may be behind; it must not keep those of this one waiting.
-            asked = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
-            ready = oldest or next((one for one in asked if one.will_arrive()), None)
+            requested = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
+            ready = oldest or next((one for one in requested if one.will_arrive()), None)
             if ready is None:
                 ready = self._outlast(position)
             if ready is None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
-from deepspeed.ops.onebit.zero_one import LR_OWED, LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
+from deepspeed.ops.onebit.zero_one import LR_EXCHANGED, LR_OWED, LR_SUM, ZeroOneAdam, apart, denominator_of, farthest_of
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradient_sum import squared_norm
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
@@ -239,7 +239,7 @@ class LocalSteps(MomentumExchange):
 
     def _count_from_zero(self) -> None:
         for group in self._optimizer.param_groups:
-            group[TRAVELLED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
+            group[LR_EXCHANGED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
 
     @override
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """What a parameter says of itself: which ranks it is shared by.
 
-Asked by everything that lays parameters out (an engine's buckets, ``zero.Init``) before anything moves. A parameter
+Called by all code that lays parameters out (an engine's buckets, ``zero.Init``) before anything moves. A parameter
 says it by a mark:
 
 - ``put_in_group(parameters, name)``, or being built inside ``in_group(name)``, names a group that was declared with

@@ -1,8 +1,8 @@
 """The loop of the update: one pass over chunks of masters, wherever they live.
 
 A *chunk* is a contiguous part of one master that is updated at once: the whole master on the device, a bounded part
-where it must be sent. A :class:`UpdateStrategy` knows one tier: it brings the operands of a chunk to where the kernel
-runs and takes the results back. The loop is the same for all tiers::
+where it must be sent. A :class:`UpdateStrategy` implements one tier: it brings the operands of a chunk to where the
+kernel runs and takes the results back. The loop is the same for all tiers::
 
     fetch chunk i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete
 """
@@ -287,7 +287,7 @@ def update_chunk(
         local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
         if operands.states is not None:
             local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
-        # Only where it is needed: an optimizer of a program's own need not know the argument.
+        # Only where it is needed: a program's own optimizer need not have the argument.
         rounding = {} if number is None else {"rounding": ElementRounding(number, master.intervals(run, start, stop))}
         flat.flat_update(
             groups[span.param_group],
@@ -321,7 +321,7 @@ def first_state(flat: FlatUpdate, group: dict[str, Any], dtype: torch.dtype = to
 
 
 def state_itemsizes(optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
-    """Bytes per element of every per-element state; empty where only the optimizer's ``step`` knows."""
+    """Bytes per element of every per-element state; empty if only the optimizer's ``step`` determines them."""
     flat = None if optimizer is None else flat_updater(optimizer)
     if flat is None or optimizer is None:
         return ()

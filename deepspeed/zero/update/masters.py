@@ -1,7 +1,7 @@
 """Master weights and the runs that the optimizer updates.
 
 For each trainable bucket the owner keeps one flat master: an fp32 copy of its slice, or, where the compute dtype is
-already fp32 or masters of 16 bit are asked for, the compute shard itself. The optimizer sees the master as 1-D runs,
+already fp32 or masters of 16 bit are requested, the compute shard itself. The optimizer sees the master as 1-D runs,
 one per run of equal param group. A run is cut on demand where only some of its parameters got gradients: torch
 skips a parameter without gradient (no weight decay, no momentum, no step count), so a flat update must skip it too.
 """

@@ -540,11 +540,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
-    """The optimizer at stage 3; a name of its own because users and integrations ask for it."""
+    """The optimizer at stage 3; a name of its own because users and integrations request it."""
 
 
 class BF16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
-    """The optimizer at stage 0 in bf16; a name of its own because programs ask for it by ``isinstance``."""
+    """The optimizer at stage 0 in bf16; a name of its own because programs request it by ``isinstance``."""
 
 
 class FP16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name

@@ -215,7 +215,7 @@ def test_those_who_ask_for_a_tag_get_its_messages_in_the_order_in_which_they_ask
     with mails(3) as (one, two, three):
         buffers = [{peer: memoryview(bytearray(1)) for peer in (1, 2)} for _ in range(4)]
         places = [dict(buffer) for buffer in buffers]
-        waits = [one.ask(0, buffer) for buffer in buffers]
+        waits = [one.request(0, buffer) for buffer in buffers]
         for number in range(4):
             for queue in (two, three):
                 queue.post(0, 0, bytes([number]))

@@ -102,7 +102,7 @@ def _gathers():
                 works[number].wait()
                 works[number].wait()
             sent[name] = {key: tally.nbytes for key, tally in traffic.ran.items()}
-            assert traffic.asked["all_gather"].nbytes == 3 * NUMEL * 4
+            assert traffic.requested["all_gather"].nbytes == 3 * NUMEL * 4
         for number, flat in enumerate(buffers):
             expected = torch.cat([torch.arange(NUMEL // 4) + 100.0 * r + number for r in range(4)])
             assert torch.equal(flat, expected), (name, number)

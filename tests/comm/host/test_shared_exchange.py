@@ -133,7 +133,7 @@ def _modes() -> None:
             transport.all_to_all(source, [3, 3], out, [3, 3], label="a tensor").wait()
         mine = torch.arange(6.0)[3 * transport.rank :][:3]
         assert torch.equal(out, mine.repeat(2))
-        assert books.asked["all_to_all"].nbytes == books.ran["send"].nbytes == 12
+        assert books.requested["all_to_all"].nbytes == books.ran["send"].nbytes == 12
 
 
 def test_modes_of_autograd_do_not_matter():

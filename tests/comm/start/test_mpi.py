@@ -57,7 +57,7 @@ def test_pmi_hands_on_what_rank_0_publishes():
     found: list[str] = [""] * 3
 
     def ask(rank):
-        found[rank] = mpi_query.ask_pmi(manager.pairs[rank][1].fileno(), rank, f"host-{rank} 10.0.0.{rank}")
+        found[rank] = mpi_query.query_pmi(manager.pairs[rank][1].fileno(), rank, f"host-{rank} 10.0.0.{rank}")
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -71,10 +71,10 @@ def test_an_error_of_the_manager_is_an_error():
     ours, theirs = socket.socketpair()
     ours.sendall(b"cmd=response_to_init rc=-1\n")
     with pytest.raises(OSError, match="answered 'cmd=response_to_init rc=-1'"):
-        mpi_query.ask_pmi(theirs.fileno(), 0, "x y")
+        mpi_query.query_pmi(theirs.fileno(), 0, "x y")
     ours.close()
     with pytest.raises(OSError, match="no end of the line|Broken pipe"):
-        mpi_query.ask_pmi(theirs.fileno(), 0, "x y")
+        mpi_query.query_pmi(theirs.fileno(), 0, "x y")
 
 
 @needs_program("mpirun.openmpi")

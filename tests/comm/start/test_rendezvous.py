@@ -22,14 +22,14 @@ class Resolver:
     """Stands for the name server: what it knows, and how many questions it answers by "unknown" before."""
 
     def __init__(self, known, unknown_for=0):
-        self.known, self.unknown_for, self.asked = known, unknown_for, 0
+        self.known, self.unknown_for, self.requested = known, unknown_for, 0
         self._resolve = socket.getaddrinfo
 
     def __call__(self, name, *arguments, **options):
         if name not in self.known:
             return self._resolve(name, *arguments, **options)
-        self.asked += 1
-        if self.asked <= self.unknown_for:
+        self.requested += 1
+        if self.requested <= self.unknown_for:
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return [entry for address in self.known[name] for entry in self._resolve(address, *arguments, **options)]
 
@@ -80,7 +80,7 @@ def test_a_name_that_becomes_known_later_is_waited_for(names, warnings, monkeypa
     with closing(listen("127.0.0.1")) as listener:
         port = listener.getsockname()[1]
         assert rendezvous._wait_for_listener("late-name", port, LONG) == "127.0.0.1"
-    assert resolver.asked == 8
+    assert resolver.requested == 8
     (text,) = warnings  # once, however long it takes
     assert f"still waiting for rank 0 at late-name:{port}: host {socket.gethostname()} does not know the name" in text
 

@@ -45,11 +45,11 @@ def test_the_log_takes_arguments_by_name():
 
 
 def _streams_that_are_asked_for():
-    asked = []
+    requested = []
 
     class Device:
         def Event(self):  # noqa: N802 - torch's name
-            return SimpleNamespace(record=asked.append)
+            return SimpleNamespace(record=requested.append)
 
         def current_stream(self, index):
             return f"stream of device {index}"
@@ -59,7 +59,7 @@ def _streams_that_are_asked_for():
         transport = NativeTransport(dist.group.WORLD, dist.get_rank(), 2, torch.device("cuda", 1))
         transport.watch = SimpleNamespace(wait=lambda blocking, *_, **__: blocking(), follow=lambda *_: None)
         transport.guard(lambda: None, ("gather", 1), "a gather")
-    return asked
+    return requested
 
 
 def test_waits_are_followed_on_the_stream_of_the_transports_device():

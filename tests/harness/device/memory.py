@@ -20,7 +20,7 @@ from tests.harness.device.places import Place
 
 Ranges = Sequence[tuple[int, int]]
 Access = tuple[int, Place]
-"""Number of the piece of work, and where it was asked for."""
+"""Number of the piece of work, and where it was requested."""
 
 
 class _Stretch:

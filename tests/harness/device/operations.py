@@ -132,14 +132,14 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self._clocks = clocks
         self._memory = memory
-        self._asked: bool | None = None  # where a new tensor is asked for: on the device or not; None: not said
+        self._asked: bool | None = None  # where a new tensor is requested: on the device or not; None: not said
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     @contextmanager
-    def asked_for(self, on_device: bool | None) -> Iterator[None]:
+    def requested(self, on_device: bool | None) -> Iterator[None]:
         """Tensors that are made inside are made there; None changes nothing."""
         before = self._asked
         self._asked = before if on_device is None else on_device

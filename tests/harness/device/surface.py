@@ -1,6 +1,6 @@
 """What a program sees of torch: tensors that say they are on a device, though their memory is the CPU's.
 
-``Tensor.device`` answers from the books of the checker. Functions that are asked for a tensor on the device make one on
+``Tensor.device`` answers from the books of the checker. Functions that are requested a tensor on the device make one on
 the CPU and enter it there. What has no meaning without a device (``record_stream``, page-locking) is noted. All of it
 is put in the place of torch's own names, so it holds in every thread and inside autograd.
 """
@@ -91,7 +91,7 @@ class _Surface:
             self._memory.pin(tensor.untyped_storage())
 
     def factory(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """``real``, which may be asked for the device or for locked pages."""
+        """``real``, which may be requested the device or for locked pages."""
 
         @functools.wraps(real)
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class _Surface:
             if wanted is not None:
                 kwargs["device"] = HOST
             locked = kwargs.pop("pin_memory", False)
-            with self._operations.asked_for(wanted):
+            with self._operations.requested(wanted):
                 made = real(*args, **kwargs)
             if wanted and real.__name__ in _FROM_HOST:
                 self._memory.clocks.current.synchronize()  # values of ordinary pages
@@ -131,7 +131,7 @@ class _Surface:
                 return real(tensor, *rest, **kwargs) if rest or kwargs else tensor
             if not rest and "device" not in kwargs:
                 rest = [HOST]
-            with self._operations.asked_for(wanted):
+            with self._operations.requested(wanted):
                 return real(tensor, *rest, **{**kwargs, "copy": True})
 
         return move

@@ -25,12 +25,12 @@ from tests.engine.support import WIDTH, adamw, engine_of, rank, same_on_all_rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build
 from tests.parallel.expert.test_auto import config
-from tests.parallel.expert.test_parity import EXPERTS, Net, logical, tokens, told_apart
+from tests.parallel.expert.test_parity import EXPERTS, Net, distinguished, logical, tokens
 
 
 def _net(ep_size: int, **options: Any) -> Net:
     model = Net((ep_size, ep_size), **options)
-    told_apart(model)
+    distinguished(model)
     return model
 
 
@@ -143,8 +143,8 @@ def _traffic() -> None:
     result = [None, None]
     dist.all_gather_object(result, away)
     # Forward: tokens out (mine away), results back (what came); backward the same again; and one exchange of counts.
-    assert traffic.asked_along["all_to_all", "expert"].nbytes == 2 * sum(result) * 8 * 4 + 2 * 8
-    assert traffic.asked_along["all_to_all", "expert"].calls == 5
+    assert traffic.requested_along["all_to_all", "expert"].nbytes == 2 * sum(result) * 8 * 4 + 2 * 8
+    assert traffic.requested_along["all_to_all", "expert"].calls == 5
     assert 0 < away < 128
 
 

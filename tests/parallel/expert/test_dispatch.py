@@ -158,7 +158,7 @@ def _trained(dispatch: str | None, stage: int) -> tuple[list[float], int, int]:
         dist.all_reduce(result := loss.detach().clone())
         losses.append(result.item() / dist.get_world_size())
     engine.destroy()
-    exchanged = traffic.asked_along["all_to_all", "expert"]
+    exchanged = traffic.requested_along["all_to_all", "expert"]
     dist.all_reduce(nbytes := torch.tensor(exchanged.nbytes))
     return losses, int(nbytes), exchanged.calls
 

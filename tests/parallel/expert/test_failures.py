@@ -26,7 +26,7 @@ from tests.parallel.expert.models import VOCABULARY, batch, build
 from tests.parallel.expert.test_auto import adamw as adamw_of
 from tests.parallel.expert.test_auto import config, of_this_rank
 from tests.parallel.expert.test_combinations import _losses, _net
-from tests.parallel.expert.test_parity import Net, close, logical, tokens, told_apart
+from tests.parallel.expert.test_parity import Net, close, distinguished, logical, tokens
 from tests.parallel.pipe.test_never_hang import SOON, raised_by
 
 
@@ -62,8 +62,8 @@ def _no_tokens() -> None:
     """A rank that brings nothing, against one process."""
     for stage in (0, 2, 3):
         reference, model = Summed((1, 1), drop_tokens=False), Summed((2, 2), drop_tokens=False)
-        told_apart(reference)
-        told_apart(model)
+        distinguished(reference)
+        distinguished(model)
         optimizer = adamw(reference)
         engine = engine_of(model, stage, zero=dict(SHARDED) if stage == 3 else {})
         for step in range(2):
@@ -172,8 +172,8 @@ def _generates() -> None:
                 past, expected_past = found.past_key_values, wanted.past_key_values
                 now = wanted.logits[:, -1:].argmax(-1)
             if stage == 0:
-                asked: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-                assert torch.equal(engine.module.generate(ids, **asked), plain.generate(ids, **asked))
+                requested: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+                assert torch.equal(engine.module.generate(ids, **requested), plain.generate(ids, **requested))
         engine.destroy()
 
 

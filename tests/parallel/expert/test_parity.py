@@ -62,7 +62,7 @@ def place_of(block: MoE) -> int:
 
 
 @torch.no_grad()
-def told_apart(model: Net) -> None:
+def distinguished(model: Net) -> None:
     """Experts begin with equal values: gives each its own, by its number among all."""
     for number, block in enumerate(model.blocks):
         for local, expert in enumerate(block.deepspeed_moe.experts.deepspeed_experts):
@@ -103,9 +103,9 @@ def compare(world: int, sizes: tuple[int, int], stage: int, accumulation: int, c
     for size in set(sizes) if more.get("use_data_before_expert_parallelism") else ():
         groups._create_expert_and_data_parallel(size, use_data_before_expert_parallel_=True)
     reference = Net((1, 1), **options)
-    told_apart(reference)
+    distinguished(reference)
     model = Net(sizes, CHECKPOINTS.get(checkpoint), **options)
-    told_apart(model)
+    distinguished(model)
     optimizer = adamw(reference)
     engine = engine_of(model, stage, zero=zero, accumulation=accumulation, gradient_clipping=clip, **more)
     names = logical(model)

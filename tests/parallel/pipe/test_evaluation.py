@@ -66,7 +66,7 @@ def _mean_over_copies():
     data = [(tokens, tokens) for tokens in data]
     with counted() as traffic:
         mean = engine.eval_batch(iter(data), compute_loss=False)
-        tally = traffic.asked_along["all_reduce", "data"]
+        tally = traffic.requested_along["all_reduce", "data"]
     outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None)
     return mean, torch.stack(outputs).mean(0), (tally.calls, tally.nbytes)
 

@@ -82,7 +82,7 @@ class FakeCompute:
     chunks: dict[int, torch.Tensor]
     last: int
     items: list[Any]
-    labels_travel: bool = False
+    sends_labels: bool = False
     begins: bool = True
     fails_at: int = -1
     events: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ class FakeCompute:
 
     def agree(self) -> bool:
         self.events.append("agree")
-        return self.labels_travel
+        return self.sends_labels
 
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
         self.events.append(f"forward {micro_batch}")
@@ -151,7 +151,7 @@ def _run(name: str, stages: int, **options: Any) -> tuple[list[FakeCompute], lis
         items: list[Any] = []
         if 0 in own or len(stage_of) - 1 in own:
             items = [(value, number) for number, value in enumerate(_inputs())]
-        if 0 not in own and options.get("labels_travel"):
+        if 0 not in own and options.get("sends_labels"):
             items = [(None, None)] * len(items)
         compute = FakeCompute(own, len(stage_of) - 1, items, **options)
         transports: Any = FakeWires(stage, queues, compute.events)
@@ -197,9 +197,9 @@ def test_first_forwards_come_before_the_agreement_and_nothing_is_sent():
     assert later[0].events[0] == "agree"
 
 
-@pytest.mark.parametrize("labels_travel", [False, True])
-def test_labels_reach_the_last_stage(labels_travel):
-    computes, _ = _run("1f1b", 3, labels_travel=labels_travel)
+@pytest.mark.parametrize("sends_labels", [False, True])
+def test_labels_reach_the_last_stage(sends_labels):
+    computes, _ = _run("1f1b", 3, sends_labels=sends_labels)
     assert computes[2].labels == list(range(COUNT))
 
 

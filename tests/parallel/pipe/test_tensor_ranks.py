@@ -105,10 +105,10 @@ def _count(cells: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     for kwargs in cells:
         engine = _engine(2, 2, 1, **kwargs)
         engine.train_batch(iter(_items(0, 0)))
-        before = traffic.asked_along["send", "pipe"].nbytes
+        before = traffic.requested_along["send", "pipe"].nbytes
         with FlopCounterMode(display=False) as counter:
             engine.train_batch(iter(_items(1, 0)))
-        sent = traffic.asked_along["send", "pipe"].nbytes - before
+        sent = traffic.requested_along["send", "pipe"].nbytes - before
         elements = sum(parameter.numel() for parameter in engine.module.parameters())
         found.append((counter.get_total_flops(), sent, elements))
         engine.destroy()

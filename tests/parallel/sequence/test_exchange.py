@@ -160,9 +160,9 @@ def _bytes():
     with counted() as books:
         out = layer(*mine, 0)
         one_way = 4 * (16 // size * 4 * 8) * 4 * (size - 1) // size
-        assert books.asked_along["all_to_all", "sequence"].nbytes == one_way, (rank, books.rows())
+        assert books.requested_along["all_to_all", "sequence"].nbytes == one_way, (rank, books.rows())
         out.sum().backward()
-        assert books.asked_along["all_to_all", "sequence"].nbytes == 2 * one_way
+        assert books.requested_along["all_to_all", "sequence"].nbytes == 2 * one_way
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

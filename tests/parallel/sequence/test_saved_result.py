@@ -68,7 +68,7 @@ def _passes(once):
     kept = alive.nbytes() - out.nbytes - weights
     with counted() as books:
         out.backward()
-        sent = books.asked_along["all_to_all", "sequence"].nbytes if size > 1 else 0
+        sent = books.requested_along["all_to_all", "sequence"].nbytes if size > 1 else 0
     return kept, sent, [x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
@@ -133,7 +133,7 @@ def _by_configuration():
                 mine = cut(make(3), rank, 2)
                 with counted() as books:
                     engine.backward(mean_loss(_loss(engine, mine), mine["shift_labels"]))
-                    sent[checkpoints, make, once] = books.asked_along["all_to_all", "sequence"].nbytes
+                    sent[checkpoints, make, once] = books.requested_along["all_to_all", "sequence"].nbytes
                 gradients[once] = dict(engine.iter_full("grad"))
                 engine.destroy()
             for name, gradient in gradients[True].items():

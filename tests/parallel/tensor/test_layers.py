@@ -60,7 +60,7 @@ def _cut(model: Gated, channel, split: Split) -> list[tuple[int, int]]:
 
 
 def _asked(name: str) -> int:
-    return traffic.asked_along[name, "tensor"].calls
+    return traffic.requested_along[name, "tensor"].calls
 
 
 def _linear(channel) -> None:

@@ -34,7 +34,7 @@ def _gpt2():
 
 
 def _bytes() -> int:
-    return sum(tally.nbytes for (_, axis), tally in traffic.asked_along.items() if axis == "tensor")
+    return sum(tally.nbytes for (_, axis), tally in traffic.requested_along.items() if axis == "tensor")
 
 
 def _held(engine, step: int) -> tuple[torch.Tensor, int, int, int]:

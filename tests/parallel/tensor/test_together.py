@@ -177,8 +177,8 @@ def _requests():
     with pytest.raises(DeepSpeedConfigError, match="autotp_size is 4, but tp_model_init was called with tp_size 2"):
         deepspeed.initialize(model=model, config=config(4, 0))
     with pytest.raises(DeepSpeedConfigError, match=r"tp_model_init\(dtype=torch.float16\)"):
-        asked = deepspeed.tp_model_init(llama(), 2, torch.float16)
-        deepspeed.initialize(model=asked, config=config(0, 0, bf16={"enabled": True}))
+        requested = deepspeed.tp_model_init(llama(), 2, torch.float16)
+        deepspeed.initialize(model=requested, config=config(0, 0, bf16={"enabled": True}))
     engine = deepspeed.initialize(model=model, config=config(0, 0))[0]
     batch = ids(0, 0)
     copied = copy.deepcopy(model)  # as programs make running averages

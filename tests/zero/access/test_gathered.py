@@ -42,17 +42,17 @@ def _inside(ranks):
             assert type(params[name]) is torch.nn.Parameter
             assert torch.equal(params[name], plain[name]), name
         assert _is_sharded(params["blocks.1.fall.weight"])
-        assert traffic.asked["all_gather"].calls == 0
+        assert traffic.requested["all_gather"].calls == 0
     # Only what was asked for travelled: each rank sent its part of it to every other.
-    sent = torch.tensor([traffic.asked["move"].nbytes])
+    sent = torch.tensor([traffic.requested["move"].nbytes])
     dist.all_reduce(sent)
-    asked = sum(plain[name].numel() for name in names)
-    assert sent == asked * 4 * (ranks - 1)
+    requested = sum(plain[name].numel() for name in names)
+    assert sent == requested * 4 * (ranks - 1)
     assert all(_is_sharded(params[name]) for name in names if name != "nothing")
     # A parameter that has a bucket for itself is gathered as one.
     with counted() as traffic, GatheredParameters(params["frozen"]):
         assert torch.equal(params["frozen"], plain["frozen"])
-        assert traffic.asked["all_gather"].calls == 1 and not traffic.asked["move"].calls
+        assert traffic.requested["all_gather"].calls == 1 and not traffic.requested["move"].calls
     assert _is_sharded(params["frozen"])
 
 
@@ -68,14 +68,14 @@ def _modifier(stage, bf16, modifier, whole):
     params = dict(engine.module.named_parameters())
     before = _values(engine)
     names = [n for n in params if n.startswith("blocks.0.")] if whole else ["blocks.0.rise.weight", "last.bias"]
-    asked = [params[name] for name in names]
-    with GatheredParameters(asked, modifier_rank=modifier), torch.no_grad():
+    requested = [params[name] for name in names]
+    with GatheredParameters(requested, modifier_rank=modifier), torch.no_grad():
         if rank == modifier:
             params[names[0]][0].fill_(2.5)
             params[names[1]].data[-1] = -1.5
         else:
             params[names[1]].fill_(77)  # of no account
-    dtype = asked[0].dtype
+    dtype = requested[0].dtype
     wanted = {name: value.clone() for name, value in before.items()}
     wanted[names[0]][0] = 2.5
     wanted[names[1]][-1] = -1.5
@@ -161,7 +161,7 @@ def _harmless(ranks):
                 pass
         with GatheredParameters(weight, modifier_rank=0, enabled=False):
             assert ranks == 1 or _is_sharded(weight)
-        assert not traffic.asked and not traffic.ran
+        assert not traffic.requested and not traffic.ran
     with GatheredParameters([weight, buffer, None, weight, stranger, weight], modifier_rank=0), torch.no_grad():
         weight.fill_(4)
         stranger.fill_(5)
@@ -170,7 +170,7 @@ def _harmless(ranks):
         assert weight.eq(4).all() and weight.shape == (15, 7)
         with counted() as traffic, GatheredParameters([weight]):  # full already: nothing to do
             assert weight.eq(4).all()
-        assert not traffic.asked
+        assert not traffic.requested
         assert weight.eq(4).all() and weight.shape == (15, 7)
         with GatheredParameters([weight, params["last.bias"]], modifier_rank=ranks - 1), torch.no_grad():
             if dist.get_rank() == ranks - 1:
@@ -216,7 +216,7 @@ def _everything_pinned():
         with counted() as traffic, torch.no_grad():
             for _ in range(3):
                 assert engine.module(batch(rank)).item() == wanted
-        assert traffic.asked["all_gather"].calls == 0
+        assert traffic.requested["all_gather"].calls == 0
         assert all(p.shape == p.ds_shape for p in engine.parameters())
         with pytest.raises(CallOrderError, match="GatheredParameters"):
             engine.backward(engine(batch(rank)))
@@ -335,6 +335,6 @@ def test_groups_of_equal_size_have_one_order_whoever_asks():
         group = SimpleNamespace(name=name)
         bucket = SimpleNamespace(transport=transport, group=group, layout=SimpleNamespace(index=0))
         entries.append((torch.nn.Parameter(torch.zeros(1)), Address(bucket, 0, 0)))
-    orders = [[found[0][1].bucket.transport for found in by_group(asked)] for asked in (entries, entries[::-1])]
+    orders = [[found[0][1].bucket.transport for found in by_group(requested)] for requested in (entries, entries[::-1])]
     assert orders[0] == orders[1]
     assert [found.ranks for found in orders[0]] == [(0, 1), (0, 3), (0, 2), (0, 1)]

@@ -61,19 +61,19 @@ def _generation(trained):
         with counted() as traffic, torch.no_grad():
             if unwrap:
                 with unwrap_model_for_generation(engine) as model:
-                    gathered = traffic.asked["all_gather"].calls
+                    gathered = traffic.requested["all_gather"].calls
                     assert not any(m._forward_pre_hooks for m in model.modules())
                     for _ in range(3):
                         assert model(batch(rank)).item() == wanted
             else:
                 with GatheredParameters(engine.parameters()):
-                    gathered = traffic.asked["all_gather"].calls
+                    gathered = traffic.requested["all_gather"].calls
                     _remove_hooks(engine)
                     assert all(p.ds_status == ZeroParamStatus.AVAILABLE for p in engine.module.parameters())
                     for _ in range(3):
                         assert engine.module(batch(rank)).item() == wanted
                     _add_hooks(engine)
-            assert traffic.asked["all_gather"].calls == gathered
+            assert traffic.requested["all_gather"].calls == gathered
         assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in engine.module.parameters() if p.ds_numel)
         with torch.no_grad():
             assert engine(batch(rank)).item() == wanted

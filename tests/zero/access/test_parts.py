@@ -80,12 +80,12 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
-        asked.append(weight.ds_status)
+        requested.append(weight.ds_status)
         with GatheredParameters([weight]):
             return gradient @ weight, gradient.t() @ x
 
 
-asked: list[ZeroParamStatus] = []
+requested: list[ZeroParamStatus] = []
 
 
 class Head(nn.Module):
@@ -101,7 +101,7 @@ class Head(nn.Module):
 
 
 def _saved_weight() -> None:
-    asked.clear()
+    requested.clear()
     torch.manual_seed(1)
     model = Head()
     plain = copy.deepcopy(model)
@@ -109,7 +109,7 @@ def _saved_weight() -> None:
     x = torch.randn(4, 7) + dist.get_rank()
     loss = engine(x)
     engine.backward(loss)
-    assert asked == [ZeroParamStatus.AVAILABLE]
+    assert requested == [ZeroParamStatus.AVAILABLE]
     reference = plain.head(plain.body(x)).square().mean()
     torch.testing.assert_close(loss, reference)
     reference.backward()

@@ -155,7 +155,7 @@ def _everything(stage, ranks):
     ):
         with counted() as traffic:
             found = dict(engine.iter_full(kind))
-            gathers = traffic.asked["all_gather"].calls
+            gathers = traffic.requested["all_gather"].calls
         if stage == 3 and ranks > 1:
             trained = sum(bucket.layout.trainable for bucket in engine._runtime.buckets)
             assert gathers == (trained if kind == "grad" else buckets)
@@ -168,7 +168,7 @@ def _everything(stage, ranks):
     # In portions: the same values, at most so many bytes at once.
     with counted() as traffic:
         small = dict(engine.iter_full("grad", bucket_bytes=256))
-        assert stage != 3 or ranks == 1 or traffic.asked["move"].calls > 3
+        assert stage != 3 or ranks == 1 or traffic.requested["move"].calls > 3
     found = dict(engine.iter_full("grad"))
     assert list(small) == list(found)
     assert all(torch.equal(small[name], found[name]) for name in found)
@@ -203,7 +203,7 @@ def _vectorized():
     with counted() as traffic:
         access.safe_update_full_grad_vectorized(params, double)
         trained = sum(bucket.layout.trainable for bucket in engine._runtime.buckets)
-        assert traffic.asked["all_gather"].calls == trained
+        assert traffic.requested["all_gather"].calls == trained
     assert set(seen) == {id(p) for p in params}
     for parameter in params:
         if before[id(parameter)] is not None:

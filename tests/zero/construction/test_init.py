@@ -293,7 +293,7 @@ def _one_module_at_a_time():
     with Init(), counted() as traffic:
         model = odd.Normalised(width, depth)
     module = width * width + width
-    sent = torch.tensor([traffic.asked["move"].nbytes])
+    sent = torch.tensor([traffic.requested["move"].nbytes])
     dist.all_reduce(sent)
     share = -(-module // 128) * 64
     assert sent == 4 * depth * (module - share)  # rank 0 gave rank 1 its half of each, and nothing else travelled

@@ -78,10 +78,10 @@ class Gathering:
 def test_a_recorded_order_is_agreed_once_and_then_followed() -> None:
     def body(transport: LoopbackTransport) -> int:
         ranks = Gathering(transport)
-        assert not ranks.schedule.knows_orders
+        assert not ranks.schedule.has_orders
         ranks.run(0, 2, 1, 3)
         assert ranks.calls("gather_small") == 5  # a wish for each, and the end
-        assert ranks.schedule.knows_orders
+        assert ranks.schedule.has_orders
         for _ in range(3):
             ranks.run(0, 2, 1, 3)
         assert ranks.calls("gather_small") == 5 and ranks.calls("all_gather") == 16
@@ -154,7 +154,7 @@ def test_ranks_that_want_other_buckets_all_raise() -> None:
             ranks.run(0, 1 + transport.rank)
         assert ranks.schedule.in_segment
         ranks.schedule.drop()
-        assert not ranks.schedule.in_segment and not ranks.schedule.knows_orders
+        assert not ranks.schedule.in_segment and not ranks.schedule.has_orders
         with pytest.raises(DivergenceError, match="the end of the forward"):
             ranks.run(*((0, 1) if transport.rank else (0,)))
         return str(raised.value)

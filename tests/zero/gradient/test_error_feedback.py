@@ -19,7 +19,7 @@ from deepspeed.zero.storage import StorageKind
 from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
-from tests.zero.update.rounding import Rounding, travelling_rounded
+from tests.zero.update.rounding import Rounding, rounded_transfers
 
 STEPS = 4
 
@@ -29,7 +29,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make(stage: int, model: nn.Module | None = None, *, feeds_back: bool = True, **settings: Any) -> DeepSpeedEngine:
-    with travelling_rounded(Rounding() if stage == 3 else None, Rounding(feeds_back=feeds_back)):
+    with rounded_transfers(Rounding() if stage == 3 else None, Rounding(feeds_back=feeds_back)):
         model = model or tower()
         zero = {**(SHARDED if stage == 3 else {}), **settings.pop("zero", {})}
         settings.setdefault("optimizer", sgd)

@@ -34,7 +34,7 @@ class Rounding(Codec):
 
 
 @contextmanager
-def travelling_rounded(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
+def rounded_transfers(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
     original = groups.create_groups
 
