@@ -58,7 +58,7 @@ print(json.dumps({
     "total": time.perf_counter() - started,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "device": plan.device_bytes,
-    "calls": sum(calls for calls, _ in plan.simulated.flow.asked.values()),
+    "calls": sum(calls for calls, _ in plan.simulated.flow.requested.values()),
 }))
 """
 
