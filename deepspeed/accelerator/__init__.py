@@ -7,19 +7,28 @@ device module for), :mod:`.selection` (which one is used).
 
 from __future__ import annotations
 
-from deepspeed.accelerator.base import DeepSpeedAccelerator
-from deepspeed.accelerator.cpu import cpu_has_bf16, cpu_has_fp16
-from deepspeed.accelerator.selection import (
-    get_accelerator,
-    is_current_accelerator_supported,
-    set_accelerator,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DeepSpeedAccelerator",
-    "cpu_has_bf16",
-    "cpu_has_fp16",
-    "get_accelerator",
-    "is_current_accelerator_supported",
-    "set_accelerator",
-]
+from deepspeed.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from deepspeed.accelerator.base import DeepSpeedAccelerator as DeepSpeedAccelerator
+    from deepspeed.accelerator.cpu import cpu_has_bf16 as cpu_has_bf16
+    from deepspeed.accelerator.cpu import cpu_has_fp16 as cpu_has_fp16
+    from deepspeed.accelerator.selection import get_accelerator as get_accelerator
+    from deepspeed.accelerator.selection import is_current_accelerator_supported as is_current_accelerator_supported
+    from deepspeed.accelerator.selection import set_accelerator as set_accelerator
+
+# Lazily, since commands that need no torch read the table of devices.
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "DeepSpeedAccelerator": "deepspeed.accelerator.base",
+        "cpu_has_bf16": "deepspeed.accelerator.cpu",
+        "cpu_has_fp16": "deepspeed.accelerator.cpu",
+        "get_accelerator": "deepspeed.accelerator.selection",
+        "is_current_accelerator_supported": "deepspeed.accelerator.selection",
+        "set_accelerator": "deepspeed.accelerator.selection",
+    },
+    submodules=["base", "cpu", "devices", "host_memory", "selection", "torch_device"],
+)

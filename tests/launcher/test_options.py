@@ -186,11 +186,12 @@ def test_names_that_tools_import():
     assert all(hasattr(runner, name) for name in runner.__all__)
 
 
-def test_nothing_of_the_launcher_needs_torch():
+def test_nothing_of_the_launcher_the_tuner_and_reports_needs_torch():
     modules = "runner, launch, local_run, supervisor, screen, failures, resources, environment, devices, processes"
     script = (
         "import sys; import deepspeed; before = 'torch' in sys.modules; "
         f"from deepspeed.launcher import {modules}; "
+        "import deepspeed.autotuning.autotuner, deepspeed.cli.report_run; "
         "assert before or 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150)
