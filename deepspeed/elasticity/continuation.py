@@ -56,13 +56,13 @@ class Recovery:
         lost: Who is gone, in words.
         joined: How many members are new.
         repeated: Updates that are done again besides the step that was under way.
-        loaded: The checkpoint that was loaded, as no copies were left; None: none was.
         detected: From the loss, as the links saw it, until this rank's training thread knew; 0 for a join.
         regrouped: Until the members that are left had agreed and their process group stood.
         rebuilt: Until the engine was rebuilt.
         moved: Until the model states were in place.
         nbytes: Bytes of model states that came to this rank.
         first_step: Duration of the first step afterwards; 0 until it is over.
+        loaded: The checkpoint that was loaded, as no copies were left; None: none was.
     """
 
     step: int
@@ -70,13 +70,13 @@ class Recovery:
     lost: tuple[str, ...] = ()
     joined: int = 0
     repeated: int = 0
-    loaded: str | None = None
     detected: float = 0.0
     regrouped: float = 0.0
     rebuilt: float = 0.0
     moved: float = 0.0
     nbytes: int = 0
     first_step: float = 0.0
+    loaded: str | None = None
 
     @property
     def total(self) -> float:
