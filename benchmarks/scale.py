@@ -100,7 +100,8 @@ def _why_not(record: Mapping[str, Any]) -> str | None:
         if not layouts_of(record, _source_of(record)):
             samples, gpus = batch["global_batch_sequences"], hardware["gpus"]
             return (
-                f"{samples} samples on {gpus} devices are no multiple of the micro-batch and the ranks that share it."
+                f"{samples} samples on {gpus} devices are not a multiple of the micro-batch and the ranks that share "
+                "it."
             )
         run_of(record)
     except DeepSpeedConfigError as error:

@@ -1,7 +1,7 @@
 """Writes safetensors files as a stream: header first, then one tensor after the other, with checksums on the way.
 
 Nothing is collected in memory: host tensors are written from where they lie, device tensors pass through two small
-staging buffers. The checksums are computed by a second thread while the bytes are on their way to the disk.
+staging buffers. The checksums are computed by a second thread while the bytes are in flight to the disk.
 """
 
 from __future__ import annotations

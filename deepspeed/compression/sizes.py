@@ -111,7 +111,7 @@ class LayerWeights:
             beside = selection.technique != "head_pruning" and is_beside(shape_of(first)[0], second)
             if not beside and sizes[0] % sizes[1]:
                 raise DeepSpeedConfigError(
-                    f"{where}: {other} has {sizes[0]} {words[0]}, no multiple of the {sizes[1]} {words[1]} of {name}"
+                    f"{where}: {other} has {sizes[0]} {words[0]}, not a multiple of the {sizes[1]} {words[1]} of {name}"
                 )
             tied = self.of(other)[1:] if hasattr(second, "weight") else []
             if tied:

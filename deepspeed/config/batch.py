@@ -66,7 +66,7 @@ def batch_mismatch(total: int | None, micro: int | None, accumulation: int | Non
     if micro is not None and total % (micro * known):
         unit = micro * known
         return (
-            f"{total} does not fit: it is no multiple of {MICRO} {micro}{size} = {unit}, so no whole {ACCUMULATION} "
+            f"{total} does not fit: it is not a multiple of {MICRO} {micro}{size} = {unit}, so no whole {ACCUMULATION} "
             f"exists; {_fitting(total, unit)} would fit"
         )
     if micro is None:
@@ -75,7 +75,7 @@ def batch_mismatch(total: int | None, micro: int | None, accumulation: int | Non
         if total % unit:
             named = f"{ACCUMULATION} {steps}" if accumulation else f"{ACCUMULATION} 1 (not given)"
             return (
-                f"{total} does not fit: it is no multiple of {named}{size} = {unit}, so no whole {MICRO} exists; "
+                f"{total} does not fit: it is not a multiple of {named}{size} = {unit}, so no whole {MICRO} exists; "
                 f"{_fitting(total, unit)} would fit"
             )
     return None
@@ -92,7 +92,7 @@ def uneven_mismatch(total: int | None, micro: int | None, accumulation: int | No
             "leave it out"
         )
     if total % micro:
-        return f"{total} is no multiple of {MICRO} {micro}; {_fitting(total, micro)} would fit"
+        return f"{total} is not a multiple of {MICRO} {micro}; {_fitting(total, micro)} would fit"
     return None
 
 

@@ -24,7 +24,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.gather.units import ParameterBlockMap
 from deepspeed.zero.runtime import ZeroRuntime
 
-_IN_A_STAGE = "a stage has some of the layers, and several micro-batches are on their way at once"
+_IN_A_STAGE = "a stage has some of the layers, and several micro-batches are in flight at once"
 _WITHOUT_STAGES = "drop layers or tokens in the forward of the pipeline's own layers, or train without a pipeline"
 
 

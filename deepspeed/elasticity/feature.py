@@ -121,7 +121,7 @@ def _problem_of_axes(setup: EngineSetup) -> str | None:
     mesh, zero = setup.ranks.mesh, setup.root.zero_optimization
     if not setup.mesh_is_ours:
         return (
-            "an mpu knows groups of its own, which a lost rank ends; set the sizes of the axes in the configuration "
+            "an mpu has groups of its own, which end with a lost rank; set the sizes of the axes in the configuration "
             "(tensor_parallel.autotp_size), and leave initialize(mpu=...) out"
         )
     others = [f"{axis} ({size} ranks)" for axis, size in mesh.axes if size > 1 and axis not in _AXES]

@@ -174,7 +174,7 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
         neighbours = getattr(zero, name)
         if zero.stage == 3 and neighbours > 1 and section.size % neighbours:
             raise DeepSpeedConfigError(
-                f"{at}.size: {section.size} ranks are no multiple of zero_optimization.{name}, {neighbours}; the "
+                f"{at}.size: {section.size} ranks are not a multiple of zero_optimization.{name}, {neighbours}; the "
                 "neighbours that share parameters must be on one island"
             )
     if zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1:

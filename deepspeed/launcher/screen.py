@@ -27,7 +27,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class Output:
-    """Bytes on their way to stdout and stderr, in order, without ever blocking on a pipe.
+    """Bytes in flight to stdout and stderr, in order, without ever blocking on a pipe.
 
     A blocked launcher could not stop its ranks, so a write happens only when the descriptor takes it.
     """

@@ -2,7 +2,7 @@
 
 :class:`MemoryCount` sees each operation that torch dispatches and each entry of the memory trackers. Storage that a
 memory tracker has counts there, under its kind; all other storage that appears counts as *other* (activations,
-gradients on their way to a bucket, scratch) until it dies. It works alike on real tensors and in a simulation.
+gradients in flight to a bucket, scratch) until it dies. It works alike on real tensors and in a simulation.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
         config.pop(ACCUMULATION, None)
     else:
         config.pop(TOTAL)
-        notices.append(f"{TOTAL} {total} is no multiple of micro-batch {micro} x {ranks} ranks, so it was left out")
+        notices.append(f"{TOTAL} {total} is not a multiple of micro-batch {micro} x {ranks} ranks, so it was left out")
     return config, notices
 
 

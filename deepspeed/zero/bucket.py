@@ -487,7 +487,7 @@ class GatherCount:
     """Counts the elements of sharded buckets. Every change costs the same, however many buckets there are.
 
     Attributes:
-        live: Elements of buckets that are gathered or on their way.
+        live: Elements of buckets that are gathered or in flight.
         arriving: Elements of each bucket that is on its way, by the index of the bucket, oldest first.
         arriving_numel: Their sum.
     """

@@ -78,11 +78,11 @@ def test_values_that_contradict_each_other():
         ),
         (
             {"row_pruning": technique({}, {"dense_ratio": 0.5}, ["own"], related_modules=[["last"]])},
-            "last has 4 inputs, no multiple of the 6 outputs of own",
+            "last has 4 inputs, not a multiple of the 6 outputs of own",
         ),
         (
             {"head_pruning": technique({"num_heads": 2}, {"dense_ratio": 0.5}, ["own"], related_modules=[["head"]])},
-            "head has 6 outputs, no multiple of the 4 inputs of own",
+            "head has 6 outputs, not a multiple of the 4 inputs of own",
         ),
     ],
 )

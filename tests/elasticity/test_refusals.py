@@ -26,7 +26,7 @@ def start(config: dict[str, Any], **more: Any) -> Any:
     [
         ({"gradient_accumulation_steps": 3}, "it follows from the number of ranks; leave it out"),
         ({"train_batch_size": None}, "needs train_batch_size and train_micro_batch_size_per_gpu"),
-        ({"train_batch_size": 25}, "25 is no multiple of train_micro_batch_size_per_gpu 2; 24 or 26 would fit"),
+        ({"train_batch_size": 25}, "25 is not a multiple of train_micro_batch_size_per_gpu 2; 24 or 26 would fit"),
         ({"elasticity": {"continue": True, "max_train_batch_size": 9}}, "elasticity.enabled computes, which is false"),
         ({"elasticity": {"continue": True, "copy_every": 0}}, "copy_every"),
     ],

@@ -58,7 +58,8 @@ def test_sizes_of_weights_and_what_is_kept():
 def test_groups_that_do_not_divide_are_named():
     model = llama(intermediate_size=72)
     report = quantize_model(model, bits=4, group_size=32)
-    assert report.kept["model.layers.0.mlp.down_proj"] == "its 72 input features are no multiple of the group size 32"
+    kept = report.kept["model.layers.0.mlp.down_proj"]
+    assert kept == "its 72 input features are not a multiple of the group size 32"
 
 
 @pytest.mark.parametrize("bits", [8, 4])

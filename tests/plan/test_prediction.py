@@ -426,7 +426,7 @@ def test_records_that_cannot_be_predicted_say_why(tmp_path):
     assert layouts["other-amd"].machine.device.name == "mi300x"
     assert "TPU v5p" in refused["other-unknown"]
     assert refused["other-heads"] == "The source does not state heads, vocab."
-    assert "no multiple of the micro-batch" in refused["other-batch"]
+    assert "not a multiple of the micro-batch" in refused["other-batch"]
 
 
 def test_every_public_record_is_predicted_or_refused_with_a_sentence():

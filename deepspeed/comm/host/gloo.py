@@ -68,7 +68,7 @@ class GlooGather:
 
 
 class _GlooExchange:
-    """Rows on their way between all ranks."""
+    """Rows in flight between all ranks."""
 
     def __init__(self, transport: GlooTransport, works: list[Any], ticket: tuple[str, int], label: str) -> None:
         self._transport = transport

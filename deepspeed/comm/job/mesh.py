@@ -151,7 +151,7 @@ class Mesh:
             inner: Name and size of the faster part: neighbours along ``axis``.
 
         Raises:
-            DeepSpeedConfigError: The size of ``axis`` is no multiple of the inner one.
+            DeepSpeedConfigError: The size of ``axis`` is not a multiple of the inner one.
         """
         name, size = inner
         whole = self.size(axis)

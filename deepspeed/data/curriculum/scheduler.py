@@ -118,7 +118,7 @@ def grown(step: int, *, low: int, high: int, steps: int, granularity: int, degre
     Args:
         step: Number of the step, from 0.
         low: Value at step 0.
-        high: Value in the end: from ``steps`` on, or a little later where it is no multiple of ``granularity``.
+        high: Value in the end: from ``steps`` on, or a little later where it is not a multiple of ``granularity``.
         steps: Steps of the growth.
         granularity: Values are multiples of it, ``high`` apart.
         degree: 1 grows linearly, 2 as the square root.

@@ -122,7 +122,7 @@ class GroupCodes(PackedFormat):
         """Groups must be whole."""
         if in_features % self.groups == 0:
             return None
-        return f"its {in_features} input features are no multiple of {self.groups} groups"
+        return f"its {in_features} input features are not a multiple of {self.groups} groups"
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds ``weight`` (``[out, in]``) to codes evenly spaced from the least to the largest value of a group."""
@@ -207,7 +207,7 @@ class Int4Groups(PackedFormat):
         """Groups must be whole."""
         if in_features % self.group_size == 0:
             return None
-        return f"its {in_features} input features are no multiple of the group size {self.group_size}"
+        return f"its {in_features} input features are not a multiple of the group size {self.group_size}"
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds ``weight`` (``[out, in]``) to the nearest codes (uint8), for bf16 scales and offsets.

@@ -79,8 +79,8 @@ class SparseSelfAttention(nn.Module):
         block = self.sparsity_config.block
         if length % block:
             raise ValueError(
-                f"sparse attention: a sequence of {length} tokens is no multiple of the block size {block}; pad it by "
-                "SparseAttentionUtils.pad_to_block_size"
+                f"sparse attention: a sequence of {length} tokens is not a multiple of the block size {block}; pad it "
+                "by SparseAttentionUtils.pad_to_block_size"
             )
         if not self._is_agreed:
             self.master_layout.copy_(same_on_all_ranks(self.master_layout))

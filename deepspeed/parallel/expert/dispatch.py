@@ -1,4 +1,4 @@
-"""Tokens on their way to their experts and back: once for every kind of layer.
+"""Tokens sent to their experts and back: once for every kind of layer.
 
 Which routes there are has been decided before (``gate``, or a model's own router), and dropped routes are out. What is
 left is sorted by expert; the ranks exchange how many rows come (one small exchange), the rows are sent once there
@@ -56,7 +56,7 @@ class RoutePlan:
         arrived: By rank and expert of this rank: rows that come.
         load_there: :attr:`load` as ``[local E]`` int64 on the device of ``order``, where no host has to send it.
         transport: Between the ranks that share the experts.
-        is_coded: Rows on their way to experts are sent in 8 bits, in forward and in backward.
+        is_coded: Rows are sent to experts in 8 bits, in forward and in backward.
         waited: Seconds that the host waited for each exchange of rows so far, in order.
     """
 

@@ -42,7 +42,7 @@ class Spread:
         ep_size: Ranks that share them.
         takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
         grouped: Use grouped products where they are faster.
-        is_coded: Tokens on their way to experts are sent in 8 bits.
+        is_coded: Tokens are sent to experts in 8 bits.
         balance: Where the routes of the last forward went; None before the first.
     """
 

@@ -552,8 +552,8 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
     world = size_of()
     if num_stages < 1 or world % num_stages:
         raise RuntimeError(
-            f"PipelineModule(num_stages={num_stages}): the job has {world} rank(s), which is no multiple of it; start "
-            "a multiple, or choose a divisor"
+            f"PipelineModule(num_stages={num_stages}): the job has {world} rank(s), which is not a multiple of it; "
+            "start a multiple, or choose a divisor"
         )
     return PipeDataParallelTopology(num_stages, world // num_stages)
 

@@ -129,7 +129,7 @@ def _exchange_chunks(x: torch.Tensor, transport: Transport, back: bool) -> torch
 
 
 class _RingTransfer:
-    """Tensors on their way to the next rank, while those of the rank before come."""
+    """Tensors in flight to the next rank, while those of the rank before come."""
 
     def __init__(self, transport: Transport, *tensors: torch.Tensor) -> None:
         numels = [tensor.numel() for tensor in tensors]

@@ -49,7 +49,7 @@ class Heads:
     def problem(self) -> str | None:
         """Returns why the heads cannot be divided, or None."""
         if self.query % self.key_value:
-            return f"{self.query} query heads are no multiple of {self.key_value} key/value heads"
+            return f"{self.query} query heads are not a multiple of {self.key_value} key/value heads"
         if self.size > self.query:
             return f"{self.query} query heads are fewer than the {self.size} ranks"
         if self.size > self.key_value and self.shared_by < -(-self.size // self.key_value):

@@ -222,8 +222,8 @@ def layout_of(
     data, left = divmod(ranks, model)
     if left or not data:
         raise DeepSpeedConfigError(
-            f"{ranks} ranks are no multiple of tensor {tensor} x sequence {sequence} x pipe {pipeline.stages}; change "
-            "a degree or the number of nodes"
+            f"{ranks} ranks are not a multiple of tensor {tensor} x sequence {sequence} x pipe {pipeline.stages}; "
+            "change a degree or the number of nodes"
         )
     samples, steps = _batch(config, data, micro_batch, accumulation)
     states, parameters = ((zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param"))
@@ -272,7 +272,7 @@ def _batch(config: Mapping[str, Any], data: int, micro: int | None, steps: int |
     micro = micro or 1
     if total % (micro * data):
         raise DeepSpeedConfigError(
-            f"{TOTAL} {total} is no multiple of micro-batch {micro} x {data} ranks that share a batch; change "
+            f"{TOTAL} {total} is not a multiple of micro-batch {micro} x {data} ranks that share a batch; change "
             "one of them"
         )
     return micro, total // (micro * data)

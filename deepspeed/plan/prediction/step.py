@@ -146,8 +146,8 @@ def layers_of_chunks(layers: int, chunks: int, lighter_ends: int | None = None) 
         each, left = divmod(layers + 2 * lighter_ends, chunks)
         if left or each <= lighter_ends:
             raise DeepSpeedConfigError(
-                f"lighter_ends={lighter_ends}: {layers} layers and {2 * lighter_ends} more are no multiple of {chunks} "
-                "chunks with layers left at the ends; choose another number, or leave it out"
+                f"lighter_ends={lighter_ends}: {layers} layers and {2 * lighter_ends} more are not a multiple of "
+                f"{chunks} chunks with layers left at the ends; choose another number, or leave it out"
             )
         return [each - lighter_ends, *[each] * (chunks - 2), each - lighter_ends]
     counts = [-(-layers // chunks)] * chunks

@@ -177,7 +177,7 @@ class StepMemory:
             found["gathered layers"] = self._gathered(share, 2 * self._dense)
         if layout.stage >= 2:  # of this block, and of the one before, which are being reduced
             waiting = 2 * self._last.parameters if layout.is_fsdp and share.has_head else 0.0
-            found["gradients on their way"] = 2 * layout.gradient_bytes * self._dense + waiting
+            found["gradients in flight"] = 2 * layout.gradient_bytes * self._dense + waiting
         return found
 
     def _end_of_backward(self, share: StageState) -> dict[str, float]:
@@ -199,7 +199,7 @@ class StepMemory:
         """Returns the parts while the gradient of the head's weight is computed and leaves."""
         found = {"logits and loss": self._last.output, **self._gathered_with_head(share)}
         if self._layout.stage >= 2:
-            found["gradients on their way"] = (2 + self._layout.gradient_bytes) * self._last.parameters
+            found["gradients in flight"] = (2 + self._layout.gradient_bytes) * self._last.parameters
         return found
 
     def _gathered_with_head(self, share: StageState) -> dict[str, float]:

@@ -59,7 +59,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         ds_config: The configuration; its ZeRO section is read where an argument is left out. May be None.
         zenflow: Not supported.
         overlap_comm: Accepted; gathers always overlap with computing.
-        prefetch_bucket_size: Elements that may be on their way ahead of their use.
+        prefetch_bucket_size: Elements that may be in flight ahead of their use.
         max_reuse_distance: Elements until its next use within which a parameter stays gathered.
         max_live_parameters: Gathered elements at once.
         param_persistence_threshold: Units up to this many elements stay gathered.

@@ -41,7 +41,7 @@ class GatherLimits:
     """Sizes from the configuration, in elements.
 
     Attributes:
-        prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``). The next unit
+        prefetch: Elements that may be in flight ahead of their use (``stage3_prefetch_bucket_size``). The next unit
             may, whatever its size, unless this is 0.
         max_live: Gathered elements at once, beyond which nothing is prefetched or kept
             (``stage3_max_live_parameters``); None: 1,000,000,000, or the size of the largest two neighbouring units if
@@ -286,7 +286,7 @@ class GatherSchedule:
 
     @uncompiled
     def demand(self, bucket: Bucket) -> None:
-        """Returns when ``bucket`` is FULL, with the next ones of the order on their way."""
+        """Returns when ``bucket`` is FULL, with the next ones of the order in flight."""
         if self._leaf_of and self.kind == "backward":
             self._demand_leaf_of(bucket)
         if bucket.state is State.SHARDED:

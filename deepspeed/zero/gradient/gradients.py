@@ -35,7 +35,7 @@ from deepspeed.zero.gradient.trial import Trial
 from deepspeed.zero.storage import MemoryTracker
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
-_SMALL = 2**23  # elements of reductions on their way for which the host need not wait for a device that lags behind,
+_SMALL = 2**23  # elements of reductions in flight for which the host need not wait for a device that lags behind,
 _MOST_SMALL = 16  # and how many such reductions there may be
 _PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer may be holding back
 

@@ -56,7 +56,7 @@ def _exchanges(large: int) -> None:
 
 
 def _rounds() -> None:
-    """Many rounds of which any rank may be late, two at a time on their way, waited for in any order."""
+    """Many rounds of which any rank may be late, two at a time in flight, waited for in any order."""
     transport = Job.current().axis_of().transport()
     assert isinstance(transport, SameHostTransport)
     rank, size = transport.rank, transport.size
@@ -429,7 +429,7 @@ def _sums() -> None:
             time.sleep(0.002)  # the other is ahead: it must not write where this one has not read
         assert torch.equal(work.wait(), _expected(numel, dtype, seed + 50))
         assert torch.equal(work.wait(), _expected(numel, dtype, seed + 50))
-    # More on their way than there are places, waited for in another order on each rank.
+    # More in flight than there are places, waited for in another order on each rank.
     works = [sums.start(_summand(rank, 9, torch.float32, seed), "many") for seed in range(7)]
     for seed in sorted(range(7), key=lambda seed: (seed * (rank + 2)) % 7):
         assert torch.equal(works[seed].wait(), _expected(9, torch.float32, seed))

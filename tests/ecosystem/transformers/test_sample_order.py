@@ -18,7 +18,7 @@ STEPS = 13
 
 class Numbers(torch.utils.data.Dataset):
     def __len__(self) -> int:
-        return 22  # no multiple of the batch
+        return 22  # not a multiple of the batch
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"x": torch.tensor([float(index)]), "labels": torch.zeros(1)}

@@ -1,4 +1,4 @@
-"""Rows on their way: their sum and gradients beside the formula, and how often they are written."""
+"""Rows in flight: their sum and gradients beside the formula, and how often they are written."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_query_heads_lie_beside_their_key_value_heads(key_value, shared_by, size
 
 def test_what_cannot_be_dealt_raises_with_the_sizes():
     assert Heads(6, 2, 4).problem() is None
-    assert "7 query heads are no multiple of 2" in str(Heads(7, 2, 2).problem())
+    assert "7 query heads are not a multiple of 2" in str(Heads(7, 2, 2).problem())
     assert "4 query heads are fewer than the 6 ranks" in str(Heads(4, 2, 6).problem())
     assert "3 key/value heads with 1 query heads each cannot be divided over 4" not in str(Heads(3, 3, 3).problem())
 

@@ -88,7 +88,7 @@ def simulate(
     Args:
         schedule: What to run.
         times: How long things take: on each stage, or one value per chunk.
-        channel_size: How many messages of one kind may be on their way from one stage to another before the sender
+        channel_size: How many messages of one kind may be in flight from one stage to another before the sender
             waits; None: any number.
 
     Raises:
