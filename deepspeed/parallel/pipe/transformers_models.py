@@ -222,6 +222,23 @@ class _Plan:
                 f"head {type(found.head).__name__}); write its layers as LayerSpecs"
             )
         self._tail = (*found.norms, *found.after_norm)
+        self._check_all_in_row()
+
+    def _check_all_in_row(self) -> None:
+        """Raises where a weight lies outside of all layers: the pipeline would neither train nor save it."""
+        found = self._anatomy
+        inside = tuple(
+            f"{path}." if path else "" for path in (found.decoder_path, found.embedding_path, found.head_path)
+        )
+        outside = [name for name, _ in found.model.named_parameters() if not name.startswith(inside)]
+        if outside:
+            modules = sorted({name.partition(".")[0] for name in outside})
+            raise NotYetSupportedError(
+                f"from_transformers: {type(found.model).__name__} has {len(outside)} weights beside its decoder "
+                f"({found.decoder_path}) and its head ({found.head_path}), in {', '.join(modules)} ({outside[0]}, "
+                "...). A pipeline would leave them out, also when it is saved; write the model's layers as LayerSpecs, "
+                "or give from_transformers the causal language model alone"
+            )
 
     def _part(self, *path: str) -> ModelPart:
         return ModelPart(self._skeleton, self._model, ".".join(path))

@@ -136,6 +136,14 @@ def test_models_that_skip_blocks_are_refused():
     run_ranks(_skipping_blocks, 1)
 
 
+def test_a_model_with_weights_outside_of_all_layers_is_refused():
+    model = _model("llama")
+    model.codec_model = torch.nn.Linear(3, 3)
+    words = r"LlamaForCausalLM has 2 weights beside its decoder .model. .* in codec_model .codec_model.weight"
+    with pytest.raises(NotYetSupportedError, match=words):
+        layers_of(model)
+
+
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_like_the_model(name, tmp_path):
     means, weights = run_ranks(_plain, 1, name)[0]
