@@ -52,7 +52,7 @@ from deepspeed.parallel.tensor.making import (
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_of
-from deepspeed.parallel.tensor.structure import of_structure, summed_inside
+from deepspeed.parallel.tensor.structure import SmallForwardError, of_structure, summed_inside
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.address import full_numel, full_shape
@@ -197,6 +197,13 @@ def is_cut(model: nn.Module) -> bool:
     return isinstance(getattr(model, CUT, None), CutModel)
 
 
+_WRITE_RULES = (
+    "Write tensor_parallel.partition_config: layer_specs with patterns for the layers that take the residual stream "
+    '(partition_type "column") and for those that give back to it ("row"), or name the latter in '
+    "tensor_parallel.injection_policy_tuple"
+)
+
+
 class _NoPlanError(DeepSpeedConfigError):
     """Nothing says how a model is cut; a stage of a pipeline may have no layers to cut."""
 
@@ -258,7 +265,14 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
         rule.way in (CutStyle.WHOLE, CutStyle.SUMMED) for rule in own.values()
     ):  # exceptions from what the model says
         found = rules_module.of_plan(model) if section.injection_policy_tuple is None else {}
-        found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
+        try:
+            found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
+        except SmallForwardError as error:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; "
+                f"it brings no tensor-parallel plan, and its structure was not read, as it does not run on "
+                f"{', '.join(inputs_of(model) or ())} alone ({error}). {_WRITE_RULES}"
+            ) from error
     found |= own
     found |= summed_inside(model, inputs_of(model), found)
     spread = tuple(f"{name}." for name in spread_modules(model))  # experts that have other ranks already stay whole
@@ -271,9 +285,7 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
         )
         raise _NoPlanError(
             f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "
-            f"brings no tensor-parallel plan, and {structure}. Write tensor_parallel.partition_config: layer_specs "
-            'with patterns for the layers that take the residual stream (partition_type "column") and for those that '
-            'give back to it ("row"), or name the latter in tensor_parallel.injection_policy_tuple'
+            f"brings no tensor-parallel plan, and {structure}. {_WRITE_RULES}"
         )
     if section.vocab_parallel_lm_head is not None:
         found = {name: _head_rule(model, name, rule, section.vocab_parallel_lm_head) for name, rule in found.items()}
@@ -448,16 +460,18 @@ class ConsistencyCheck:
         why = _why_not(model, device, is_asked=bool(section.verify))
         inputs = None if why else inputs_of(model, layout.size if section.sequence_parallel_norms else 1)
         if inputs is None:
-            why = why or f"what {type(model).__name__} takes as input is not known"
-            if section.verify:
-                raise DeepSpeedConfigError(f"tensor_parallel.verify: {why}; leave the key out, or set it to false")
-            log_dist(f"tensor_parallel.verify: the cut model is not compared with the whole one, as {why}")
+            _decline(section, why or f"what {type(model).__name__} takes as input is not known")
             return None
         if section.vocab_parallel_lm_head:
             inputs["labels"] = inputs["input_ids"]  # logits stay cut then, the loss does not
         cut = set(layout.parameters)
         whole = {n: p for n, p in model.named_parameters() if n not in cut and p.requires_grad}
-        output, gradients = _output_and_gradients(model, inputs, whole)
+        try:
+            output, gradients = _output_and_gradients(model, inputs, whole)
+        except Exception as error:  # of the model's own code, on all ranks alike
+            given = ", ".join(inputs)
+            _decline(section, f"{type(model).__name__} does not run on {given} alone ({type(error).__name__}: {error})")
+            return None
         return cls(inputs, output, gradients)
 
     def after(self, model: nn.Module, channel: Channel) -> None:
@@ -493,6 +507,13 @@ class ConsistencyCheck:
                 f"{found}. The rules do not fit the model; write tensor_parallel.partition_config for it, with "
                 'partition_type "skip" for the layers in question'
             )
+
+
+def _decline(section: TensorParallel, why: str) -> None:
+    """Logs that the cut model is not compared with the whole one; raises where ``verify`` requests it."""
+    if section.verify:
+        raise DeepSpeedConfigError(f"tensor_parallel.verify: {why}; leave the key out, or set it to false")
+    log_dist(f"tensor_parallel.verify: the cut model is not compared with the whole one, as {why}")
 
 
 def _why_not(model: nn.Module, device: torch.device, *, is_asked: bool) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import input_embedding, output_head
 from deepspeed.models.attention_modules import attention_of
@@ -34,6 +35,10 @@ _SOURCE = "the structure of the model"
 Node = Any
 
 
+class SmallForwardError(DeepSpeedConfigError):
+    """A model does not run on the small inputs that would show its structure."""
+
+
 def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, CutRule]:
     """Rules from the structure; empty where it shows no pair of layers.
 
@@ -42,6 +47,9 @@ def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Itera
         inputs: Keyword arguments of a small forward; None: not known.
         rows: Ends of names of layers that are declared row-parallel (``injection_policy_tuple``); all other linear
             layers of their blocks are column-parallel then, and nothing is computed.
+
+    Raises:
+        SmallForwardError: The model does not run on ``inputs``.
     """
     linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}
     endings = tuple(rows)
@@ -111,7 +119,7 @@ def summed_inside(
         return {}
     try:
         found = _Graph(model, linear, inputs, is_meta=True).inside(columns)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except SmallForwardError as error:
         log_dist(
             f"tensor_parallel: whether {sorted(candidates)[0]!r} and {len(candidates) - 1} other modules beside cut "
             f"layers get cut activations was not found, as {type(model).__name__} does not run without values "
@@ -283,7 +291,13 @@ def _ancestors(node: Node) -> set[Node]:
 def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> list[torch.Tensor]:
     """Outputs of a small forward with stand-ins for all parameters, on the meta device if the model can do that.
 
-    ``is_meta``: there or nowhere.
+    Args:
+        model: The model.
+        inputs: Its keyword arguments.
+        is_meta: Run it on the meta device or nowhere.
+
+    Raises:
+        SmallForwardError: The model's forward raises.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -296,6 +310,8 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
                     return _run(model, inputs, None)
                 with _NoValues():
                     return _run(model, inputs, torch.device("meta"))
+    except Exception as error:  # whatever the model's own code raises
+        raise SmallForwardError(" ".join(f"{type(error).__name__}: {error}".split())) from error
     finally:
         for module, mode in modes.items():
             module.training = mode

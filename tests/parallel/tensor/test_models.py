@@ -125,6 +125,11 @@ def test_over_four_ranks():
     run_ranks(_families, 4, {**BY_PLAN, **BY_STRUCTURE}, 4, timeout=300)
 
 
+def _raise(*_: Any) -> None:
+    """Stands for a model that takes sound or images beside tokens, and gets none."""
+    raise KeyError("sound")
+
+
 def _refused():
     def fails(words: str, model: nn.Module, size: int = 2, **section: Any) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -140,6 +145,9 @@ def _refused():
     strict = {"layer_specs": specs[:1], "strict_mode": True}
     fails("strict_mode: no pattern fits 'model.layers.0.self_attn.k_proj'", llama, partition_config=strict)
     fails("nothing says how Sequential is cut; .* its structure was not read", nn.Sequential(nn.Linear(4, 4)))
+    silent = _model("bloom", BY_STRUCTURE["bloom"])
+    silent.transformer.word_embeddings.register_forward_pre_hook(_raise)
+    fails("does not run on input_ids, use_cache alone .KeyError: 'sound'.*layer_specs", silent)
     few = _model("llama", {**LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1})
     fails("'model.layers.0.self_attn' cannot be cut: 1 query heads are fewer than the 2 ranks", few)
     skip = {"layer_specs": [{"patterns": [".*self_attn"], "partition_type": "skip"}]}
@@ -149,6 +157,12 @@ def _refused():
     # A rule that is wrong for the model: the output of every layer would be a part of the stream.
     wrong = {"layer_specs": [{"patterns": [r".*down_proj\.weight"], "partition_type": "column"}]}
     fails("verify: the cut LlamaForCausalLM", llama, partition_config=wrong)
+    deaf = _model("llama", LLAMA)
+    deaf.register_forward_pre_hook(_raise)
+    with pytest.raises(
+        DeepSpeedConfigError, match="verify: LlamaForCausalLM does not run on input_ids, use_cache alone .KeyError"
+    ):
+        _cut(deaf, 2)
 
 
 def _by_patterns():
