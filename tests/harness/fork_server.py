@@ -10,6 +10,7 @@ servers and takes its ranks from both in turn: ranks that depend on such an orde
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -29,7 +30,13 @@ LENGTH = 4  # bytes that say how long a message is
 
 
 class ForkServer:
-    """The end of the process that asks."""
+    """The end of the process that asks.
+
+    Attributes:
+        is_closed: Whether the server has been ended. What it has forked has ended with it.
+    """
+
+    is_closed = False
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -54,15 +61,30 @@ class ForkServer:
         return ForkedProcess(self, self.ask({"environ": dict(environ)}, (output, connection, stacks)))
 
     def ask(self, question: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
-        """Sends a question and returns the answer."""
+        """Sends a question and returns the answer.
+
+        An exception in between closes the server, also one that a signal's handler raises (a test's time limit): the
+        next answer in the channel might belong to this question, or the server wait for the rest of it.
+
+        Raises:
+            RuntimeError: The server has ended or does not answer.
+        """
+        is_answered = False
         try:
             _send(self._channel, question, descriptors)
-            return _receive(self._channel)[0]
+            answer = _receive(self._channel)[0]
+            is_answered = True
         except (OSError, EOFError) as error:
-            raise RuntimeError(f"the server that forks workers has ended with code {self._process.poll()}") from error
+            code = self._process.poll()
+            raise RuntimeError(f"the server that forks workers does not answer; its exit code: {code}") from error
+        finally:
+            if not is_answered:
+                self.close()
+        return answer
 
     def close(self) -> None:
         """Ends the server, and on Linux what it has forked."""
+        self.is_closed = True
         self._channel.close()
         self._process.kill()
         self._process.wait()
@@ -77,6 +99,10 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None and self._server.is_closed:
+            with contextlib.suppress(ProcessLookupError):  # it ends with its server, at once only on Linux
+                os.kill(self.pid, signal.SIGKILL)
+            self.returncode = -signal.SIGKILL
         if self.returncode is None:
             self.returncode = self._server.ask({"pid": self.pid})
         return self.returncode

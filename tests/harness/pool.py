@@ -144,7 +144,7 @@ class Pool:
     """Workers 0..n-1; grows to the largest world size requested."""
 
     def __init__(self, is_forked: bool = True) -> None:
-        self.servers = _fork_servers() if is_forked else None
+        self.is_forked = is_forked
         self.directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.workers: list[Worker] = []
         self.awaiting_hello: set[int] = set()
@@ -185,7 +185,8 @@ class Pool:
         while len(self.workers) < world_size:
             self.awaiting_hello.add(len(self.workers))
             number = len(self.workers)
-            server = self.servers[number % len(self.servers)] if self.servers else None
+            servers = _fork_servers() if self.is_forked else None
+            server = servers[number % len(servers)] if servers else None
             self.workers.append(Worker(number, self.directory, server))
         deadline = time.monotonic() + START_LIMIT
         for number in sorted(self.awaiting_hello):
@@ -398,10 +399,12 @@ _servers: list[ForkServer] = []
 
 
 def _fork_servers() -> list[ForkServer]:
-    """The two servers, which start at the first need."""
+    """The two servers, which start at the first need and again when one has been closed."""
     if not _servers:
-        _servers.extend([ForkServer(), ForkServer()])
         atexit.register(shut_down)
+    _servers[:] = [server for server in _servers if not server.is_closed]
+    while len(_servers) < 2:
+        _servers.append(ForkServer())
     return _servers
 
 

@@ -16,7 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankDied, RanksFailed, RanksTimedOut, assert_states_equal, run_ranks, wire
+from tests.harness import (
+    RankDied,
+    RanksFailed,
+    RanksTimedOut,
+    assert_states_equal,
+    fork_server,
+    pool,
+    run_ranks,
+    wire,
+)
 
 
 def _sum_of_ranks(size, fill=1.0):
@@ -271,6 +280,29 @@ def test_a_skip_is_sent():
 def test_a_function_that_workers_cannot_import_is_refused():
     with pytest.raises(TypeError, match="module-level function"):
         run_ranks(lambda: None, 2)
+
+
+def test_a_time_limit_within_a_question_to_a_fork_server_reaches_no_later_run(monkeypatch):
+    def interrupt(channel):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fork_server, "START", "import time; time.sleep(600)")
+    monkeypatch.setattr(pool, "_servers", [pool.ForkServer(), pool.ForkServer()])
+    stopped, other = pool._servers
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = fork_server.ForkedProcess(stopped, worker.pid)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(fork_server, "_receive", interrupt)
+            process.poll()
+        assert stopped.is_closed
+        assert process.poll() == worker.wait(60) == -signal.SIGKILL  # without another question
+        first, second = pool._fork_servers()
+        assert first is other and second is not stopped and not second.is_closed
+    finally:
+        worker.kill()
+        for server in [stopped, *pool._servers]:
+            server.close()
 
 
 @pytest.mark.slow
