@@ -82,7 +82,7 @@ def _per_head(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRu
     """Bare parameters of attention modules with a number for every query head, where ranks share the heads."""
     cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is CutStyle.COLUMN}
     found = {}
-    for name in cut:
+    for name in sorted(cut):  # ranks must cut in the same order, and the order of a set is of the process
         module = model.get_submodule(name)
         attention = attention_of(module, getattr(model, "config", None))
         for own, parameter in module.named_parameters(recurse=False):
@@ -128,7 +128,7 @@ def summed_inside(
             level=WARNING,
         )
         return {}
-    return {name: CutRule(CutStyle.SUMMED, _SOURCE) for name in found & candidates}
+    return {name: CutRule(CutStyle.SUMMED, _SOURCE) for name in sorted(found & candidates)}
 
 
 def _is_outermost(name: str) -> bool:

@@ -13,7 +13,9 @@ from deepspeed.comm.job import groups
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.tensor import structure
 from deepspeed.parallel.tensor.cutting import cut_model
+from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from tests.harness import run_ranks
 
 LLAMA = {
@@ -123,6 +125,14 @@ def test_more_families():
 @pytest.mark.slow
 def test_over_four_ranks():
     run_ranks(_families, 4, {**BY_PLAN, **BY_STRUCTURE}, 4, timeout=300)
+
+
+def test_ranks_cut_bare_parameters_in_the_same_order():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
+    model = _model("mamba2", {**sizes, "expand": 2})
+    column = CutRule(CutStyle.COLUMN, "a test")
+    bare = list(structure._per_head(model, {f"backbone.layers.{n}.mixer.in_proj": column for n in range(6)}))
+    assert len(bare) == 18 and [name.split(".")[2] for name in bare] == [str(n) for n in range(6) for _ in range(3)]
 
 
 def _raise(*_: Any) -> None:
