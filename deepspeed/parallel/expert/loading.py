@@ -25,6 +25,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.models.building import build_without_values, read_configuration
+from deepspeed.models.layers import initialiser_of
 from deepspeed.models.stored import StoredTensors
 from deepspeed.parallel.expert.auto import spread_experts
 from deepspeed.parallel.expert.spread import spread_of
@@ -246,16 +247,43 @@ def taken(found: Any, rows: slice) -> torch.Tensor:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module) -> None:
-    """Buffers that no file has: constructors compute them from the configuration, here once more on the host."""
+    """Computes buffers that no file has, as the library does: by the model's initialiser, or by a constructor.
+
+    Raises:
+        CheckpointError: Neither computes one.
+    """
     for name, module in model.named_modules():
         empty = [leaf for leaf, value in module._buffers.items() if value is not None and value.is_meta]
         if not empty:
             continue
-        if getattr(module, "config", None) is None:
+        if getattr(module, "config", None) is not None:
+            made: Any = type(module)(module.config)
+            for leaf in empty:
+                module._buffers[leaf] = made._buffers[leaf]
+        elif not _initialise_buffers(model, name, empty):
             raise CheckpointError(
                 f"expert loading: the buffers {', '.join(empty)} of {name!r} ({type(module).__name__}) are in no file, "
-                "and the module has no config to compute them from; load the model by its own from_pretrained"
+                "the module has no config to compute them from, and the model's _init_weights does not set them; load "
+                "the model by its own from_pretrained"
             )
-        made: Any = type(module)(module.config)
-        for leaf in empty:
-            module._buffers[leaf] = made._buffers[leaf]
+
+
+def _initialise_buffers(model: nn.Module, name: str, leaves: list[str]) -> bool:
+    """Gives floating buffers of a module values by the ``_init_weights`` of the nearest model above it.
+
+    Returns:
+        Whether all of them got values; otherwise some are NaN.
+    """
+    module = model.get_submodule(name)
+    parts = name.split(".")
+    above = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1))
+    initialise = next(filter(None, map(initialiser_of, above)), None)
+    buffers: list[torch.Tensor] = [getattr(module, leaf) for leaf in leaves]
+    if initialise is None or not all(buffer.is_floating_point() for buffer in buffers):
+        return False
+    for leaf, buffer in zip(leaves, buffers, strict=True):
+        module._buffers[leaf] = torch.full_like(buffer, torch.nan, device="cpu")
+    for parameter in module.parameters(recurse=False):
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # it has the values of the files
+    initialise(module)
+    return not any(bool(getattr(module, leaf).isnan().any()) for leaf in leaves)

@@ -139,3 +139,34 @@ def _check(tmp_path: Path, cells: list[tuple[str, int]]) -> None:
     written = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**written, "hidden_size": 32}))
     run_ranks(_loaded, 2, str(tmp_path), cells, timeout=200)
+
+
+class _Table(torch.nn.Module):
+    """Has a buffer that its model's initialiser computes, and no config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 7.0))
+        self.register_buffer("table", torch.arange(3.0, device="meta"), persistent=False)
+
+
+class _Tower(torch.nn.Module):
+    def __init__(self, sets_table: bool) -> None:
+        super().__init__()
+        self.positions = _Table()
+        self.sets_table = sets_table
+
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, _Table) and self.sets_table:
+            module.table.copy_(torch.arange(3.0))
+
+
+def test_buffers_that_no_file_has_come_from_the_initialiser():
+    model = torch.nn.ModuleDict({"tower": _Tower(True)})
+    loading._make_buffers(model)
+    assert model["tower"].positions.table.tolist() == [0.0, 1.0, 2.0]
+    assert model["tower"].positions.weight.tolist() == [7.0, 7.0]
+    with pytest.raises(
+        CheckpointError, match="table of 'tower.positions' ._Table. are in no file.*_init_weights does not"
+    ):
+        loading._make_buffers(torch.nn.ModuleDict({"tower": _Tower(False)}))
