@@ -1,7 +1,8 @@
 """``zero.Init``: parameters are sharded as soon as their module is built, so that the whole never is on one rank.
 
 Inside the context tensor constructors and initialisers are replaced: floating tensors from ``torch.empty`` and similar
-functions get the dtype of the configuration, and tensors without a device the accelerator's. The wrapper is looked up,
+functions get the dtype of the configuration, and tensors without a device the accelerator's. A dtype that a model of
+transformers names for a buffer is kept while the library builds it. The wrapper is looked up,
 once per constructor when the context is entered, in the module where the ecosystem replaces it (transformers does, so
 that ``torch.arange`` keeps its dtype).
 """
@@ -240,7 +241,8 @@ def zero_wrapper_for_fp_tensor_constructor(
         made = fn(*args, **kwargs)
         if target_fp_dtype is None or not made.is_floating_point() or made.dtype == target_fp_dtype:
             return made
-        if fn is _orig_torch_arange and is_building():
+        is_explicit = kwargs.get("dtype") is not None or fn is _orig_torch_arange
+        if is_explicit and is_building():  # as without zero.Init; parameters get the dtype when they are sharded
             return made
         return _cast(made, target_fp_dtype)
 
