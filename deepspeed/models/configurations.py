@@ -11,9 +11,15 @@ def text_config(config: Any) -> Any:
     """Returns the part of a configuration that describes the text model; the configuration itself where it is all text.
 
     Args:
-        config: Of a Transformers model; any other object, None too, is returned as it is.
+        config: Of a Transformers model; any other object, None too, is returned as it is, as is one that has several
+            such parts (MusicGen: a text encoder and a decoder of sound).
     """
-    return config.get_text_config() if is_library_config(config) else config
+    if not is_library_config(config):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # how the library says that there are several
+        return config
 
 
 def is_library_config(config: Any) -> bool:

@@ -114,3 +114,8 @@ def test_configurations():
     assert configurations.vocabulary_of(config) == 40 and configurations.is_library_config(config)
     inner = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**GROUPED))
     assert configurations.kv_heads_of(inner) == 2 and configurations.text_config(inner).hidden_size == 16
+    several = transformers.MusicgenConfig(
+        text_encoder=transformers.T5Config(), audio_encoder=transformers.EncodecConfig(),
+        decoder=transformers.MusicgenDecoderConfig(),
+    )  # fmt: skip
+    assert configurations.text_config(several) is several and configurations.vocabulary_of(several) is None

@@ -279,7 +279,7 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
     found = {name: rule for name, rule in found.items() if not f"{name}.".startswith(spread)} if spread else found
     if not found:
         structure = (
-            "its structure was not read, as the inputs of its forward are known for Transformers models only"
+            "its structure was not read, as the inputs of its forward are known for Transformers models of text only"
             if inputs_of(model) is None
             else "its structure shows no pair of layers around a residual sum"
         )
