@@ -121,8 +121,8 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 NAMED_BY_REFUSAL = {  # the setting or call that a refusal must name
     "tensor": "tensor_parallel.",
-    "expert": "expert_parallel.",
-    "expert, read in part": "expert_parallel.",
+    "expert": "expert_parallel",
+    "expert, read in part": "expert_parallel",
     "pipeline": "from_transformers: ",
 }
 
