@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import os
 import secrets
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,7 +34,7 @@ from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.checkpoint.writer import BucketRun, FileWriter, SaveProgress
+from deepspeed.checkpoint.writer import BucketRun, FileWriter, SavePace, SaveProgress, lower_priority
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
 from deepspeed.offload.pinned import may_pin, page_buffer
@@ -89,47 +86,7 @@ class _Job:
     rank_state: bytes
     manifest: Callable[[tuple[SavedFile, ...], list[int]], Manifest]
     keep_last: int | None
-    pace: _Pace | None = None
-
-
-_NICER = 10  # at equal niceness, three threads on two processors made steps 1.7 times as long; at 10, 1.1 times
-
-
-def _lower_priority() -> None:
-    """Lowers the priority of the calling thread, which threads that it starts inherit.
-
-    Training then gets its processor first, and a save the rest. Only Linux has priorities of threads.
-    """
-    if sys.platform == "linux":
-        this_thread = 0  # of PRIO_PROCESS; Linux counts threads as processes here
-        niceness = os.getpriority(os.PRIO_PROCESS, this_thread)
-        os.setpriority(os.PRIO_PROCESS, this_thread, min(niceness + _NICER, 19))
-
-
-class _Pace:
-    """Keeps a save in the background off the processor for half of its time, until somebody waits for the save.
-
-    Training and the threads of a save share processors, caches and the interpreter's lock. A thread that is nicer by 10
-    and never rests takes a tenth of the processor that it shares.
-
-    Args:
-        clock: Returns the seconds of processor time that the calling thread has used.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._clock = clock
-        self._last = 0.0
-        self._awaited = threading.Event()
-
-    def rest(self) -> None:
-        """Sleeps as long as the calling thread has worked since the last call; not at all once the save is awaited."""
-        now = self._clock()
-        self._awaited.wait(max(now - self._last, 0.0))
-        self._last = now
-
-    def hurry(self) -> None:
-        """Ends a rest, and all later ones. Callable from any thread."""
-        self._awaited.set()
+    pace: SavePace | None = None
 
 
 class Saver:
@@ -143,7 +100,7 @@ class Saver:
         self._group = group
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
-        self._pace = _Pace()
+        self._pace = SavePace()
         self._failure: BaseException | None = None
         self._host = HostCopy()
 
@@ -193,13 +150,13 @@ class Saver:
             _run(job, self.exchange)
             return
         _copy_to_host(job, self._host)
-        self._pace = job.pace = _Pace()
+        self._pace = job.pace = SavePace()
         self._thread = threading.Thread(target=self._run_in_background, args=(job, self.exchange), name="checkpoint")
         self._thread.start()
 
     def _run_in_background(self, job: _Job, exchange: Exchange) -> None:
         try:
-            _lower_priority()
+            lower_priority()
             _run(job, exchange)
         except BaseException as error:
             self._failure = error

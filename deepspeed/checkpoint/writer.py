@@ -6,6 +6,9 @@ staging buffers. The checksums are computed by a second thread while the bytes a
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 import zlib
 from collections import deque
@@ -25,6 +28,7 @@ from deepspeed.logging import logger
 from deepspeed.offload.pinned import may_pin, page_buffer
 
 _STAGING_BYTES = 16 << 20
+_NICER = 10  # at equal niceness, three threads on two processors made steps 1.7 times as long; at 10, 1.1 times
 
 
 @dataclass(frozen=True)
@@ -301,3 +305,40 @@ class FileWriter:
             stream.write(disk.bytes_of(part), part)
         else:
             self._staging.pass_through(part, stream)
+
+
+def lower_priority() -> None:
+    """Lowers the priority of the calling thread, which threads that it starts inherit.
+
+    Training then gets its processor first, and a save the rest. Only Linux has priorities of threads.
+    """
+    if sys.platform == "linux":
+        this_thread = 0  # of PRIO_PROCESS; Linux counts threads as processes here
+        niceness = os.getpriority(os.PRIO_PROCESS, this_thread)
+        os.setpriority(os.PRIO_PROCESS, this_thread, min(niceness + _NICER, 19))
+
+
+class SavePace:
+    """Keeps a save in the background off the processor for half of its time, until somebody waits for the save.
+
+    Training and the threads of a save share processors, caches and the interpreter's lock. A thread that is nicer by 10
+    and never rests takes a tenth of the processor that it shares.
+
+    Args:
+        clock: Returns the seconds of processor time that the calling thread has used.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._last = 0.0
+        self._awaited = threading.Event()
+
+    def rest(self) -> None:
+        """Sleeps as long as the calling thread has worked since the last call; not at all once the save is awaited."""
+        now = self._clock()
+        self._awaited.wait(max(now - self._last, 0.0))
+        self._last = now
+
+    def hurry(self) -> None:
+        """Ends a rest, and all later ones. Callable from any thread."""
+        self._awaited.set()

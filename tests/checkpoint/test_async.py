@@ -191,7 +191,7 @@ def test_a_long_save_says_how_far_it_is(tmp_path, monkeypatch):
 
 def test_a_save_in_the_background_rests_as_long_as_it_works(monkeypatch):
     used = iter([0.5, 0.75, 2.0, 2.0])
-    pace = saving._Pace(clock=lambda: next(used))
+    pace = saving.SavePace(clock=lambda: next(used))
     rests: list[float] = []
     monkeypatch.setattr(pace._awaited, "wait", rests.append)
     for _ in range(4):
@@ -203,13 +203,13 @@ def rests_for_ever(folder: str) -> list[str]:
     run = engine(1, "bf16")
     train(run, range(1))
     resting = threading.Event()
-    pace = saving._Pace
+    pace = saving.SavePace
 
     def clock() -> float:
         resting.set()
         return float(1 << 20)  # seconds that the first write is said to have taken
 
-    with mock.patch.object(saving, "_Pace", lambda: pace(clock)):
+    with mock.patch.object(saving, "SavePace", lambda: pace(clock)):
         run.save_checkpoint(folder, tag="beside", async_save=True)
         assert resting.wait(120)
         assert run._checkpoints._saver._thread.is_alive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from deepspeed.run_report.recorder import StepRecorder
 from tests.engine.support import engine_of
 from tests.harness import RanksFailed, run_ranks
 from tests.harness.toy_models import tower
-from tests.launcher.processes import Launcher
+from tests.launcher.processes import Launcher, wait_until
 from tests.launcher.test_nodes import start
 from tests.run_report.runs import step_line, write_rank
 
@@ -186,9 +187,15 @@ def test_the_standby_ends_when_the_page_is_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.jsonl", "report.html", "report.json"]
 
 
+def _ignores(pid, number):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"^SigIgn:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (number - 1) & 1
+
+
 def test_the_standby_survives_the_signals_of_a_shutdown(tmp_path):
     write_rank(tmp_path, 0, [step_line(1)])
     standby = StandbyWriter(tmp_path)
+    wait_until(lambda: _ignores(standby._process.pid, signal.SIGTERM), 120, "the shell to ignore signals")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         os.killpg(standby._process.pid, number)
     standby._process.stdin.close()  # as if this process were gone

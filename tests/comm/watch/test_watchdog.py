@@ -289,6 +289,7 @@ def _same_ranks_in_two_groups():
     assert transports[0].watch is transports[1].watch
     channels = [transport.issue("gather")[0] for transport in transports]
     assert len(set(channels)) == 2, channels
+    torch_dist.barrier()  # a rank that ended before another had connected would break that one's new group
     return channels
 
 
