@@ -13,6 +13,7 @@ _ALIKE = (
     "ranks, or mark the module that holds both branches with deepspeed.utils.set_z3_leaf_modules, so that it is "
     "gathered whole"
 )
+_MOST_LISTED = 8  # ranks that a warning names
 
 
 def with_advice(label: str, advice: str) -> str:
@@ -79,6 +80,27 @@ def words_for_dead(rank: int, me: int, awaited: WaitRecord) -> str:
         f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
         f"rank {me} waits for {awaited.words}. Look at the end of the output of rank {rank}, and in the kernel's log "
         "for the out-of-memory killer"
+    )
+
+
+def missing_of(awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> list[int]:
+    """Returns the ranks that take part in the awaited transfer and have not posted that they have issued it."""
+    return sorted(
+        rank
+        for rank, post in posts.items()
+        if (rank in awaited.members or not awaited.members)
+        and post.get("issued", {}).get(awaited.channel, 0) < awaited.index
+    )
+
+
+def words_for_long_wait(missing: list[int], me: int, awaited: WaitRecord, seconds: float) -> str:
+    """Returns the warning of rank ``me`` that the ranks in ``missing`` keep it waiting."""
+    listed = ", ".join(map(str, missing[:_MOST_LISTED])) + (", ..." if len(missing) > _MOST_LISTED else "")
+    who, has = (f"rank {listed}", "has") if len(missing) == 1 else (f"ranks {listed}", "have")
+    return (
+        f"rank {me} has waited {seconds:.0f} s for {awaited.words}, which {who} {has} not reached. A rank may be late "
+        "(a slow data loader, a long evaluation, a checkpoint) or wait in a call that other ranks do not make. If this "
+        f"does not end, look at the output of {who}, or at the stack of that process (py-spy dump --pid)"
     )
 
 

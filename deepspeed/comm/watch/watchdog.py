@@ -23,6 +23,9 @@ rank waits for. Transfers that the rank issues later are queued behind it, so a 
 one of hosts. When ranks wait in vain, the communicators are aborted, which ends their kernels without an error;
 whatever waits afterwards raises.
 
+A wait of a minute is logged with the ranks that have not come, and again each time it has doubled: they may be late, or
+wait in a call that is not supervised, which no error would ever end.
+
 A rank whose process was killed posts nothing. The other ranks of its machine find that the process is gone.
 
 A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
@@ -58,13 +61,16 @@ from deepspeed.comm.watch.wait_records import (
     WaitRecord,
     exit_notice_of,
     find_cycle,
+    missing_of,
     plain_error,
     sentence_of,
     words_for_dead,
+    words_for_long_wait,
 )
 from deepspeed.errors import CommunicationError, DivergenceError
-from deepspeed.logging import printable
+from deepspeed.logging import logger, printable
 
+_LONG_WAIT = 60.0  # seconds of a wait until it is logged
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 # In a large job all ranks together look so often per second: the store serves one operation after the other, 15,000 per
 # second or more, and a look takes up to ten.
@@ -138,6 +144,7 @@ class Watch:
         self._training = TrainingThread()
         self._is_over = False
         self._looks = 0
+        self._logged: tuple[WaitRecord | None, float] = None, 0.0  # a long wait; its seconds when last logged
         self.period = max(_PERIOD, size / _LOOKS_PER_SECOND)
         self._reader = PostReader(store, self._key, rank, size)
         # A cycle that has been seen: its ranks with what they wait for, and with the number of their look; how often
@@ -409,12 +416,25 @@ class Watch:
             self._failure = words_for_dead(dead, self.rank, awaited)
             self.post_failure(self._failure)
             return None
+        self._log_long_wait(awaited, posts)
         cycle = find_cycle(posts, self.rank) or self._parted_from(posts)
         if not self._is_still_there({rank: posts[rank] for rank in cycle}):
             return None
         decision = sentence_of({rank: posts[rank]["label"] for rank in cycle})
         self.store.set(self._key(_VERDICT), decision)
         return decision
+
+    def _log_long_wait(self, awaited: WaitRecord, posts: dict[int, dict[str, Any]]) -> None:
+        """Logs the ranks that have not come to a wait of a minute, of two, of four; on the first rank that waits."""
+        seconds = time.monotonic() - awaited.since
+        logged, before = self._logged
+        if seconds < (2 * before if logged == awaited else _LONG_WAIT) or awaited.gives_up:
+            return
+        missing = missing_of(awaited, {rank: post for rank, post in posts.items() if rank != self.rank})
+        waiting = (posts.keys() & set(awaited.members or posts)) - set(missing)
+        if missing and self.rank == min(waiting | {self.rank}):
+            self._logged = awaited, seconds
+            logger.warning(words_for_long_wait(missing, self.rank, awaited, seconds))
 
     def _read_posts(self, awaited: WaitRecord) -> dict[int, dict[str, Any]]:
         suspected = self._suspected[0].keys()

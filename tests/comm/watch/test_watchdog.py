@@ -54,6 +54,36 @@ def test_a_wait_for_a_rank_that_left_is_aborted():
         mine.wait(wait, "gathers", 2, "the gather of a.weight", BOTH)
 
 
+def test_a_long_wait_is_logged_with_the_ranks_that_are_missing(monkeypatch):
+    """The other rank may be in a call that is not supervised, so that no error ever ends the wait."""
+    lines = []
+    monkeypatch.setattr(watch_module.logger, "warning", lines.append)
+    _, (mine, other) = pair_of_watches()
+    for _ in range(2):
+        mine.issue("gathers")
+    other.issue("gathers")
+
+    def look(seconds):
+        mine._awaited = WaitRecord("gathers", 2, BOTH, "the gather of a.weight", start)
+        monkeypatch.setattr(watch_module.time, "monotonic", lambda: start + seconds)
+        assert mine.look_after_long_wait()
+
+    start = time.monotonic()
+    look(59.0)
+    assert not lines
+    look(61.0)
+    assert len(lines) == 1
+    assert lines[0].startswith("rank 0 has waited 61 s for the gather of a.weight, which rank 1 has not reached. ")
+    look(121.0)
+    assert len(lines) == 1
+    look(123.0)
+    assert "rank 0 has waited 123 s" in lines[1] and len(lines) == 2
+    other.issue("gathers")
+    other._look(WaitRecord("steps", other.issue("steps"), (1,), "a step", start), blocks_host=True)
+    look(1000.0)
+    assert len(lines) == 2  # it has come since: the transfer itself takes long
+
+
 def test_nothing_is_taken_from_an_aborted_communicator():
     """A transfer on a stream ends without an error when its communicator is aborted, and its buffer is as it was."""
     aborted, (mine, other) = pair_of_watches()
@@ -323,7 +353,7 @@ def test_wrong_posts_do_not_end_the_watch_and_are_reported_once(monkeypatch):
     warned = []
     monkeypatch.setattr(posts.logger, "warning", warned.append)
     aborted, (mine, other) = pair_of_watches()
-    mine._awaited = watch_module.WaitRecord("gathers", 1, BOTH, "the gather of a", 0.0)
+    mine._awaited = WaitRecord("gathers", 1, BOTH, "the gather of a", time.monotonic() - 1.0)
     for post in WRONG_POSTS:
         mine.store.set(mine._key(1), post)
         mine.store.set(mine._key("process/1"), post)
