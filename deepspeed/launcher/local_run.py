@@ -267,8 +267,8 @@ class LocalRun:
 
         They are those that the others continue without, and all ranks after the signal of ``--signal``.
         """
-        for state in self._states.values() if self._notes.do_continue else ():
-            if state.pid is not None and state.status is None and self._notes.is_recovered(state.pid):
+        for state in self._states.values() if self._do_continue else ():
+            if state.status is None and self._is_left_behind(state):
                 if now > self._left_behind.setdefault(state.rank, now) + GRACE_AFTER_FAILURE:
                     self._command(signal.SIGKILL, None, state.rank)
         if self._stop_at is not None and now > self._stop_at and self._signal is None and self._first is None:
@@ -367,8 +367,11 @@ class LocalRun:
 
     def _was_survived(self, state: RankState) -> bool:
         """Whether the other ranks have gone on without this one, which has failed."""
-        is_alone = self._link is None
-        return is_alone and state.pid is not None and state.has_failed and self._notes.is_recovered(state.pid)
+        return state.has_failed and self._is_left_behind(state)
+
+    def _is_left_behind(self, state: RankState) -> bool:
+        """Whether the other ranks continue without this one; PIDs of runs on several machines are not unique."""
+        return self._link is None and state.pid is not None and self._notes.is_recovered(state.pid)
 
     def _failure_of(self, state: RankState) -> Failure:
         local = next(worker.local_rank for worker in self._workers if worker.rank == state.rank)

@@ -112,6 +112,19 @@ def test_a_machine_that_is_lost_is_named_by_the_other(tmp_path, lost):
         assert re.search(places, err)
 
 
+@pytest.mark.slow
+def test_a_rank_with_the_pid_of_one_that_another_machine_lost_is_not_ended(tmp_path):
+    script = """
+        from deepspeed.exit_notes import ExitNotes
+        notes = ExitNotes.here()
+        notes.continues()
+        notes.recovered([os.getpid()])  # the number of a process that was lost elsewhere
+        time.sleep(8)  # longer than a rank may take that the others continue without
+    """
+    nodes = start(tmp_path, script)
+    assert [node.finish()[0] for node in nodes] == [0, 0]
+
+
 def test_a_stopped_launcher_stops_the_others(tmp_path):
     nodes = start(tmp_path, "import pathlib; pathlib.Path(f'up{rank}').touch(); time.sleep(300)")
     nodes[0].wait_for_files("up0", "up1", "up2", "up3")
