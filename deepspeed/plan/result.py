@@ -201,6 +201,11 @@ class Plan:
         """Returns :attr:`transfers` under its former name."""
         return self.transfers
 
+    @cached_property
+    def _sends(self) -> list[PlannedTransfer]:
+        """Transfers between the stages of a pipeline, of all parts."""
+        return [moved for part in self.parts for moved in self._transfers_of(part) if moved.name == "send"]
+
     def _transfers_of(self, part: PlannedPart) -> list[PlannedTransfer]:
         return planned_transfers(part.simulated.flow, self.machine, self.mesh, part.kind.rank, part.simulated.members)
 
@@ -257,8 +262,7 @@ class Plan:
         if pipeline.stages == 1 or len(alike) < pipeline.stages:
             return None
         events = {part.kind.stage: part.simulated.trace for part in self.parts}
-        sends = [moved for part in self.parts for moved in self._transfers_of(part) if moved.name == "send"]
-        nbytes = max((moved.nbytes / moved.calls for moved in sends), default=0.0)
+        nbytes = max((moved.nbytes / moved.calls for moved in self._sends), default=0.0)
         along = self.mesh.group(0, PIPE)
         transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
         return PipelineRecording(events, alike, pipeline, transfer)
@@ -285,9 +289,8 @@ class Plan:
         flops, pipeline = self.machine.peak_flops, self.request.pipeline
         if pipeline.stages == 1 or flops <= 0 or sum(len(p.layers) for p in self.parts) < pipeline.stages:
             return None
-        sends = [moved for part in self.parts for moved in self._transfers_of(part) if moved.name == "send"]
-        rate = self.machine.network if any(moved.between for moved in sends) else self.machine.device.link
-        sent = max(moved.nbytes / moved.calls for moved in sends)
+        rate = self.machine.network if any(moved.between for moved in self._sends) else self.machine.device.link
+        sent = max(moved.nbytes / moved.calls for moved in self._sends)
         transfer = sent / rate if rate else 0.0
         times = {}
         for part in self.parts:
