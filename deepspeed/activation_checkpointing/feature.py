@@ -75,7 +75,7 @@ def recompute_attention(model: nn.Module, whole: nn.Module | None = None) -> Non
 
 
 def _recompute_own(model: nn.Module) -> bool:
-    """Switches on recomputation in modules that offer it; returns whether any stage of a pipeline has one."""
+    """Switches on recomputation in the modules with ``recompute_core_attention``; returns whether any rank has one."""
     for module in _own(model):
         module.recompute_core_attention(non_reentrant_checkpoint)
     return offers_recomputation(model)

@@ -253,8 +253,8 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
 def processor_options(environment: Mapping[str, str], per_node: int) -> tuple[str, ...]:
     """Returns the option of srun by which the ranks get the processors of the allocation.
 
-    Since Slurm 22.05 srun no longer takes the processors per task that sbatch was requested. It refuses more tasks than
-    the allocation has processors on a machine, unless an option lets them share.
+    Since Slurm 22.05 srun ignores the ``--cpus-per-task`` of sbatch. It refuses more tasks than the allocation has
+    processors on a machine, unless an option lets them share.
 
     Args:
         environment: Slurm's variables.

@@ -105,7 +105,7 @@ class LoRAOptimizedLinear(nn.Module):
             self.base.bias = None
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the name that programs request
+            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the attribute that programs read
         weights = [p for p in self.parameters() if p is not self.bias]
         share(weights, lora_config.base_weight_sharding)
         offload(weights, lora_config.offloaded_share)

@@ -92,13 +92,13 @@ def losses_of_logits(logits: torch.Tensor, labels: torch.Tensor, *, ignore_index
 
 
 def token_losses_of(head: Any) -> Callable[..., torch.Tensor]:
-    """Returns what computes the losses of a head's logits, called as :func:`losses_of_logits`."""
+    """Returns the function that computes the losses of a head's logits, called as :func:`losses_of_logits`."""
     found: Callable[..., torch.Tensor] = getattr(head, "token_losses", losses_of_logits)
     return found
 
 
 def use_token_losses(head: Any, losses: Callable[..., torch.Tensor]) -> None:
-    """Says how the losses of a head's logits are computed, in place; where they are cut over the vocabulary."""
+    """Sets the function that computes the losses of a head's logits; for heads that are cut over the vocabulary."""
     head.token_losses = losses
 
 

@@ -1,6 +1,6 @@
 """The arithmetic of the elementwise optimizers, one rule each, and its run over long flat tensors in chunks.
 
-A rule knows which state an element has and how one step changes it, by torch's own kernels; it knows nothing of
+A rule defines which state an element has and how one step changes it, by torch's own kernels; it does not depend on
 parameters, runs or chunks. Hyperparameters are read from the param group at every step, so that schedulers and users
 may change them.
 

@@ -78,7 +78,7 @@ class RunData:
 
     @property
     def first(self) -> RankRun:
-        """The rank with the lowest number; it has the loss."""
+        """The file of the lowest rank, the one that records the loss."""
         return self.ranks[min(self.ranks)]
 
     @property

@@ -268,7 +268,7 @@ def test_a_second_rank_is_killed_in_a_recovery(tmp_path, stage, moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["regroup", "form", "build", "load", "end"])
 def test_a_rank_is_killed_while_others_take_its_part_of_the_layers(tmp_path, moment):
-    """Of six, those with part 0 are killed, and then one to whom that part was given."""
+    """The three ranks with part 0 of six are killed; during the recovery also one that takes over that part."""
     die = dict.fromkeys(("r0", "r2", "r4"), [(3, "start")])
     arguments = {
         "config": make_config(2, tensor_parallel=CUT), "total": 6, "save": 2, "model": "awkward", "die": die,

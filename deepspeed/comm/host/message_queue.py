@@ -123,7 +123,7 @@ class MessageQueue:
         while True:
             try:
                 length = self._connections[peer].recvmsg_into(buffers, 0, _AT_ONCE)[0]
-            except OSError:  # no message yet, or a closed connection: a wait distinguishes them
+            except OSError:  # no message yet, or a closed connection; the next wait shows which
                 return False
             if not length:
                 return False

@@ -112,7 +112,7 @@ class WaitClock:
         self._trackers: list[WaitTracker] = []
 
     def start(self, tracker: WaitTracker | None = None) -> None:
-        """Adds a reader, and an tracker if it has one."""
+        """Adds a reader, and its tracker if it has one."""
         self._readers += 1
         self.is_running = True
         if tracker is not None:

@@ -250,7 +250,7 @@ _PATIENCE = 5.0  # seconds
 
 @functools.cache
 def drain_gloo_at_exit() -> None:
-    """Makes this process wait, when its program has ended. Once is enough."""
+    """Registers :func:`wait_for_gloo_threads` to run at exit; further calls have no effect."""
     atexit.register(wait_for_gloo_threads)
 
 

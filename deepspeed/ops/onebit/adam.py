@@ -148,7 +148,7 @@ class OneBitAdam(ElementwiseOptimizer):
         return 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refused: only an engine has the other ranks."""
+        """Raises, since the exchange with the other ranks is part of ``engine.step``."""
         refuse_step(self)
 
 

@@ -78,7 +78,7 @@ def spread_experts(
     exchanged: ReplacedParameters = {}
     for name, module in found.items():
         if spread_of(module) is not None:
-            _say_parts(name, module, assignment)  # this rank may have another place than in a former job
+            _mark_parts(name, module, assignment)  # this rank may have another place than in a former job
         else:
             exchanged |= _cut(name, module, assignment)
             _state(module).grouped = section.use_grouped_mm
@@ -282,12 +282,12 @@ def _cut(name: str, module: nn.Module, assignment: _ExpertAssignment) -> Replace
             part.allreduce = False  # type: ignore[attr-defined]
             part.group_name = group_name(assignment.ep_size)  # type: ignore[attr-defined]
     spread(module, Spread(experts, assignment.ep_size, takes_all(module)))
-    _say_parts(name, module, assignment)
+    _mark_parts(name, module, assignment)
     return exchanged
 
 
-def _say_parts(name: str, module: nn.Module, assignment: _ExpertAssignment) -> None:
-    """Says of the stacks of a module that is spread which experts this rank has."""
+def _mark_parts(name: str, module: nn.Module, assignment: _ExpertAssignment) -> None:
+    """Marks each stack of a spread module with the experts that this rank has."""
     experts = _state(module).num_experts
     mine = assignment.mine(experts)
     for own, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""The ranks of a job along named axes, and where one stands, under the names that pipeline programs request."""
+"""The ranks of a job along named axes, and where one stands, under the names that pipeline programs import."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
 speaks_for_the_mesh = True  # see comm.groups.set_mpu
-_ds_features = ("deepspeed.parallel.sequence.feature",)  # as an mpu it requests it
+_ds_features = ("deepspeed.parallel.sequence.feature",)  # when this module is the mpu
 
 
 def __getattr__(name: str) -> Any:

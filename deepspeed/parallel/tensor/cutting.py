@@ -59,7 +59,7 @@ from deepspeed.zero.address import full_numel, full_shape
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.tiling.parts import mark_owners, part_owners_of
 
-CUT = "ds_autotp_parsed"  # the name that programs request
+CUT = "ds_autotp_parsed"  # the attribute that programs read
 _COPIES = "tensor copies"
 
 
@@ -114,7 +114,7 @@ class LayerConnection:
         """Whether their job has come to its end."""
         return self.job() is not Job.current()
 
-    def go_on_as(self, made: LayerConnection, model: nn.Module, *, moves: bool) -> None:
+    def continue_as(self, made: LayerConnection, model: nn.Module, *, moves: bool) -> None:
         """Continues as ``made``, of another job; ``moves``: this rank may have another place in it."""
         self.channel.reconnect(made.channel, moves=moves)
         if self.replicas is not None and made.replicas is not None:
@@ -151,7 +151,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
             moves = Job.current().awaits_copies and connection.channel.rank != known.channel.rank
             if moves:
                 _become_part(model, known, connection.channel.rank)
-            known.connection.go_on_as(connection, model, moves=moves)
+            known.connection.continue_as(connection, model, moves=moves)
             same_random_states(known.channel)
         return known
     if size == 1 or section.autotp_size <= 1:

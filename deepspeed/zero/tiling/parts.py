@@ -101,7 +101,7 @@ def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torc
         name: Qualified name in the model.
         shape: Of all that this rank's model has of it.
         param_group: Index of the optimizer param group, or -1 for none.
-        parameter: Requested its part.
+        parameter: Its mark, if it has one, gives the part.
 
     Raises:
         DeepSpeedConfigError: Its part does not fit its shape.

@@ -540,11 +540,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
-    """The optimizer at stage 3; a name of its own because users and integrations request it."""
+    """The optimizer at stage 3; a class of its own because users and integrations import it."""
 
 
 class BF16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
-    """The optimizer at stage 0 in bf16; a name of its own because programs request it by ``isinstance``."""
+    """The optimizer at stage 0 in bf16; a class of its own because programs test for it with ``isinstance``."""
 
 
 class FP16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
