@@ -29,7 +29,7 @@ from deepspeed.activation_checkpointing import settings as settings_module
 from deepspeed.activation_checkpointing.settings import Settings, configure, partition_group
 from deepspeed.axes import TENSOR
 from deepspeed.comm.job.groups import get_tensor_model_parallel_rank
-from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.job.job import channel_along
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 

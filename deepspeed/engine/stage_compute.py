@@ -12,8 +12,8 @@ from torch import nn
 
 from deepspeed.axes import DATA, PIPE, SAMPLES
 from deepspeed.comm.job.groups import group_along
+from deepspeed.comm.job.job import channel_along
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.objects import gather_json, gather_objects
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm

@@ -1,4 +1,4 @@
-"""The small collectives of optimizers, each through the transport of its group and axis (``comm.transports.along``)."""
+"""The small collectives of optimizers, each through the transport of its group and axis (``comm.job.job``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.comm.transports.along import channel_along, transport_along
+from deepspeed.comm.job.job import channel_along, transport_along
 
 
 def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str) -> None:

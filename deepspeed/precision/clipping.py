@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.job.job import channel_along
 
 _LABEL = "the norm of gradients (clip_grad_norm_)"
 

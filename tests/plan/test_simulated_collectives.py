@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from deepspeed import comm
 from deepspeed.comm.job.fake import FakeGroup
+from deepspeed.comm.job.job import channel_along
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks

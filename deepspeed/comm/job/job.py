@@ -3,6 +3,9 @@
 A job begins when code first requests it after ``init_process_group``, and is over when the process group is
 destroyed; the next process group is another job, perhaps of other ranks. Its watch, its process groups and transports,
 the mesh and what was declared on it are attributes of the job, so that nothing of it outlives it.
+
+Losses, layers and loaders get a process group from the caller. :func:`transport_along` and :func:`channel_along` make
+it an axis of the job, so that what they exchange is watched, counted under its axis, and simulated by a plan.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from deepspeed.comm.job.expert_groups import ExpertGroups
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
+from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch.backward_notes import BackwardNotes
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError
+from deepspeed.uncompiled import uncompiled
 
 _ALONE = tuple((axis,) for axis in reversed(AXES) if axis not in (DATA, PIPE))  # stages have groups of their own
 _WITH_A_GROUP = (SAMPLES, SAME_PART, OTHER_PARTS, *_ALONE, SAME_EXPERTS)
@@ -284,3 +290,23 @@ def _replace(job: Job) -> Job:
     global _current
     before, _current = _current, job
     return before
+
+
+@uncompiled
+def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
+    """Returns the transport for what the ranks of ``group`` exchange along ``axis``. Later calls return the same one.
+
+    No other rank has to call. All ranks of the group must use it in the same order.
+
+    Args:
+        group: A torch process group; None: all ranks.
+        device: Where the tensors live.
+        axis: For the traffic counters, as ``comm.job.mesh`` names it.
+    """
+    return Job.current().axis_of(group, axis).transport("layers", device=device)
+
+
+@uncompiled
+def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
+    """Returns the channel of ``group`` along ``axis``, made at the first call; arguments as in transport_along."""
+    return Job.current().axis_of(group, axis).channel(device)

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from deepspeed.axes import EXPERT
-from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.job.job import channel_along
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.dispatch import count_each
 from deepspeed.uncompiled import uncompiled

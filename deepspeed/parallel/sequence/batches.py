@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.transports.along import transport_along
+from deepspeed.comm.job.job import transport_along
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once

@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.transports.along import transport_along
+from deepspeed.comm.job.job import transport_along
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once

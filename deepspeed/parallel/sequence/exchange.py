@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from deepspeed.axes import SEQUENCE
-from deepspeed.comm.transports.along import channel_along, transport_along
+from deepspeed.comm.job.job import channel_along, transport_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
@@ -218,7 +218,7 @@ def uses_of_transports() -> int:
 
 @uncompiled
 def channel_of(group: Any, device: torch.device) -> Channel:
-    """Returns the channel of ``group``, for losses; arguments as in ``comm.transports.along.transport_along``."""
+    """Returns the channel of ``group``, for losses; arguments as in ``comm.job.job.transport_along``."""
     return channel_along(group, device, SEQUENCE)
 
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.job.job import channel_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to, gather_from, scatter_to
 from deepspeed.comm.transports.transport import LocalTransport

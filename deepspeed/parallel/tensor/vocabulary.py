@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.job.job import channel_along
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from, reduce_from
 from deepspeed.comm.transports.transport import LocalTransport

@@ -237,7 +237,7 @@ def test_a_training_exchanges_through_transports():
         if module.removeprefix("deepspeed.") not in NO_TRANSPORT
         for node in _collectives_used(graph.tree_of(module))
     ]
-    assert not wrong, "use a transport (deepspeed.comm.transports.along):\n" + "\n".join(wrong)
+    assert not wrong, "use a transport (deepspeed.comm.job.job.transport_along):\n" + "\n".join(wrong)
 
 
 def test_collectives_are_found_by_attribute_and_by_import():
