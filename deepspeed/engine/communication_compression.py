@@ -1,6 +1,7 @@
-"""Which codecs the groups of an engine get, and the lines that say so.
+"""In which form the groups of an engine send gradients and parameters, and the lines that say so.
 
-The section ``communication_compression`` requests them, and so do the keys of ZeRO++ in ``zero_optimization``.
+The section ``communication_compression`` requests codecs, and so do the keys of ZeRO++ in ``zero_optimization``;
+``sparse_gradients`` sends the non-zero rows of embeddings.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from deepspeed.comm.codecs.codec import Codec, Residual, bits_of
 from deepspeed.comm.codecs.coded import CodedTransport, coded
@@ -18,10 +20,14 @@ from deepspeed.config.codec_names import PLAIN_CODECS
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
+from deepspeed.engine_feature import EngineSetup
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.gradient.trial import UPDATES
 from deepspeed.zero.group import Groups
+from deepspeed.zero.tiling.describe import ROWS, describe, put_in_group
+from deepspeed.zero.tiling.layout import DATA
 
 _MARGIN = 1.1
 """By how much codes must be faster alone to be tried: what is closer than that is noise."""
@@ -231,3 +237,33 @@ def steps_until_reset(zero: ZeroOptimization) -> int:
     """Updates after which LoCo forgets what was lost; 0: never."""
     loco = zero.zeropp_loco_param
     return (loco.reset_T or 0) if zero.stage == 3 and loco is not None else 0
+
+
+def tables_of_rows(setup: EngineSetup, *, has_warm_up: bool) -> dict[str, bool]:
+    """Puts the tables of embeddings into a group of their own, for ``sparse_gradients``; communicates nothing.
+
+    Raises:
+        DeepSpeedConfigError: Gradients are not sent as sums over data-parallel ranks alone.
+    """
+    problem = None
+    if setup.ranks.model_size > 1:
+        problem = f"tensor or pipeline parallelism (a model over {setup.ranks.model_size} ranks)"
+    elif setup.ranks.islands > 1:
+        problem = "islands"
+    elif has_warm_up:
+        problem = "an optimizer that exchanges momentum in the place of gradients"
+    if problem is not None:
+        raise DeepSpeedConfigError(
+            f"sparse_gradients: expected gradients that are summed over data-parallel ranks, found {problem}. Set it "
+            "to false"
+        )
+    tables = [
+        (f"{name}.weight", module.weight)
+        for name, module in setup.model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ]
+    found = [(name, table) for name, table in tables if describe(name, table).group == DATA]
+    put_in_group([table for _, table in found], ROWS)  # type: ignore[misc]
+    listed = ", ".join(dict.fromkeys(name for name, _ in found)) or "none, as the model has no embedding"
+    log_dist(f"sparse_gradients: of these gradients only the non-zero rows are sent: {listed}")
+    return {ROWS: True} if found else {}

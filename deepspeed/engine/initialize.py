@@ -13,11 +13,10 @@ from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.groups import make_groups
 from deepspeed.engine.islands import settle_islands
 from deepspeed.engine.optimizers import check_optimizer, choose_optimizer
 from deepspeed.engine.parts import Client, EngineParts
-from deepspeed.engine.zero_settings import place_model, placement_for, precision_for
+from deepspeed.engine.zero_settings import make_groups, place_model, placement_for, precision_for
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, driver_of

@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.config.sections.root import Root
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.ops.onebit.phases import ExchangesMomentum
+from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
+from deepspeed.zero.tiling.describe import ROWS, describe
+from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -283,3 +287,37 @@ def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], who
             else:
                 made.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
     return made
+
+
+def refuse_cut_tensors(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, groups: Groups, placement: Placement
+) -> None:
+    """Raises where an optimizer needs whole tensors and would take parts, or parts of several groups, for them.
+
+    LAMB needs norms only, which it adds over the tensor-parallel ranks too. Muon takes the tensors of each group by
+    themselves. Every rank of the job must call it.
+
+    Raises:
+        NotYetSupportedError: The optimizer works on whole tensors, and parameters are in groups of their own.
+    """
+    if not callable(getattr(optimizer, "attach_segments", None)):
+        return
+    adds_norms = vars(type(optimizer)).get("_adds_norms_of_parts", False) and groups.other_parts is not None
+    takes_tables = vars(type(optimizer)).get("_takes_tables_of_groups", False)
+    parts = []
+    for name, parameter in model.named_parameters():
+        group = groups[groups.name_of(name, describe(name, parameter))]
+        if group.is_part and not group.spans_parts and adds_norms:
+            parts.append(f"{name}: a part of it, whose norms LAMB adds up")
+        elif group.is_part or (group.name != DATA and placement.shard_master and not takes_tables):
+            if group.name == ROWS:
+                advice = ", Muon or ZeRO stage 0, or set sparse_gradients to false"
+            else:
+                advice = " (where only tensor parallelism cuts it, Lamb works too)"
+            raise NotYetSupportedError(
+                f"the optimizer {type(optimizer).__name__} works on whole tensors, but has {name!r} in the group "
+                f"{group.name!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that "
+                f"works element by element, such as AdamW{advice}"
+            )
+    if adds_norms:
+        comm.check_same_model(parts, groups.other_parts)

@@ -1,8 +1,9 @@
-"""Places a model under ZeRO: the settings that a configuration requests, and the runtime that is built by them."""
+"""Places a model under ZeRO: settings and groups as the configuration requests them, and the runtime built by them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -14,9 +15,14 @@ from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.start.environment import ranks_per_node
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.communication_compression import steps_until_reset
+from deepspeed.engine.communication_compression import (
+    steps_until_reset,
+    tables_of_rows,
+    use_zero_plus_plus,
+    with_codecs,
+)
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
-from deepspeed.engine.optimizers import group_indices, move_to_runs, needs_whole_tensors
+from deepspeed.engine.optimizers import group_indices, move_to_runs, needs_whole_tensors, refuse_cut_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
@@ -24,11 +30,12 @@ from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_n
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gather.units import mark_configured_leaves
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
-from deepspeed.zero.group import Groups
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.group import Groups, create_groups
+from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.storage import distinct
+from deepspeed.zero.tiling.describe import OFFLOADED, ROWS
 from deepspeed.zero.tiling.layout import Limits
 from deepspeed.zero.update.loop import state_itemsizes
 
@@ -201,3 +208,50 @@ def _spread_buffers(model: nn.Module, transport: Transport) -> None:
         transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
         if dense is not values:
             values.copy_(dense)
+
+
+def make_groups(
+    setup: EngineSetup,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    optimizer: torch.optim.Optimizer | None,
+    own: Mapping[str, bool],
+    *,
+    has_warm_up: bool,
+) -> tuple[Groups, Placement]:
+    """Makes the groups of an engine. Every rank of the job must call it.
+
+    Args:
+        setup: What was requested.
+        placement: Where model states live, as far as the configuration says it.
+        precision: Dtypes of what is sent.
+        optimizer: The torch optimizer, or None.
+        own: Groups of parameters that are sharded by themselves, and whether this rank counts in each.
+        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
+
+    Returns:
+        The groups, and the placement with the memory of frozen bases.
+
+    Raises:
+        DeepSpeedConfigError: Groups that cannot be used together.
+        NotYetSupportedError: The optimizer needs whole tensors, of which ranks have parts.
+    """
+    root, ranks = setup.root, setup.ranks
+    if root.sparse_gradients:
+        own = {**own, **tables_of_rows(setup, has_warm_up=has_warm_up)}
+    groups = create_groups(
+        placement,
+        ranks,
+        setup.device,
+        by_nodes=gathers_by_nodes(root),
+        divisor=gradient_divisor(root, ranks),
+        copies=own,
+    )
+    if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
+        rows = replace(groups[ROWS], reduces_rows=True)
+        groups = replace(groups, by_name={**groups.by_name, ROWS: rows})
+    groups = with_codecs(groups, root, precision, setup.device, has_warm_up=has_warm_up)
+    groups = use_zero_plus_plus(groups, root.zero_optimization)
+    placement = replace(placement, base_tier=Tier.HOST if OFFLOADED in own else Tier.DEVICE)
+    refuse_cut_tensors(optimizer, setup.model, groups, placement)
+    return groups, placement

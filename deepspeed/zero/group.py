@@ -10,14 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from deepspeed import comm
+from deepspeed.axes import TENSOR
 from deepspeed.comm.codecs.codec import Codec
 from deepspeed.comm.codecs.coded import CodedTransport, coded
 from deepspeed.comm.codecs.rows import by_rows
+from deepspeed.comm.job.declared_groups import Defined
+from deepspeed.comm.job.grid import create_grid, gathering_by_nodes
+from deepspeed.comm.job.groups import get_tensor_model_parallel_group
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
+from deepspeed.comm.transports.connect import warm_up
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.tiling.describe import CUT, Description
 from deepspeed.zero.tiling.layout import DATA, SliceLayout
 
@@ -276,3 +288,114 @@ class Groups:
         """The ranks that must gather in one order: all that any of them shares parameters with."""
         first, *others = self
         return first.gather if not others else self.peers
+
+
+def create_groups(
+    placement: Placement,
+    ranks: RankCoordinates,
+    device: torch.device,
+    *,
+    by_nodes: bool,
+    divisor: int | None = None,
+    copies: Mapping[str, bool] = MappingProxyType({}),
+) -> Groups:
+    """Makes the groups. Every rank of the job must call it, in the same order.
+
+    Args:
+        placement: The ZeRO row.
+        ranks: Where this rank stands.
+        device: Where the buffers live.
+        by_nodes: Gather in two steps where the ranks span nodes.
+        divisor: What makes a mean of the sum of gradients; None: the number of data-parallel ranks.
+        copies: Names of further groups of all data-parallel ranks: of parameters that some tensor-parallel ranks, but
+            not all, have alike, and of frozen bases; and whether this rank counts among those that have them alike.
+
+    Raises:
+        DeepSpeedConfigError: Groups that cannot be used together.
+    """
+    with Job.current().process_groups.leased() as lease:
+        return _groups_over(lease, placement, ranks, device, by_nodes=by_nodes, divisor=divisor, copies=copies)
+
+
+def _groups_over(
+    lease: Lease,
+    placement: Placement,
+    ranks: RankCoordinates,
+    device: torch.device,
+    *,
+    by_nodes: bool,
+    divisor: int | None,
+    copies: Mapping[str, bool],
+) -> Groups:
+    """Makes the groups with the process groups of ``lease``; for the rest see :func:`create_groups`."""
+    timeout = comm.default_timeout()
+    divisor = ranks.data_size if divisor is None else divisor
+    defined = Job.current().declared.defined()
+    if placement.shard_ranks is not None:
+        if others := (*defined, *copies):
+            key = "zero_hpz_partition_size" if placement.spread_master else "mics_shard_size"
+            raise DeepSpeedConfigError(
+                f"zero_optimization.{key} {placement.shard_ranks} with {', '.join(map(_named, others))}: expected all "
+                "parameters to be sharded over the same ranks, but these are sharded over ranks of their own. Leave "
+                f"{key} out, or train without what it is combined with here"
+            )
+        grid = create_grid(
+            placement.shard_ranks,
+            group=ranks.zero_group,
+            device=device,
+            timeout=timeout,
+            by_nodes=by_nodes,
+            islands=ranks.islands,
+        )
+        owners = grid.positions if placement.spread_master else grid.gather
+        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor), lease=lease)
+    gather, reduce = (
+        Job.current().axis_of(ranks.zero_group).transport(device=device, timeout=timeout) for _ in range(2)
+    )
+    if by_nodes:
+        gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
+    data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
+    own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_parts]
+    if ranks.model_size == 1:
+        groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own, lease=lease)
+    else:
+        # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
+        whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT, is_part=True)
+        shared = (replace(data, name=name, counts=counts, is_part=True) for name, counts in copies.items())
+        tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_parts)
+        parts = (whole, cut, *shared, *own, *tied)
+        job = Job.current().axis_of(name="job").transport(device=device, timeout=timeout)
+        tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
+        groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
+    for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
+        warm_up(transport)
+    return groups
+
+
+def _named(group: str) -> str:
+    """Returns a group of parameters, by what made it."""
+    size = group.removeprefix("ep_size_")
+    return f"expert layers of ep_size {size}" if size != group else f"the parameters of {group!r}"
+
+
+def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
+    """Returns the group of weights that ranks with other parts of the model have too: the first of them counts."""
+    combine = Job.current().declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
+    if combine is None:
+        return replace(data, name=defined.name)
+    counts = data.counts and combine.rank == 0
+    return replace(data, name=defined.name, combine=combine, counts=counts, spans_parts=True)
+
+
+def _own_group(
+    defined: Defined, peers: Transport, divisor: int, ranks: RankCoordinates, device: torch.device
+) -> BucketGroup:
+    if defined.name in (DATA, CUT):
+        raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name is reserved; choose another one")
+    gather, reduce = (
+        Job.current().declared.connect(defined, peers, use, device=device, timeout=comm.default_timeout())
+        for use in ("parameters", "gradients")
+    )
+    divisor = divisor if defined.divisor is None else defined.divisor
+    counts = not defined.is_whole or ranks.tensor_rank == 0
+    return BucketGroup(defined.name, gather, reduce, gather, divisor=divisor, counts=counts, ranks=defined.ranks)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.codecs.codec import Codec
-from deepspeed.engine import groups
+from deepspeed.engine import zero_settings
 
 
 class Rounding(Codec):
@@ -36,13 +36,13 @@ class Rounding(Codec):
 @contextmanager
 def rounded_transfers(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
-    original = groups.create_groups
+    original = zero_settings.create_groups
 
     def create(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs).coded(gather, reduce)
 
-    groups.create_groups = create
+    zero_settings.create_groups = create
     try:
         yield
     finally:
-        groups.create_groups = original
+        zero_settings.create_groups = original
