@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs.table import Codec, Int4Codec, Int8Codec, LocoCodec, SignCodec
-from deepspeed.ops.flat import flat_updater
+from deepspeed.ops.elementwise import flat_updater
 from deepspeed.parallel.expert.spread import uses_grouped
 from on_gpu.part import Report, Settings, timed, waiter
 

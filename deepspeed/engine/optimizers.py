@@ -17,8 +17,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
-from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
-from deepspeed.ops.flat import supports_flat_update, why_not_flat
+from deepspeed.ops.elementwise import OptimizerKind, is_elementwise, supports_flat_update, why_not_flat
 from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier

@@ -1,8 +1,8 @@
 """Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
 
-In reading order: ``rules`` (the arithmetic, in cache-sized chunks), ``flat`` (the update of a run), ``base``
-(ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and
-``muon``; ``elementwise`` (what may be cut) and ``build`` (from a config section).
+In reading order: ``flat`` (the update of a run: the arithmetic, in cache-sized chunks), ``base`` (ordinary
+parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and ``muon``;
+``elementwise`` (what may be cut, and what has a flat update) and ``build`` (from a config section).
 
 ``sparse_attention`` stands apart: attention over chosen blocks of a sequence.
 """
@@ -16,6 +16,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     {"__compatible_ops__": "deepspeed.ops.native:COMPATIBLE"},
     submodules=[
         *("adagrad", "adam", "build", "elementwise", "flat"),
-        *("lamb", "lion", "muon", "op_builder", "rules", "segments", "sparse_attention", "transformer"),
+        *("lamb", "lion", "muon", "op_builder", "segments", "sparse_attention", "transformer"),
     ],
 )

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.flat import FlatByRule, current_step, init_state
-from deepspeed.ops.rules import UpdateRule, run_in_chunks
+from deepspeed.ops.flat import FlatByRule, UpdateRule, current_step, init_state, run_in_chunks
 from deepspeed.uncompiled import torchs
 
 
@@ -27,7 +26,7 @@ class KeepsStateDtypes(torch.optim.Optimizer):
 
 
 class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
-    """A torch optimizer whose update is a :class:`~deepspeed.ops.rules.UpdateRule`.
+    """A torch optimizer whose update is a :class:`~deepspeed.ops.flat.UpdateRule`.
 
     A subclass is a signature with defaults, a rule, and the names of its attributes that are pickled.
 

@@ -16,11 +16,12 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.rules import scratch
+from deepspeed.ops.flat import FlatUpdate, scratch
 
 #: Entries of the table, and elements of a block.
 _BLOCK = 1 << 16
@@ -136,3 +137,29 @@ def _mixed(number: int) -> int:
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         number = ((number ^ (number >> shift)) * factor) & _MASK
     return number ^ (number >> 15)
+
+
+class NarrowStates:
+    """A :class:`FlatUpdate` whose per-element states have the dtype of the master, where that has 16 bit.
+
+    Args:
+        inner: The update.
+    """
+
+    def __init__(self, inner: FlatUpdate) -> None:
+        self._inner = inner
+
+    def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
+        """Adds to ``state`` what it lacks: tensors of shape and dtype of ``master`` (1-D), and the step counter."""
+        present = {key for key, value in state.items() if value is not None}
+        self._inner.init_flat_state(param_group, master, state)
+        for key, value in state.items():
+            if key not in present and isinstance(value, Tensor) and value.dim() and master.dtype.itemsize == 2:
+                state[key] = value.to(master.dtype)
+
+    def flat_update(
+        self, param_group: dict[str, Any], master: Tensor, grad: Tensor, state: dict[str, Any], **options: Any
+    ) -> None:
+        """Runs one step on a run, as :meth:`FlatUpdate.flat_update` of the inner update does."""
+        self.init_flat_state(param_group, master, state)
+        self._inner.flat_update(param_group, master, grad, state, **options)

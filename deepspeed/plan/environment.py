@@ -32,7 +32,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import quiet
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.offload.run_directory import disk_is
-from deepspeed.ops.rules import drop_scratch
+from deepspeed.ops.flat import drop_scratch
 from deepspeed.parallel.pipe.transports import StageTransports
 from deepspeed.plan.autocasting import autocast_on_meta
 from deepspeed.plan.memory import META

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from deepspeed.ops import rules
+from deepspeed.ops import flat
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.flat import FlatUpdate, flat_updater, supports_flat_update, why_not_flat
+from deepspeed.ops.elementwise import flat_updater, supports_flat_update, why_not_flat
+from deepspeed.ops.flat import FlatUpdate
 
 NUMEL = 64 * 37
 STEPS = 3
@@ -99,7 +100,7 @@ def test_bits_do_not_depend_on_chunks_or_cuts(name, dtype):
 def test_chunk_length_does_not_change_bits(name, chunk_numel, monkeypatch):
     master, grads = data(torch.bfloat16)
     whole = updated(name, master, grads, grad_scale=0.37)
-    monkeypatch.setattr(rules, "default_chunk_numel", lambda device: chunk_numel)
+    monkeypatch.setattr(flat, "default_chunk_numel", lambda device: chunk_numel)
     in_chunks = updated(name, master, grads, grad_scale=0.37)
     assert all(torch.equal(a, b) for a, b in zip(whole, in_chunks, strict=True))
 
@@ -217,10 +218,10 @@ def test_misfits_are_refused(grad, out, message):
 
 
 def test_scratch_made_in_inference_mode_is_usable_later(monkeypatch):
-    monkeypatch.setattr(rules, "_buffers", rules._Scratch())
+    monkeypatch.setattr(flat, "_buffers", flat._Scratch())
     with torch.inference_mode():
-        rules.scratch("grad", 64, torch.float32, torch.device("cpu"))
-    rules.scratch("grad", 64, torch.float32, torch.device("cpu")).fill_(1.0)
+        flat.scratch("grad", 64, torch.float32, torch.device("cpu"))
+    flat.scratch("grad", 64, torch.float32, torch.device("cpu")).fill_(1.0)
 
 
 class Overridden(FusedAdam):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.ops.flat import supports_flat_update
+from deepspeed.ops.elementwise import supports_flat_update
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.segments import Segment, SegmentTable
 from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.flat import supports_flat_update
+from deepspeed.ops.elementwise import supports_flat_update
 from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.ops.muon.fragments import plan_rounds
 from deepspeed.ops.muon.muon import orthogonalize

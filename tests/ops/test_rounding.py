@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from deepspeed.ops import rules
-from deepspeed.ops.flat import NarrowStates, RuleUpdate
-from deepspeed.ops.rounding import ElementRounding, ParameterInterval
-from deepspeed.ops.rules import AdamRule
+from deepspeed.ops import flat
+from deepspeed.ops.flat import AdamRule, RuleUpdate
+from deepspeed.ops.rounding import ElementRounding, NarrowStates, ParameterInterval
 
 NUMEL = 200_000
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -87,7 +86,7 @@ def test_the_bits_do_not_depend_on_the_cuts(cuts, monkeypatch):
 
     whole = run([0, NUMEL])
     assert all(tensor.dtype == torch.bfloat16 for tensor in whole)
-    monkeypatch.setattr(rules, "default_chunk_numel", lambda device: 4096)
+    monkeypatch.setattr(flat, "default_chunk_numel", lambda device: 4096)
     for found, expected in zip(run([0, *cuts, NUMEL]), whole, strict=True):
         assert torch.equal(found, expected)
 

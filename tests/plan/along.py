@@ -10,7 +10,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm.transports.counters import counted
-from deepspeed.ops.rules import drop_scratch
+from deepspeed.ops.flat import drop_scratch
 from deepspeed.plan.memory import MemoryCount
 from deepspeed.plan.simulation import loss_of
 from deepspeed.zero.placement import Tier

@@ -13,7 +13,7 @@ from deepspeed.cli.plan import main
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.ops.rules import drop_scratch
+from deepspeed.ops.flat import drop_scratch
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 from deepspeed.parallel.tensor.batches import WORDS

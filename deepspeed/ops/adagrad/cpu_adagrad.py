@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.rules import AdagradRule
+from deepspeed.ops.flat import AdagradRule
 
 
 class Adagrad(torch.optim.Adagrad):

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ClearsGradients, ElementwiseOptimizer
-from deepspeed.ops.rules import AdamRule, UpdateRule
+from deepspeed.ops.flat import AdamRule, UpdateRule
 
 
 class AdamOptimizer(ElementwiseOptimizer):

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.base import KeepsStateDtypes, check_hyperparameters, check_supported, evaluate
 from deepspeed.ops.exchange import add_over_ranks, exchange_device
-from deepspeed.ops.rules import default_chunk_numel, scratch
+from deepspeed.ops.flat import default_chunk_numel, scratch
 from deepspeed.ops.segments import Segment, SegmentTable
 from deepspeed.uncompiled import torchs
 

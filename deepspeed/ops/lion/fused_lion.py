@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ClearsGradients, ElementwiseOptimizer
-from deepspeed.ops.rules import LionRule
+from deepspeed.ops.flat import LionRule
 
 
 class FusedLion(ClearsGradients):

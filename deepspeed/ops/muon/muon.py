@@ -18,9 +18,9 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed.logging import log_dist_once
 from deepspeed.ops.base import KeepsStateDtypes, check_hyperparameters, check_supported, evaluate, update_group
+from deepspeed.ops.flat import AdamRule
 from deepspeed.ops.muon.flags import is_stack_of_matrices
 from deepspeed.ops.muon.fragments import FragmentExchange
-from deepspeed.ops.rules import AdamRule
 from deepspeed.ops.segments import SegmentTable
 from deepspeed.uncompiled import torchs
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, refuse_step
-from deepspeed.ops.rules import AdamRule, Kernel, UpdateRule, scratch
 
 
 class FrozenAdamRule:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.flat import AdamRule, Kernel, UpdateRule, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, PhaseCheck, frozen_root, largest_update, refuse_step
-from deepspeed.ops.rules import AdamRule, Kernel, UpdateRule, scratch
 
 LR_EXCHANGED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the

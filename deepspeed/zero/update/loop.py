@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.ops.elementwise import flat_updater
+from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.rounding import ElementRounding
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.placement import Tier

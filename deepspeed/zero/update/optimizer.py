@@ -19,8 +19,10 @@ from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate, step_hooks
-from deepspeed.ops.flat import FlatUpdate, NarrowStates, flat_updater
+from deepspeed.ops.elementwise import flat_updater
+from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import ExchangesMomentum
+from deepspeed.ops.rounding import NarrowStates
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradient_sum import norm_from_squares
 from deepspeed.zero.gradient.gradients import GradientReducer

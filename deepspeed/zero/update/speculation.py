@@ -22,8 +22,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.logging import log_dist
-from deepspeed.ops.flat import FlatUpdate
-from deepspeed.ops.rules import default_chunk_numel
+from deepspeed.ops.flat import FlatUpdate, default_chunk_numel
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.placement import Tier
