@@ -61,11 +61,16 @@ def _create_logger() -> logging.Logger:
         handler.setFormatter(_LineFormatter("[%(asctime)s] [%(levelname)s] %(message)s", datefmt="%H:%M:%S"))
         created.addHandler(handler)
         created.propagate = False
-    created.setLevel(_LEVELS.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO))
     return created
 
 
+def set_default_log_level() -> None:
+    """Sets the level of ``DEEPSPEED_LOG_LEVEL``; info without it."""
+    logger.setLevel(_LEVELS.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO))
+
+
 logger = _create_logger()
+set_default_log_level()
 
 
 def _rank() -> int:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import logger
 
 PROFILE_NAME = "profile_model_info"
+ForkCommand = Callable[[Sequence[str], Mapping[str, str], tuple[int, int]], int]
+"""Starts a program with its arguments, further variables, and output and error; returns its process id."""
 
 
 class AutotuningError(DeepSpeedError):
@@ -74,17 +76,23 @@ class Autotuner:
         self._queue: TrialQueue | None = None
         self._profile: dict[str, Any] = {}
         self._started = time.monotonic()
+        self._fork: ForkCommand | None = None
         self.seconds = 0.0
 
     # -- what programs call --------------------------------------------------------------------------------------
 
-    def tune(self) -> None:
+    def tune(self, fork: ForkCommand | None = None) -> None:
         """Plans all candidates, measures the best of them.
+
+        Args:
+            fork: Runs the ``deepspeed`` command in a fork of this process, which has imported torch for it; None: each
+                start of the script is a new program.
 
         Raises:
             AutotuningError: The script failed before anything could be planned, nothing fits, or all trials failed.
         """
         self._make_folders()
+        self._fork = fork
         queue = self._queue = self._planned()
         try:
             while (row := queue.next()) is not None:
@@ -239,7 +247,7 @@ class Autotuner:
         write_json(self.exps_dir / f"{experiment.name}.json", {"name": experiment.name, **described})
         environment, command = self._command(experiment, path, changes)
         (folder / "cmd.txt").write_text(f"deepspeed {shlex.join(command)}\n", encoding="utf-8")
-        return _run_to_end(_launcher(command), environment, folder)
+        return _run_to_end(_launcher(command), environment, folder, self._fork)
 
     def _command(self, experiment: Experiment, path: Path, changes: Changes) -> tuple[dict[str, str], list[str]]:
         """Returns the variables and arguments of the ``deepspeed`` command that starts the script."""
@@ -319,24 +327,27 @@ def _launcher(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "deepspeed.launcher.runner", *command]
 
 
-def _run_to_end(program: Sequence[str], environment: Mapping[str, str], folder: Path | None) -> int:
+def _run_to_end(
+    program: Sequence[str], environment: Mapping[str, str], folder: Path | None, fork: ForkCommand | None = None
+) -> int:
     """Runs a program and returns its exit code; a signal to this process goes to the program, and ends both.
 
     Args:
         program: With its arguments.
         environment: Further variables.
         folder: Where its output goes; None: to the screen.
+        fork: Starts it in its own way; only with ``folder``.
 
     Raises:
         SystemExit: This process got a signal. (A program that a signal has ended by itself has failed, no more.)
     """
     received: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
+    pid: int | None = None
 
     def pass_on(number: int, _: Any) -> None:
         received.append(number)
-        if process is not None:
-            process.send_signal(number)
+        if pid is not None:
+            os.kill(pid, number)  # not waited for yet, so no other process has its number
 
     with ExitStack() as stack:
         out, err = (None, None)
@@ -344,10 +355,17 @@ def _run_to_end(program: Sequence[str], environment: Mapping[str, str], folder: 
             out, err = (stack.enter_context((folder / name).open("wb")) for name in ("stdout.log", "stderr.log"))
         for number in _SIGNALS:
             stack.callback(signal.signal, number, signal.signal(number, pass_on))
-        process = subprocess.Popen(program, env={**os.environ, **environment}, stdout=out, stderr=err)
+        process = None
+        if fork is not None and out is not None and err is not None:
+            pid = fork(program, environment, (out.fileno(), err.fileno()))
+        else:
+            process = subprocess.Popen(program, env={**os.environ, **environment}, stdout=out, stderr=err)
+            pid = process.pid
         for early in list(received):  # came while the program was started
-            process.send_signal(early)
-        code = process.wait()
+            os.kill(pid, early)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if process is not None:
+            process.returncode = code
     if received:
         raise SystemExit(128 + received[0])
     return code

@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING
 from deepspeed.cli.command import run_command
 from deepspeed.cluster import find_cluster_node
 from deepspeed.launcher import launch
-from deepspeed.launcher.environment import SECRET, environment_file_name, new_run_id, new_secret, read_environment_files
+from deepspeed.launcher.devices import usable_cores
+from deepspeed.launcher.environment import (
+    SECRET,
+    environment_file_name,
+    new_run_id,
+    new_secret,
+    read_environment_files,
+    threads_per_rank,
+)
+from deepspeed.launcher.forked import IMPORTS, SWITCH, fork_command
 from deepspeed.launcher.ports import RequestedPort, claim_port
 from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, RemoteRun, is_variable
 from deepspeed.launcher.resources import (
@@ -205,10 +214,32 @@ def _tune(args: argparse.Namespace, selected: RankSelection) -> int:
     from deepspeed.autotuning import Autotuner
 
     tuner = Autotuner(args, selected.hosts)
-    tuner.tune()
+    tuner.tune(_fork_command if _imports_once(args, selected) else None)
     tuner.print_tuning_results()
     tuner.write_optimal_config()
     return tuner.run_after_tuning() if args.autotuning == "run" else 0
+
+
+def _imports_once(args: argparse.Namespace, selected: RankSelection) -> bool:
+    """Imports torch and this package for all starts of the script; returns whether the starts can be forks."""
+    binds = args.bind_cores_to_rank or args.bind_core_list
+    if binds or args.module or args.no_python or selected.needs_launcher or args.force_multi:
+        return False
+    if os.environ.get(SWITCH) == "0" or "torch" in sys.modules:  # imported to look for devices
+        return False
+    environment = {**read_environment_files(environment_file_name()), **os.environ}
+    ranks = len(next(iter(selected.hosts.values())))
+    return IMPORTS.load(threads_per_rank(environment, usable_cores(), ranks))
+
+
+def _fork_command(program: Sequence[str], environment: Mapping[str, str], output: tuple[int, int]) -> int:
+    """Starts this command, with the arguments of ``program``, in a fork."""
+
+    def run() -> None:
+        sys.argv = ["deepspeed", *program[3:]]
+        main()
+
+    return fork_command(run, environment, output)
 
 
 def _take_place_in_cluster(args: argparse.Namespace) -> None:

@@ -16,11 +16,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
 from deepspeed.launcher import processes
+from deepspeed.launcher.forked import IMPORTS, fork_rank
 
 # Seconds that ranks get between the first signal and KILL. A user's signal leaves time for handlers; after a failure
 # the other ranks mostly wait for a peer that is gone. With what follows, all stay well below 10 seconds.
@@ -146,26 +147,38 @@ class Supervisor:
 
         for worker, (out, err) in zip(self._workers, self._pipes, strict=True):
             try:
-                process = subprocess.Popen(
-                    worker.command,
-                    env=worker.environment,
-                    stdin=None if worker.local_rank == 0 else subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                    preexec_fn=functools.partial(prepare, worker.cores),
-                )
+                pid = self._start(worker, out, err, functools.partial(prepare, worker.cores))
             except OSError as error:
                 self._report(event="failed_to_start", rank=worker.rank, reason=f"{worker.command[0]}: {error.strerror}")
                 break
-            self._running[process.pid] = worker.rank
-            self._sessions.add(process.pid)
-            self._report(event="started", rank=worker.rank, pid=process.pid)
-            process.returncode = 0  # we reap it ourselves, with its orphans; the object must not try to
+            self._running[pid] = worker.rank
+            self._sessions.add(pid)
+            self._report(event="started", rank=worker.rank, pid=pid)
         for pair in self._pipes:
             for end in pair:
                 os.close(end)
         # A worker that could not be started leaves the others waiting for it; the front stops the run.
+
+    def _start(self, worker: Worker, out: int, err: int, prepare: Callable[[], None]) -> int:
+        """Starts a worker in a session of its own; returns its process id."""
+        own_input = worker.local_rank == 0
+        if IMPORTS.can_run(worker.command, worker.environment):
+            null = None if own_input else os.open(os.devnull, os.O_RDONLY)
+            pid = fork_rank(worker.command, worker.environment, (null, out, err), prepare)
+            if null is not None:
+                os.close(null)
+            return pid
+        process = subprocess.Popen(
+            worker.command,
+            env=worker.environment,
+            stdin=None if own_input else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+        process.returncode = 0  # we reap it ourselves, with its orphans; the object must not try to
+        return process.pid
 
     # --- watch ------------------------------------------------------------------------------------------------------
 

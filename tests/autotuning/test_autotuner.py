@@ -152,7 +152,7 @@ def fake_search(folder, monkeypatch, rows, outcome):
     monkeypatch.chdir(folder)
     started = []
 
-    def start(_command, environment, _folder):
+    def start(_command, environment, _folder, _fork):
         experiment = Experiment.read(environment["DS_AUTOTUNING"])
         started.append(experiment.name)
         path = Path(experiment.folder)

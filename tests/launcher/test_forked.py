@@ -1,0 +1,88 @@
+"""Scripts in a fork, beside the same scripts as programs of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed.launcher.forked import ImportCache
+
+FORK = """
+import os, sys
+from deepspeed.launcher.forked import fork_rank
+pid = fork_rank([sys.executable, "-u", *sys.argv[1:]], {**os.environ, "ADDED": "1"}, (None, 1, 2), lambda: None)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) % 256)
+"""
+
+SHOW = """
+import atexit, os, signal, sys, threading, time
+import beside
+atexit.register(print, "first function, last")
+threading.Thread(target=lambda: (time.sleep(0.05), print("a thread was waited for"))).start()
+print(sys.argv, sys.orig_argv[1:], __name__, __file__, sys.path[0], beside.VALUE, os.environ["ADDED"], __package__)
+print(sys.modules["__main__"].__dict__ is globals(), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+print(os.getsid(0) == os.getpid(), sorted(int(n) for n in os.listdir("/proc/self/fd") if int(n) > 2)[1:])
+print(sys.stdin.read(), "on stderr", file=sys.stderr)
+sys.stdout.buffer.write(b"bytes\\n")
+END
+"""
+
+
+def run(folder: Path, script: str, *, forked: bool) -> tuple[int, str, str]:
+    """Runs a script; returns exit code, output and errors."""
+    (folder / "beside.py").write_text("VALUE = 5\n")
+    (folder / "script.py").write_text(script)
+    how = ["-c", FORK] if forked else ["-u"]
+    done = subprocess.run(
+        [sys.executable, *how, "script.py", "--local_rank=1", "a b"],
+        cwd=folder,
+        input="input",
+        capture_output=True,
+        text=True,
+        start_new_session=not forked,
+        env={**os.environ, "ADDED": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=60,
+    )
+    return done.returncode % 256, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "end", ["", "sys.exit(3)", "sys.exit('a reason')", "{}['missing']", "raise KeyboardInterrupt", "1 +"]
+)
+def test_a_script_in_a_fork_cannot_be_told_from_one_of_its_own(end, tmp_path):
+    script = SHOW.replace("END", end)
+    expected = run(tmp_path, script, forked=False)
+    found = run(tmp_path, script, forked=True)
+    assert found == expected
+    assert "a thread was waited for" in found[1] or end == "1 +"
+
+
+def test_a_process_with_torch_is_not_forked(tmp_path):
+    (tmp_path / "script.py").write_text("")
+    cache = ImportCache()
+    assert "torch" in sys.modules and not cache.load({})
+    assert not cache.can_run([sys.executable, "-u", str(tmp_path / "script.py")], os.environ)
+
+
+def test_what_a_fork_cannot_run_as_a_new_interpreter_would(tmp_path, monkeypatch):
+    cache = ImportCache()
+    environment = {"OMP_NUM_THREADS": "1", "RANK": "0"}
+    cache._environment = {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr("threading.active_count", lambda: 1)  # pytest may have more
+    script = tmp_path / "train.py"
+    script.write_text("")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "torch.json").write_text("{}")
+    command = [sys.executable, "-u", str(script), "--local_rank=0"]
+    assert cache.can_run(command, environment)
+    assert cache.can_run(command, {**environment, "RANK": "1"})
+    assert not cache.can_run(command, {**environment, "OMP_NUM_THREADS": "2"})  # torch has read it
+    assert not cache.can_run(command, {**environment, "PYTHONPATH": "elsewhere"})
+    assert not cache.can_run([sys.executable, "-u", "-m", "train"], environment)
+    assert not cache.can_run([str(script)], environment)
+    (tmp_path / "json.py").write_text("")  # the script expects this one
+    assert not cache.can_run(command, environment)
