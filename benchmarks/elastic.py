@@ -262,7 +262,7 @@ def report(rows: list[dict[str, Any]], width: int) -> str:
         " `back after`: from the kill until a rank had finished the step that was under way, by the clock of the "
         "machine. `copy seconds` and `copy bytes`: per update and rank, `step` is its median before the death, copies "
         "included. `copy share`: processor time of copies in that of steps 3 to 11, all ranks. `sent bytes`: those "
-        "that went to the neighbour, the first time that the memory was used; later it sees that memory itself. "
+        "that went to the neighbour; on the same host it sees the memory of the copy itself. "
         "`torchrun back after`: the same loss with `--max-restarts 1` and a checkpoint after every step; all "
         "ranks are started again (importing torch is most of it). `torchft back after`: the same loss of one of as "
         "many replica groups of one process, in fp32 without sharding; the lighthouse waits 5 s for heartbeats.",

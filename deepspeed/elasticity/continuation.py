@@ -176,7 +176,6 @@ class Continuation:
         self.came = 0  # bytes from other ranks
         self.loaded: str | None = None  # the checkpoint that the engine was filled from, where it was
         self._is_valid = False  # the engine's states are those of a whole number of updates
-        self._buddy = BuddyLink(transport, run.held)
         plan = run.members.plan
         owners, run_state = [member.number for member in plan.members], run_state_of(engine)
         self._shape = shape_of(engine)
@@ -185,6 +184,7 @@ class Continuation:
             self._layout = CopyLayout.of(run_state, plan.epoch, owners)
         else:
             self._layout, self._numbers = layout_of_parts(run_state, plan.epoch, owners, self._shape.parts, transport)
+        self._buddy = BuddyLink(transport, run.held, self._layout)
 
     @classmethod
     def open(cls, engine: EngineBase) -> Continuation:
@@ -259,15 +259,23 @@ class Continuation:
         """Closes the step: until the next one is opened, updates are refused."""
         self.step = None
 
-    def after_update(self, *, ranks_will_change: bool = False) -> None:
+    @property
+    def must_open_copies(self) -> bool:
+        """Whether a copy of this rank has outgrown its memory, so that the buddy must open other memory."""
+        return self._buddy.must_open
+
+    def after_update(self, *, ranks_will_change: bool = False, must_open_copies: bool = False) -> None:
         """Makes copies where they are due. Every rank must call it after each update.
 
         Args:
+            must_open_copies: It is so on some rank. No copy is overwritten before its buddy has opened the memory.
             ranks_will_change: A process joins now, so that copies are due in any case.
 
         Raises:
             CommunicationError: A rank was lost.
         """
+        if must_open_copies:
+            self._buddy.open()
         if not self._layout.is_whole and (ranks_will_change or self._engine.global_steps % self._every == 0):
             self._copy()
 
@@ -278,6 +286,7 @@ class Continuation:
             CommunicationError: A rank was lost.
         """
         self.run.held.clear()  # first: from now on no rank may go back to the former copies
+        self._buddy = BuddyLink(self._transport, self.run.held, self._layout)
         if not self._layout.is_whole:
             self._copy()
             gather_objects(self._transport, None, label="copies of what was loaded")
@@ -285,18 +294,14 @@ class Continuation:
 
     def _copy(self) -> None:
         started, busy = time.monotonic(), time.process_time()
-        run = self.run
-        run_state_of(self._engine).settle()
-        number = run.members.links.number
-        own = copy_states(run_state_of(self._engine), self._layout, number, run.held, numbers=self._numbers)
-        sent = self._buddy.sent
-        theirs = None if self._layout.has_replicas else self._buddy.exchange(own)
-        for copy in (own, theirs):
-            if copy is not None:
-                run.held.put(copy)
+        run, run_state, sent = self.run, run_state_of(self._engine), self._buddy.sent
+        run_state.settle()
+        nbytes = copy_states(run_state, self._layout, run.members.links.number, run.held, numbers=self._numbers)
+        if not self._layout.has_replicas:
+            self._buddy.exchange()
         cost = run.cost
         cost.count += 1
-        cost.nbytes += own.nbytes
+        cost.nbytes += nbytes
         cost.sent += self._buddy.sent - sent
         cost.seconds += time.monotonic() - started
         cost.processor += time.process_time() - busy
@@ -363,7 +368,7 @@ class Continuation:
                 steps, before = self._forward or (-1, None)
                 forward = before if steps == updater.steps else None
                 held, number = self.run.held, self.run.members.links.number
-                held.put(copy_states(run_state_of(self._engine), self._layout, number, held, forward))
+                copy_states(run_state_of(self._engine), self._layout, number, held, forward)
 
     def _change_once(self, recovery: Recovery) -> Continuation:
         members, started = self.run.members, time.monotonic()

@@ -30,12 +30,13 @@ from deepspeed.comm.members.member import RunMember
 from deepspeed.comm.members.regroup import ReadyMember
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
-from deepspeed.elasticity.copy_memory import CopyMemory, open_memory
+from deepspeed.elasticity.copy_memory import CopyMemory
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.update.masters import MasterBucket
 
 _ALIGNMENT = 64  # bytes, so that every run begins on a cache line
 _KEPT = 2  # generations
+_RESERVED = 32  # bytes of address space per element, as optimizer states come with the first update
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,6 @@ class StateCopy:
         runs: Where each run lies in ``data``, by kind.
         small: Pickled :class:`SmallStates`.
         data: The values as bytes, in host memory.
-        memory: Which is this, where this process made it.
     """
 
     generation: int
@@ -212,26 +212,68 @@ class StateCopy:
     runs: dict[str, tuple[SavedRun, ...]]
     small: bytes
     data: torch.Tensor
-    memory: CopyMemory | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Generation and epoch: copies with one key fit together."""
-        return self.generation, self.layout.epoch
+
+class RankCopyBuffer:
+    """The copies of one rank in one job that this process can see: two memories, written in turns.
+
+    Args:
+        layout: Of the job.
+        owner: Number of the member whose states they are.
+        memories: Of its generations; another process may write to them.
+    """
+
+    def __init__(self, layout: CopyLayout, owner: int, memories: Sequence[CopyMemory] = ()) -> None:
+        self.layout = layout
+        self.owner = owner
+        self.memories = tuple(memories)
+
+    def allocate(self, size: int, capacity: int) -> CopyMemory:
+        """Returns memory for a further copy of ``size`` bytes: that of the generation that is no longer needed.
+
+        Where it is too small, or there is none yet, memory of ``capacity`` takes its place.
+        """
+        while len(self.memories) < _KEPT:
+            self.memories = (*self.memories, CopyMemory.allocate(capacity))
+        oldest = min(self.memories, key=lambda memory: -1 if memory.generation is None else memory.generation)
+        oldest.begin()
+        if oldest.capacity >= size:
+            return oldest
+        larger = CopyMemory.allocate(capacity)
+        self.memories = tuple(larger if memory is oldest else memory for memory in self.memories)
+        return larger
 
     @property
     def part(self) -> int:
-        """Which part of the model states it is, see :class:`CopyLayout`."""
+        """Which part of the model states they are, see :class:`CopyLayout`."""
         return self.layout.parts[self.layout.owners.index(self.owner)]
+
+    @property
+    def generations(self) -> list[int]:
+        """Returns the generations of the complete copies."""
+        return [found for memory in self.memories if (found := memory.generation) is not None]
+
+    def of_generation(self, generation: int) -> StateCopy | None:
+        """Returns a complete copy; None: there is none of this generation."""
+        for memory in self.memories:
+            if memory.generation == generation:
+                runs, small = pickle.loads(memory.tail)
+                return StateCopy(generation, self.owner, self.layout, runs, small, memory.data)
+        return None
+
+    @property
+    def newest(self) -> CopyMemory:
+        """The memory of the newest complete copy, which must be there."""
+        return max((m for m in self.memories if m.generation is not None), key=lambda m: m.generation or 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return self.data.numel() + len(self.small)
+        return sum(sum(memory.lengths) for memory in self.memories)
 
 
 class CopyStore:
-    """The copies that one process holds.
+    """The copies that one process can see: its own, and those of a neighbour.
 
     Args:
         number: Of this process among the members.
@@ -239,49 +281,42 @@ class CopyStore:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._held: dict[tuple[tuple[int, int], int], StateCopy] = {}
+        self._held: dict[tuple[int, int], RankCopyBuffer] = {}
 
-    def put(self, copy: StateCopy) -> None:
-        """Keeps a copy, and forgets those of the same owner and job that are no longer needed."""
-        self._held[copy.key, copy.owner] = copy
+    def put(self, copies: RankCopyBuffer) -> None:
+        """Keeps the copies of an owner in the place of those of the same job that it has."""
+        self._held[copies.layout.epoch, copies.owner] = copies
+
+    def of_owner(self, layout: CopyLayout, owner: int) -> RankCopyBuffer:
+        """Returns the copies of a member in a job. There may be none yet."""
+        return self._held.setdefault((layout.epoch, owner), RankCopyBuffer(layout, owner))
 
     def trim(self, epoch: int) -> None:
-        """Keeps the newest generations of a job. Copies of former jobs go once a whole one of this job is there."""
-        keys = sorted({key for key, _ in self._held if key[1] == epoch}, reverse=True)[:_KEPT]
-        self._held = {(key, owner): copy for (key, owner), copy in self._held.items() if key in keys}
+        """Drops the copies of former jobs: all ranks have those of this one."""
+        self._held = {key: copies for key, copies in self._held.items() if key[0] == epoch}
 
     def clear(self) -> None:
-        """Forgets everything: what is held belongs to states that were replaced."""
+        """Drops everything: what is held belongs to states that were replaced."""
         self._held.clear()
 
-    def drop_oldest(self, owner: int, epoch: int) -> StateCopy | None:
-        """Drops the copy of ``owner`` that is no longer needed once there is a further one, and returns it.
-
-        Copies of former jobs are not touched: a recovery that is broken off begins with them again.
-        """
-        mine = sorted((key for key, of in self._held if of == owner and key[1] == epoch), reverse=True)
-        return self._held.pop((mine[-1], owner)) if len(mine) >= _KEPT else None
-
-    def spare(self, owner: int, size: int, epoch: int) -> CopyMemory:
-        """Returns memory for a copy of ``owner``: that of the one which is no longer needed, if it fits."""
-        oldest = self.drop_oldest(owner, epoch)
-        if oldest is not None and oldest.memory is not None and oldest.data.numel() == size:
-            return oldest.memory
-        return CopyMemory(size)
-
     def listed(self) -> list[list[Any]]:
-        """Returns key, part and number of all parts, of each copy: for messages."""
-        return [[list(copy.key), copy.part, len(set(copy.layout.parts))] for copy in self._held.values()]
+        """Returns generation and epoch, part and number of all parts, of each copy: for messages."""
+        return [
+            [[generation, copies.layout.epoch], copies.part, len(set(copies.layout.parts))]
+            for copies in self._held.values()
+            for generation in copies.generations
+        ]
 
     def of_key(self, key: tuple[int, int]) -> list[StateCopy]:
-        """Returns the copies with a key, this process's own first."""
-        found = [copy for copy in self._held.values() if copy.key == key]
-        return sorted(found, key=lambda copy: copy.owner != self._number)
+        """Returns the copies of a generation and epoch, which fit together; this process's own first."""
+        generation, epoch = key
+        found = [copies.of_generation(generation) for copies in self._held.values() if copies.layout.epoch == epoch]
+        return sorted((copy for copy in found if copy is not None), key=lambda copy: copy.owner != self._number)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(copy.nbytes for copy in self._held.values())
+        return sum(copies.nbytes for copies in self._held.values())
 
 
 def newest_whole(living: Sequence[RunMember], ready: Mapping[int, ReadyMember]) -> tuple[int, int] | None:
@@ -394,20 +429,20 @@ def copy_states(
     held: CopyStore,
     forward: ForwardStates | None = None,
     numbers: Mapping[int, int] | None = None,
-) -> StateCopy:
-    """Copies this rank's states to host memory.
+) -> int:
+    """Copies this rank's states to host memory, and returns the number of bytes.
 
     Args:
         run_state: The training run, between two steps.
         layout: Of the job.
         owner: Number of this process.
-        held: Has memory to spare.
+        held: Gets the copy, and drops the one before the last.
         forward: See :func:`small_states`.
         numbers: Index of each bucket that is copied to its number in ``layout``; None: all are, and have the same.
     """
     runs: dict[str, list[SavedRun]] = {}
     found: list[tuple[SavedRun, torch.Tensor]] = []
-    size = 0
+    size = reserved = 0
     for kind, index, start, values in _own_ranges(run_state, layout.left_out):
         bucket = index if numbers is None else numbers.get(index, -1)
         if values.numel() and bucket >= 0:
@@ -415,79 +450,98 @@ def copy_states(
             runs.setdefault(kind, []).append(run)
             found.append((run, values))
             size += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = held.spare(owner, size, layout.epoch)
-    for run, values in found:
-        memory.data[run.offset : run.offset + run.nbytes].view(run.dtype).copy_(values)
+            reserved += _RESERVED * values.numel() if kind == MASTER else 0
     tupled = {kind: tuple(listed) for kind, listed in runs.items()}
-    small = small_states(run_state, forward)
-    return StateCopy(run_state.counters["global_steps"], owner, layout, tupled, small, memory.data, memory)
+    tail = pickle.dumps((tupled, small_states(run_state, forward)))
+    used = size + len(tail)
+    memory = held.of_owner(layout, owner).allocate(used, reserved + 2 * used)
+    place = memory.begin(size, len(tail))
+    for run, values in found:
+        place[run.offset : run.offset + run.nbytes].view(run.dtype).copy_(values)
+    bytes_of(place)[size:] = tail
+    memory.end(run_state.counters["global_steps"])
+    return used
 
 
 class BuddyLink:
-    """Brings the copies of one job to the next rank of its ring, and those of the rank before here.
+    """Lets the next rank of the ring of one job have the copies of this rank, and this rank those of the one before.
 
-    A copy is sent the first time that its memory is used. If the buddy finds the same in the memory itself, it keeps
-    that open, and later copies there are not sent: only what they are of. A rank makes its copy over the one before the
-    last, which no rank needs: it has the message of all ranks on the update, which each gave when it had all copies of
-    the one before.
+    A buddy on the same host opens the memory, and sees every copy in it without a message. A rank makes its copy over
+    the one before the last, which no rank needs: it has the message of all ranks on the update, which each gave when it
+    had made its copy of the generation before. A buddy on another host is sent each copy.
 
     Args:
         transport: Over host memory.
-        held: Has memory to spare.
+        held: The copies of this process.
+        layout: Of the job.
     """
 
-    def __init__(self, transport: Transport, held: CopyStore) -> None:
+    def __init__(self, transport: Transport, held: CopyStore, layout: CopyLayout) -> None:
         self._transport = transport
         self._held = held
-        self._opened: dict[int, torch.Tensor] = {}  # memory of the rank before, by its serial number
+        self._layout = layout
+        self._opened: tuple[CopyMemory, ...] | None = None  # what the buddy was given to open
+        self._seen: list[bool] = []  # by rank, whether it sees the memory of the rank before
         self.sent = 0
-        """Bytes of model states sent."""
+        """Bytes sent."""
 
-    def exchange(self, copy: StateCopy) -> StateCopy | None:
-        """Hands over a copy of this rank, and returns that of the rank before. Every rank of the job must call it.
+    @property
+    def _neighbours(self) -> tuple[int, int]:
+        ring = self._layout.ring
+        place = ring.index(self._transport.rank)
+        return ring[place - 1], ring[(place + 1) % len(ring)]
 
-        Returns:
-            None where there is no other rank.
-        """
-        transport, owners = self._transport, copy.layout.owners
-        rank, size = transport.rank, transport.size
-        if size == 1:
-            return None
-        ring = copy.layout.ring
-        place = ring.index(rank)
-        following, before = ring[(place + 1) % size], ring[place - 1]
-        address = copy.memory.address if copy.memory is not None else None
-        words = pickle.dumps((copy.generation, copy.runs, copy.small, address))
-        header = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        lengths = torch.tensor([header.numel(), copy.data.numel()])
-        opened = torch.tensor([*self._opened, -1, -1][:_KEPT])
-        theirs, opened_there = torch.zeros_like(lengths), torch.zeros_like(opened)
+    @property
+    def _own(self) -> RankCopyBuffer:
+        return self._held.of_owner(self._layout, self._layout.owners[self._transport.rank])
+
+    @property
+    def must_open(self) -> bool:
+        """Whether the buddy would see this rank's copies in its memory, but has not opened where the newest lies."""
+        if self._opened is None or self._opened == self._own.memories:
+            return False
+        return self._seen[self._neighbours[1]]
+
+    def open(self) -> None:
+        """Opens the memory of the rank before. Every rank must call it; none returns before all have."""
+        transport, (before, _) = self._transport, self._neighbours
+        self._opened = self._own.memories
+        doing = "opening the memory of copies"
+        addresses = gather_objects(transport, [memory.address for memory in self._opened], label=doing)
+        found = [CopyMemory.open(address) for address in addresses[before] if address is not None]
+        memories = [memory for memory in found if memory is not None]
+        is_seen = len(memories) == len(addresses[before])
+        if is_seen:
+            self._held.put(RankCopyBuffer(self._layout, self._layout.owners[before], memories))
+        self._seen = gather_objects(transport, is_seen, label=doing)
+
+    def exchange(self) -> None:
+        """Hands over the newest copy of this rank. Every rank of the job must call it after it has made one."""
+        if self._transport.size == 1:
+            return
+        if self._opened is None:
+            self.open()
+        if all(self._seen):
+            return
+        transport, (before, following) = self._transport, self._neighbours
+        sends, receives = not self._seen[following], not self._seen[transport.rank]
         doing = "copies of model states for the buddy"
-        transport.move(
-            [
-                TensorTransfer(rank, following, lengths),
-                TensorTransfer(rank, before, opened),
-                TensorTransfer(before, rank, theirs),
-                TensorTransfer(following, rank, opened_there),
-            ],
-            label=doing,
-        )
-        received = torch.empty(int(theirs[0]), dtype=torch.uint8)
-        transport.move([TensorTransfer(rank, following, header), TensorTransfer(before, rank, received)], label=doing)
-        generation, runs, small, source = pickle.loads(received.numpy().tobytes())
-        data = self._opened.get(source.serial) if source is not None else None
-        memory, moved = None, []
-        if data is None:
-            memory = self._held.spare(owners[before], int(theirs[1]), copy.layout.epoch)
-            data = memory.data
-            moved.append(TensorTransfer(before, rank, data))
-        else:
-            self._held.drop_oldest(owners[before], copy.layout.epoch)
-        if address is None or address.serial not in opened_there.tolist():
-            moved.append(TensorTransfer(rank, following, copy.data))
-            self.sent += copy.data.numel()
-        transport.move(moved, label=doing)
-        if memory is not None and source is not None and (found := open_memory(source, data)) is not None:
-            self._opened = dict([*self._opened.items(), (source.serial, found)][-_KEPT:])
-            data, memory = found, None
-        return StateCopy(generation, owners[before], copy.layout, runs, small, data, memory)
+        copy, leaving, arriving = self._own.newest, [], []
+        facts = torch.tensor([copy.generation or 0, *copy.lengths])
+        theirs = torch.zeros_like(facts)
+        if sends:
+            leaving = [TensorTransfer(transport.rank, following, facts)]
+        if receives:
+            arriving = [TensorTransfer(before, transport.rank, theirs)]
+        transport.move([*leaving, *arriving], label=doing)
+        generation, data, tail = theirs.tolist()
+        if receives:
+            copies = self._held.of_owner(self._layout, self._layout.owners[before])
+            memory = copies.allocate(data + tail, data + 2 * tail)
+            arriving = [TensorTransfer(before, transport.rank, memory.begin(data, tail))]
+        if sends:
+            leaving = [TensorTransfer(transport.rank, following, copy.content)]
+            self.sent += copy.content.numel()
+        transport.move([*leaving, *arriving], label=doing)
+        if receives:
+            memory.end(generation)

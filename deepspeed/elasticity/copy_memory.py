@@ -1,18 +1,27 @@
-"""Host memory of copies, which another process of the same host can open: its end does not take it away."""
+"""Host memory of copies, which another process of the same host can open: its end does not take it away.
+
+The memory describes itself: a header has the generation of the copy in it, so that a process which has it open sees
+what lies there without any message.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
+import secrets
 import socket
 import weakref
 from typing import NamedTuple
 
 import torch
 
-_serials = itertools.count()
+from deepspeed.checkpoint.disk import bytes_of
+
+HEADER = 64  # bytes
+_GENERATION, _DATA, _TAIL = range(3)  # int64 words of the header
+_TOKEN = slice(32, 48)  # bytes of the header
+_NOTHING = -1
 
 
 class MemoryAddress(NamedTuple):
@@ -22,59 +31,106 @@ class MemoryAddress(NamedTuple):
         host: Its machine.
         pid: The process that made it.
         file: Its descriptor there.
-        serial: Distinguishes it from all others that this process has made.
+        token: Lies in its header: another container may have a process and a descriptor with the same numbers.
     """
 
     host: str
     pid: int
     file: int
-    serial: int
+    token: bytes
 
 
 class CopyMemory:
-    """Host memory of one copy.
+    """Host memory of one copy: a header, the values as bytes, and what describes them.
 
     It has no name in any file system, so nothing is left behind. A process that has opened it keeps it when the one
-    that made it is killed.
+    that made it is killed. Its pages take memory only once they are written.
 
     Args:
-        size: Bytes.
-
-    Attributes:
-        data: The bytes, 1-D uint8.
+        raw: All bytes, 1-D uint8.
         address: Where other processes find it; None: nowhere, as the system does not have such memory.
     """
 
-    def __init__(self, size: int) -> None:
-        self.address: MemoryAddress | None = None
+    def __init__(self, raw: torch.Tensor, address: MemoryAddress | None) -> None:
+        self._raw = raw
+        self._words = bytes_of(raw)[:HEADER].cast("q")
+        self.address = address
+
+    @classmethod
+    def allocate(cls, capacity: int) -> CopyMemory:
+        """Returns memory for ``capacity`` bytes that holds no copy."""
+        size = HEADER + capacity
+        file = raw = address = None
         with contextlib.suppress(OSError, AttributeError):
             file = os.memfd_create("deepspeed-copy", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, file)
             os.ftruncate(file, size)
-            if size:
-                self.data = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-                self.address = MemoryAddress(socket.gethostname(), os.getpid(), file, next(_serials))
-        if self.address is None:
-            self.data = torch.empty(size, dtype=torch.uint8)
+            raw = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            address = MemoryAddress(socket.gethostname(), os.getpid(), file, secrets.token_bytes(16))
+        made = cls(torch.empty(size, dtype=torch.uint8) if raw is None else raw, address)
+        if file is not None:
+            weakref.finalize(made, os.close, file)
+        made.begin()
+        if address is not None:
+            bytes_of(made._raw)[_TOKEN] = address.token
+        return made
 
+    @classmethod
+    def open(cls, address: MemoryAddress) -> CopyMemory | None:
+        """Returns the memory of another process; None where this one cannot see it."""
+        if address.host != socket.gethostname():
+            return None
+        try:
+            file = os.open(f"/proc/{address.pid}/fd/{address.file}", os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            raw = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+        except (OSError, ValueError):  # ValueError: it has no bytes
+            return None
+        finally:
+            os.close(file)
+        if raw.numel() < HEADER or bytes(bytes_of(raw)[_TOKEN]) != address.token:
+            return None
+        return cls(raw, address)
 
-def open_memory(address: MemoryAddress, like: torch.Tensor) -> torch.Tensor | None:
-    """Returns the memory of another process, 1-D uint8; None where this one cannot see it.
+    @property
+    def capacity(self) -> int:
+        """Bytes that it has room for."""
+        return self._raw.numel() - HEADER
 
-    Args:
-        address: Where it is.
-        like: What lies in it now, 1-D uint8: another container may have a process with the same number.
-    """
-    if address.host != socket.gethostname():
-        return None
-    try:
-        file = os.open(f"/proc/{address.pid}/fd/{address.file}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        found = torch.frombuffer(mmap.mmap(file, like.numel()), dtype=torch.uint8)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(file)
-    return found if torch.equal(found, like) else None
+    @property
+    def generation(self) -> int | None:
+        """That of the copy; None: there is none, or it is being written."""
+        found = self._words[_GENERATION]
+        return None if found == _NOTHING else found
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Bytes of the values, and of what describes them."""
+        return self._words[_DATA], self._words[_TAIL]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values of the copy, 1-D uint8."""
+        return self._raw[HEADER : HEADER + self._words[_DATA]]
+
+    @property
+    def tail(self) -> bytes:
+        """Describes the values."""
+        start = HEADER + self._words[_DATA]
+        return bytes(bytes_of(self._raw)[start : start + self._words[_TAIL]])
+
+    @property
+    def content(self) -> torch.Tensor:
+        """The values and the tail, 1-D uint8."""
+        return self._raw[HEADER : HEADER + sum(self.lengths)]
+
+    def begin(self, data: int = 0, tail: int = 0) -> torch.Tensor:
+        """Drops the copy in it, and returns the place of a further one of so many bytes, 1-D uint8."""
+        self._words[_GENERATION] = _NOTHING
+        self._words[_DATA], self._words[_TAIL] = data, tail
+        return self.content
+
+    def end(self, generation: int) -> None:
+        """Marks the copy as complete."""
+        self._words[_GENERATION] = generation

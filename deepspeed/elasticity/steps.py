@@ -55,6 +55,7 @@ class ElasticStep:
         is_done: Whether the update was made, and by all ranks. False after a loss: the step comes again.
         loss: Mean over the micro-batches of all ranks, once the update was made; else None.
         must_regroup: A process wants to join, so the ranks change after this step.
+        must_open_copies: A rank's copies have moved to other memory, which its buddy opens after this step.
         was_entered: Whether ``with`` was used on it.
     """
 
@@ -68,6 +69,7 @@ class ElasticStep:
         self._sum: torch.Tensor | None = None
         self._started = 0.0
         self.must_regroup = False
+        self.must_open_copies = False
         self.was_entered = False
 
     def __enter__(self) -> ElasticStep:
@@ -102,13 +104,16 @@ class ElasticStep:
         return weighed
 
     def numbers(self) -> Sequence[float]:
-        """Returns this rank's part of the mean loss, and the number of join requests to it."""
-        return (0.0 if self._sum is None else float(self._sum), float(self._steps._continuation.joining))
+        """Returns this rank's part of the mean loss, its number of join requests, and whether its copies have moved."""
+        continuation = self._steps._continuation
+        loss = 0.0 if self._sum is None else float(self._sum)
+        return loss, float(continuation.joining), float(continuation.must_open_copies)
 
     def take(self, rows: torch.Tensor) -> None:
-        """Takes the results of :meth:`numbers` of all ranks: fp64 ``[ranks, 2]``."""
+        """Takes the results of :meth:`numbers` of all ranks: fp64 ``[ranks, 3]``."""
         self.loss = float(rows[:, 0].mean())
         joining = int(rows[:, 1].sum())
+        self.must_open_copies = bool(rows[:, 2].any())
         self.must_regroup = joining > 0 and self._steps._continuation.can_grow(joining)
 
 
@@ -245,7 +250,7 @@ class ElasticSteps:
                     f"ElasticSteps: after step {step.number} the engine has made {self._engine.global_steps} updates, "
                     f"expected {step.number + 1}; call engine.step() once for every micro-batch of the step"
                 )
-            self._continuation.after_update(ranks_will_change=step.must_regroup)
+            self._continuation.after_update(ranks_will_change=step.must_regroup, must_open_copies=step.must_open_copies)
             step.is_done = True
             for recovery in self.recoveries[-1:]:
                 recovery.first_step = recovery.first_step or step.seconds

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -17,42 +17,48 @@ from deepspeed.elasticity.copies import (
     CopyLayout,
     CopyStore,
     ForwardStates,
+    RankCopyBuffer,
     SmallStates,
-    StateCopy,
     _pickled,
     newest_whole,
 )
-from deepspeed.elasticity.copy_memory import CopyMemory, MemoryAddress, open_memory
+from deepspeed.elasticity.copy_memory import CopyMemory, MemoryAddress
 from tests.harness.loopback import LoopbackTransport, run_threads
 
 
-def made(
-    generation: int, epoch: int, owner: int, owners: tuple[int, ...] = (0, 1, 2), parts: tuple[int, ...] = ()
-) -> StateCopy:
-    layout = CopyLayout(epoch, owners, (), frozenset(), frozenset(), {}, False, parts or owners)
-    memory = CopyMemory(8)
-    return StateCopy(generation, owner, layout, {}, b"", memory.data, memory)
+def layout_of(epoch: int, owners: tuple[int, ...] = (0, 1, 2), parts: tuple[int, ...] = ()) -> CopyLayout:
+    return CopyLayout(epoch, owners, (), frozenset(), frozenset(), {}, False, parts or owners)
 
 
-def holding(number: int, *copies: StateCopy) -> CopyStore:
+def write(copies: RankCopyBuffer, generation: int, value: int, extra: bytes = b"", capacity: int = 1000) -> None:
+    """A copy of eight bytes."""
+    tail = pickle.dumps(({}, b"small" + extra))
+    place = copies.allocate(8 + len(tail), capacity).begin(8, len(tail))
+    place[:8] = value
+    place[8:] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+    next(memory for memory in copies.memories if memory.content.data_ptr() == place.data_ptr()).end(generation)
+
+
+def holding(number: int, *copies: tuple[Any, ...]) -> CopyStore:
+    """Holds copies by generation, epoch, owner, perhaps the owners and the parts of the job."""
     store = CopyStore(number)
-    for copy in copies:
-        store.put(copy)
+    for generation, epoch, owner, *more in copies:
+        write(store.of_owner(layout_of(epoch, *more), owner), generation, 0)
     return store
 
 
 def test_memory_of_the_generation_before_the_last_is_used_again():
-    store = holding(0, *(made(generation, 0, 0) for generation in (4, 5)))
-    oldest = store.of_key((4, 0))[0].memory
-    assert oldest is not None and store.spare(0, 8, 0) is oldest
+    store = holding(0, (4, 0, 0), (5, 0, 0))
+    copies = store.of_owner(layout_of(0), 0)
+    oldest = next(memory for memory in copies.memories if memory.generation == 4)
+    assert copies.allocate(8, 8) is oldest
     assert not store.of_key((4, 0)) and store.of_key((5, 0))
+    assert copies.allocate(5000, 6000) is not oldest and store.of_key((5, 0))
 
 
 def test_copies_of_the_job_before_stay_while_those_of_the_next_one_are_made():
     """Generation 5 is not whole, so a recovery begins with 4; if it is broken off, the next one does too."""
-    store = holding(0, *(made(generation, 0, 0) for generation in (4, 5)))
-    store.put(made(4, 1, 0))
-    store.spare(0, 8, 1)
+    store = holding(0, (4, 0, 0), (5, 0, 0), (4, 1, 0))
     assert store.of_key((4, 0)) and store.of_key((5, 0))
     store.trim(1)
     assert [key for key, *_ in store.listed()] == [[4, 1]]
@@ -70,73 +76,79 @@ def test_copies_of_the_job_before_stay_while_those_of_the_next_one_are_made():
 )
 def test_the_newest_generation_that_is_whole_counts(held, expected):
     members = [RunMember(number, number, "host", 0, 0, ("host", 0)) for number in range(len(held))]
-    ready = {
-        number: ReadyMember(0, holding(number, *(made(*copy) for copy in copies)).listed(), [])
-        for number, copies in enumerate(held)
-    }
+    ready = {number: ReadyMember(0, holding(number, *copies).listed(), []) for number, copies in enumerate(held)}
     assert newest_whole(members, ready) == expected
 
 
 def test_memory_outlives_the_process_that_made_it():
+    """It is seen only where the header has the token of the address, and a copy only when it is complete."""
     ours, theirs = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            memory = CopyMemory(5)
-            memory.data.fill_(3)
-            os.write(ours[1], json.dumps(memory.address).encode())
-            os.read(theirs[0], 1)
-            memory.data.fill_(4)
-            os.write(ours[1], b"x")
+            memory = CopyMemory.allocate(100)
+            assert memory.address is not None
+            os.write(ours[1], pickle.dumps(tuple(memory.address)))
+            for generation in (3, 4):
+                os.read(theirs[0], 1)
+                place = memory.begin(5, 1)
+                place.fill_(generation)
+                if generation == 3:
+                    memory.end(generation)
+                os.write(ours[1], b"x")
             os.read(theirs[0], 1)
         finally:
             os._exit(0)
-    address = MemoryAddress(*json.loads(os.read(ours[0], 1000)))
-    wrong, right = torch.zeros(5, dtype=torch.uint8), torch.full((5,), 3, dtype=torch.uint8)
-    assert open_memory(address, wrong) is None
-    assert open_memory(address._replace(host="elsewhere"), right) is None
-    found = open_memory(address, right)
-    assert found is not None
-    os.write(theirs[1], b"x")
-    os.read(ours[0], 1)
+    address = MemoryAddress(*pickle.loads(os.read(ours[0], 1000)))
+    assert CopyMemory.open(address._replace(host="elsewhere")) is None
+    assert CopyMemory.open(address._replace(token=bytes(16))) is None
+    found = CopyMemory.open(address)
+    assert found is not None and found.generation is None
+    for generation in (3, None):
+        os.write(theirs[1], b"x")
+        os.read(ours[0], 1)
+        assert found.generation == generation
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert found.tolist() == [4] * 5
-    assert open_memory(address, found) is None  # nobody is there any more
+    assert (found.data.tolist(), found.tail) == ([4] * 5, bytes([4]))
+    assert CopyMemory.open(address) is None  # nobody is there any more
     for end in (*ours, *theirs):
         os.close(end)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_copies_reach_the_next_rank(size, is_shared):
-    """Sent once for each of the two memories, if that can be opened; always the values of the newest generation."""
+@pytest.mark.parametrize("hidden", [(), (0,), (0, 1, 2)])
+def test_copies_reach_the_next_rank(size, hidden):
+    """Never sent if the memory can be opened, and seen without a call; a rank with larger copies has others open it."""
+    asked: set[int] = set()
 
     def body(transport: LoopbackTransport) -> None:
-        owners = tuple(range(10, 10 + size))
-        store = CopyStore(owners[transport.rank])
-        link = BuddyLink(transport, store)
-        layout = CopyLayout(0, owners, (), frozenset(), frozenset(), {}, False, owners)
+        rank, owners = transport.rank, tuple(range(10, 10 + size))
+        store, before = CopyStore(owners[rank]), (rank - 1) % size
+        link = BuddyLink(transport, store, layout_of(0, owners))
+        own = store.of_owner(layout_of(0, owners), owners[rank])
         for generation in range(6):
-            memory = store.spare(owners[transport.rank], 8, 0)
-            if not is_shared:
-                memory.address = None
-            memory.data.fill_(10 * generation + transport.rank)
-            own = StateCopy(generation, owners[transport.rank], layout, {}, b"small", memory.data, memory)
-            theirs = link.exchange(own)
-            assert theirs is not None
-            store.put(own)
-            store.put(theirs)
-            before = (transport.rank - 1) % size
+            larger = b" " * 2000 if (rank, generation) == (1, 3) else b""
+            write(own, generation, 10 * generation + rank, larger, capacity=5000 if larger else 1000)
+            if rank in hidden:
+                for memory in own.memories:
+                    memory.address = None
+            link.exchange()
+            # As the next update, which needs a message of all ranks: before it nobody makes a further copy.
+            if transport.gather_small(torch.tensor([link.must_open]), channel="step", label="the update").any():
+                asked.add(generation)
+                link.open()
             for number in range(max(generation - 1, 0), generation + 1):  # the one before stays as it was
-                found = {copy.owner: copy.data.tolist() for copy in store.of_key((number, 0))}
-                assert found[owners[before]] == [10 * number + before] * 8
-            assert len(store.listed()) == 2 * min(generation + 1, 2)
-            # As the next update, which needs a word of all ranks: before it nobody makes a further copy.
-            transport.gather_small(torch.zeros(1), channel="step", label="the update")
-        assert link.sent == 8 * (2 if is_shared else 6)
+                found = {copy.owner: (copy.data.tolist(), copy.small) for copy in store.of_key((number, 0))}
+                values, small = found[owners[before]]
+                assert values == [10 * number + before] * 8
+                assert len(small) == (2005 if (before, number) == (1, 3) else 5)
+            transport.gather_small(torch.zeros(1), channel="test", label="the end of these looks")
+        assert len(store.listed()) == 4
+        assert (link.sent > 0) == (rank in hidden)
 
     run_threads(body, size)
+    assert asked == (set() if 1 in hidden else {3})
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_two_at_once_whose_copies_lie_elsewhere(tmp_path):
 
 def test_copies_every_few_updates_cost_repeated_updates(tmp_path):
     config = make_config(2, elasticity={"copy_every": 3})
-    result = run_job(tmp_path, 3, {"config": config, "total": 6, "die": {"r1": [(5, "update")]}})
+    result = run_job(tmp_path, 3, {"config": config, "total": 6, "die": {"r1": [(5, "backward")]}})
     check(result, 6)
     assert [r["repeated"] for r in result.recoveries] == [2]
 
