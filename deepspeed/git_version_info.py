@@ -6,7 +6,7 @@ import torch
 from packaging.version import Version
 
 from deepspeed import git_branch, git_hash, version
-from deepspeed.ops.native import COMPATIBLE
+from deepspeed.ops.op_builder.all_ops import COMPATIBLE
 
 
 def _major_minor(text: str | None) -> str:

@@ -38,12 +38,11 @@ from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.machine import NETWORKS, Machine, read_machine_file, read_network
 from deepspeed.plan.models import model_source
-from deepspeed.plan.picture import sweep_svg
+from deepspeed.plan.picture import step_svg, step_trace_json, sweep_svg
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
-from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 
 _SIZES = {
     "layers": "number of blocks",

@@ -15,12 +15,12 @@ from deepspeed.accelerator.devices import in_words
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.machine import Machine
+from deepspeed.plan.picture import step_svg, step_trace_json
 from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.prediction.layout import RECOMPUTATIONS, layout_of
 from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
 from deepspeed.plan.prediction.step import ERROR, PredictedStep, StepSetup, costs_turned_off, predict_step
 from deepspeed.plan.show import as_text, seconds_in_words, times_table
-from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 from deepspeed.plan.timeline.predicted_streams import predicted_streams
 
 _FLAGS = {

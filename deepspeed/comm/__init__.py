@@ -39,7 +39,7 @@ from deepspeed.comm.collectives import (
     scatter,
     send,
 )
-from deepspeed.comm.job.world import define_group
+from deepspeed.comm.job.job import define_group
 from deepspeed.comm.recorder import log as comms_logger
 from deepspeed.comm.start.process_group import (
     CCL_BACKEND,

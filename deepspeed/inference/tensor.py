@@ -20,8 +20,8 @@ from torch import nn
 from deepspeed.axes import DATA, TENSOR
 from deepspeed.comm import init_distributed
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import is_initialized, rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import is_initialized, rank_in, size_of
 from deepspeed.config.sections.inference import InferenceTp
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError

@@ -13,7 +13,7 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"__compatible_ops__": "deepspeed.ops.native:COMPATIBLE"},
+    {"__compatible_ops__": "deepspeed.ops.op_builder.all_ops:COMPATIBLE"},
     submodules=[
         *("adagrad", "adam", "build", "elementwise", "flat"),
         *("lamb", "lion", "muon", "op_builder", "segments", "sparse_attention", "transformer"),

@@ -14,7 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing import settings as settings_module
+from deepspeed.activation_checkpointing import checkpointing as settings_module
 from deepspeed.activation_checkpointing.checkpointing import ActivationShard, Partition
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger

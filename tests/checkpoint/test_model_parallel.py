@@ -14,7 +14,7 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint import inspect
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.comm.job.world import define_group
+from deepspeed.comm.job.job import define_group
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.zero.tiling.describe import put_in_group
 from deepspeed.zero.tiling.parts import say_part

@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 from deepspeed.compression import compression_scheduler, init_compression, redundancy_clean
+from deepspeed.compression.cleaning import own_parameters
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear import QuantizedLinear
 from deepspeed.linear.quantized_linear import QuantizedConv2d, QuantizedEmbedding
+from deepspeed.zero.address import address_of
 from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
-from tests.harness.toy_models import causal_model, masked_model
+from tests.engine.support import engine_of
+from tests.harness import run_ranks
+from tests.harness.toy_models import causal_model, masked_model, tower
 
 transformers = pytest.importorskip("transformers")
 
@@ -242,3 +246,20 @@ def test_heads_that_share_keys_stay():
         expected = at_the_end(model)(IDS).logits
         clean = redundancy_clean(model, {"compression_training": section}).eval()
         torch.testing.assert_close(clean(IDS).logits, expected)
+
+
+def _take_parameters_out() -> None:
+    engine = engine_of(tower(depth=1), 1)
+    model = engine.module
+    former = model.first.weight
+    former.is_shared = ["a mark of the program"]
+    own_parameters(model)
+    assert model.first.weight is not former and torch.equal(model.first.weight, former)
+    assert model.first.weight.is_shared is former.is_shared
+    assert address_of(former) is not None and address_of(model.first.weight) is None
+    assert not any(name.startswith(("ds_", "_ds_")) for name in vars(model.first.weight))
+    engine.destroy()
+
+
+def test_attributes_of_programs_go_with_the_copies() -> None:
+    run_ranks(_take_parameters_out, 1)

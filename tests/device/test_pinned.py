@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.activation_checkpointing import checkpointing, settings
+from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.activation_checkpointing.checkpointing import Partition
 from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.transports.connect import channel_over
@@ -64,7 +64,7 @@ def test_torchs_pool_serves_every_step_after_the_first(
     user: Callable[[Device], Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host of a step waits for its device at least once, in the update."""
-    monkeypatch.setattr(settings, "settings", settings.settings)  # restored at the end
+    monkeypatch.setattr(checkpointing, "settings", checkpointing.settings)  # restored at the end
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch's save_on_cpu locks pages only then
     with simulated_device(ranks=2) as device:
         step = user(device)

@@ -39,7 +39,7 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.comm.job.job", lambda module: module.Job.current().close()),
     _package_hook("deepspeed.parallel.sequence.context", lambda module: module._by_config.clear()),
     _package_hook("deepspeed.parallel.sequence.ulysses", lambda module: module._awaited.clear()),
-    _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),
+    _package_hook("deepspeed.activation_checkpointing.checkpointing", _checkpointing),
 ]
 
 

@@ -16,12 +16,12 @@ from deepspeed.accelerator.devices import DEVICES, Device, DeviceEfficiency
 from deepspeed.cli.plan import main
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step
 from deepspeed.plan.machine import Machine
+from deepspeed.plan.picture import step_svg, step_trace_json
 from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import layout_of
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
-from deepspeed.plan.timeline.pictures import step_svg, step_trace_json
 from deepspeed.plan.timeline.replay import COMPUTE, COPY_UP, FILE_READ, ReplayRunner, segments
 from deepspeed.plan.timeline.step_trace import (
     COMPUTE_STREAM,

@@ -20,9 +20,8 @@ from typing import Any
 from deepspeed.axes import DATA, EXPERT, OTHER_PARTS, PIPE, SAME_EXPERTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR
 from deepspeed.comm.job.expert_groups import along_mesh
 from deepspeed.comm.job.expert_groups import group_name as group_name_of
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, is_initialized, rank_in, ranks_of, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import is_initialized, rank_in, ranks_of, size_of
 from deepspeed.errors import CallOrderError, DeprecatedException
 
 

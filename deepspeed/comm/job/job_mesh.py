@@ -25,6 +25,7 @@ from deepspeed.axes import (
     SEQUENCE,
 )
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh, data_mesh
 from deepspeed.comm.job.mesh_sources import (
     mesh_of_config,
@@ -34,7 +35,6 @@ from deepspeed.comm.job.mesh_sources import (
     ranks_of_dtensors,
 )
 from deepspeed.comm.job.mpu import RankCoordinates, coordinates, knows_its_place
-from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError

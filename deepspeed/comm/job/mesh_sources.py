@@ -10,10 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from deepspeed.axes import AXES, DATA, EXPERT, PIPE, ROWS, SAMPLES, SEQUENCE, TENSOR
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh, mesh_of_places
 from deepspeed.comm.job.mpu import place_of
-from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.start.barrier import store_barrier
 from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root

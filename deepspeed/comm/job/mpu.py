@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.axes import DATA, PIPE, SEQUENCE, TENSOR
+from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh, data_mesh
-from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 
 _STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_stage_id")

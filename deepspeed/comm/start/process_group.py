@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm.job import world
+from deepspeed.comm.job import job
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.members.join import JOIN, join_run
 from deepspeed.comm.start.admission import JoiningProcess, StoreLostError, receive_ranks
@@ -269,7 +269,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Returns whether the process group exists, whichever code started it."""
-    return world.is_initialized()
+    return job.is_initialized()
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -303,12 +303,12 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
 
 def get_rank(group: Any = None) -> int:
     """This process's rank in ``group`` (None: among all); -1 if it is no member."""
-    return world.rank_in(group)
+    return job.rank_in(group)
 
 
 def get_world_size(group: Any = None) -> int:
     """The number of ranks in ``group`` (None: of all); -1 if this process is no member."""
-    return world.size_of(group)
+    return job.size_of(group)
 
 
 def get_local_rank() -> int:
@@ -342,7 +342,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def get_backend(group: Any = None) -> str:
     """The backend of ``group``."""
-    return world.backend_of(group)
+    return job.backend_of(group)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -6,3 +6,6 @@ from deepspeed.ops.op_builder import builder
 
 ALL_OPS: dict[str, builder.OpBuilder] = {kind.NAME: kind() for kind in builder.builders()}
 """Name of an operator -> its builder."""
+
+COMPATIBLE: dict[str, bool] = {kind.NAME: kind().is_compatible() for kind in builder.builders()}
+"""Name of an operator -> whether a program may count on it: its work is done here, uncompiled."""

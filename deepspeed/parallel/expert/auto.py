@@ -17,8 +17,7 @@ from torch import nn
 from deepspeed.axes import EXPERT
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
-from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.job.job import Job, rank_in
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError

@@ -16,8 +16,7 @@ from torch import nn
 from deepspeed.axes import EXPERT
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.expert_groups import group_name
-from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.world import is_initialized
+from deepspeed.comm.job.job import Job, is_initialized
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.dispatch import RoutingMetrics, dispatch, plan_routes

@@ -19,8 +19,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.job.expert_groups import group_name
-from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.job.job import Job, rank_in, size_of
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError

@@ -10,8 +10,7 @@ from torch import nn
 from deepspeed.axes import EXPERT
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
-from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.world import define_group, rank_in
+from deepspeed.comm.job.job import Job, define_group, rank_in
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import gather_from_stages
 from deepspeed.zero.address import full_shape

@@ -16,8 +16,8 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.axes import PIPE
+from deepspeed.comm.job.job import is_initialized, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import is_initialized, size_of
 from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.give_base import PlainAttributes

@@ -15,9 +15,8 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.axes import PIPE
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, rank_in
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import rank_in
 from deepspeed.zero.tiling.describe import put_in_group
 from deepspeed.zero.tiling.parts import has_part
 

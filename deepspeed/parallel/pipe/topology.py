@@ -9,8 +9,8 @@ from typing import Any
 
 from deepspeed.axes import DATA, PIPE, TENSOR
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 
 MODEL = "model"

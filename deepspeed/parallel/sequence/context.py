@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.job.world import size_of
+from deepspeed.comm.job.job import size_of
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import configured_modules

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.comm.job.world import size_of
+from deepspeed.comm.job.job import size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
 from deepspeed.parallel.sequence.exchange import exchange, shares_of_heads

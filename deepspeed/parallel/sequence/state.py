@@ -9,8 +9,8 @@ from typing import Any
 
 from deepspeed.axes import DATA, SEQUENCE
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
 speaks_for_the_mesh = True  # see comm.groups.set_mpu

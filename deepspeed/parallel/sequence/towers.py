@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.context import SequenceParallelContext, registered
 from deepspeed.uncompiled import uncompiled

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.activation_checkpointing.checkpointing import non_reentrant_checkpoint
-from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import call_attention
 from deepspeed.models.masks import UnknownMaskError, mask_kind, mask_of_implementation

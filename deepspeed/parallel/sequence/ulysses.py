@@ -19,9 +19,8 @@ from torch import nn
 from deepspeed.activation_checkpointing.feature import offers_recomputation
 from deepspeed.axes import SEQUENCE, TENSOR
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, backend_of, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import backend_of, size_of
 from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError

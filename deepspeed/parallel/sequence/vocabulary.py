@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 
 from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import channel_along
-from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.job.job import channel_along, rank_in, size_of
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import gather_from
 from deepspeed.comm.transports.transport import LocalTransport

@@ -22,9 +22,8 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.axes import SAME_PART, TENSOR
 from deepspeed.comm.job.groups import group_along
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, rank_in
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.tensor_parallel import TensorParallel

@@ -18,9 +18,9 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.axes import TENSOR
+from deepspeed.comm.job.job import rank_in
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.job.mesh_sources import TAKEN
-from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.watch.trace_points import TracePoints
 from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError

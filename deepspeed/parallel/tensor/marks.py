@@ -15,9 +15,8 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.axes import TENSOR
-from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.job import Job, size_of
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import size_of
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.job.world import is_initialized, rank_in
+from deepspeed.comm.job.job import is_initialized, rank_in
 from deepspeed.comm.start.process_group import get_all_ranks_from_group
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.tensor_parallel import TensorParallel

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.job.world import define_group
+from deepspeed.comm.job.job import define_group
 from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.tiling.describe import describe, in_group, put_in_group
