@@ -149,6 +149,8 @@ class ProgressLog:
         """
         started = time.perf_counter()
         with ExitStack() as stack:
+            self._report.enter()
+            stack.callback(self._report.leave)  # otherwise the time would count as that of data
             for tracker in self._trackers:
                 stack.enter_context(tracker.during(phase))
             yield
@@ -177,8 +179,10 @@ class ProgressLog:
 
     def step(self, facts: StepInfo) -> None:
         """An update is done: write its events, and log if it is time to."""
+        self._report.enter()
         for tracker in self._trackers:
             tracker.end_step(facts, self._loss)
+        self._report.leave()
         self._announce_flops()
         is_time = self._every > 0 and facts.step % self._every == 0
         # Only where it is shown: reading it makes the host wait for the device.
@@ -268,7 +272,7 @@ class ProgressLog:
         if facts.norm is not None:
             parts.append(f"gradient norm {facts.norm:<8.3g}")
         if facts.loss_scale is not None:
-            parts.append(f"loss scale {facts.loss_scale:<8g}")
+            parts.append(f"loss scale {facts.loss_scale:<11g}")
         return " | ".join([*parts, f"{facts.skipped:3d} skipped"])
 
 

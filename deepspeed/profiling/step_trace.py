@@ -46,6 +46,9 @@ class TraceRecorder(StepTracker):
         self._first, self._last = first_step, first_step + steps - 1
         self._profile: Any = None
         self._open: list[tuple[str, Any]] = []  # ranges, outermost first
+        if first_step > 1:
+            with self._profiler():  # the first one of a process imports for seconds, which would seem to be a slow step
+                pass
         self._begin_step(1)
 
     @override
@@ -97,11 +100,14 @@ class TraceRecorder(StepTracker):
         log_dist(f"trace: {self._path}; ds_trace {self._path.parent} puts all ranks into one")
 
     def _start(self) -> None:
+        self._profile = self._profiler().__enter__()
+        waiting.start(self)
+
+    def _profiler(self) -> Any:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities).__enter__()
-        waiting.start(self)
+        return torch.profiler.profile(activities=activities)
 
     def _end_range_of_step(self) -> None:
         if self._open:

@@ -273,19 +273,24 @@ def _median_without(times: list[tuple[float, int]], left_out: int) -> float:
 def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
     """Returns what to change first, as sentences, most valuable first."""
     found: list[tuple[float, str]] = []
+    worst = max(slow, key=lambda rank: rank.share, default=None)
+    of_worst = 0.0 if worst is None else worst.share
     by_axis: dict[str, float] = defaultdict(float)
     for share in shares:
         if share.axis:
             by_axis[share.axis] += share.share
+        elif worst is not None and worst.phase == share.phase and 2 * of_worst > share.share:
+            continue  # the sentence about that rank is about the same time
         elif share.share > _WORTH_A_WORD.get(share.phase, 1.0):
             found.append((share.share, f"{share.share:.0%} of the time {_PHASE_ADVICE[share.phase]}"))
     for axis, part in by_axis.items():
         if part > 0.1:
-            advice = _AXIS_ADVICE.get(axis, "look at the links between these ranks")
-            found.append((part, f"{part:.0%} of the time is spent waiting along the axis {axis}: {advice}"))
-    worst = max(slow, key=lambda rank: rank.share, default=None)
+            advice = f": {_AXIS_ADVICE.get(axis, 'look at the links between these ranks')}"
+            if worst is not None and 2 * of_worst > part:
+                advice = f", mostly for rank {worst.rank}"
+            found.append((part, f"{part:.0%} of the time is spent waiting along the axis {axis}{advice}"))
     if worst is not None:
-        where = "outside the engine" if worst.phase == OUTSIDE else f"in {worst.phase}"
+        where = phase_name(worst.phase) if worst.phase == OUTSIDE else f"in {phase_name(worst.phase)}"
         what = "its data loading and its own code" if worst.phase == OUTSIDE else "that device"
         text = (
             f"rank {worst.rank} ({worst.host}) takes {worst.factor:.2f} times as long as the others' median {where}, "
@@ -293,6 +298,14 @@ def advise(shares: Iterable[TimeRow], slow: Iterable[SlowRank]) -> list[str]:
         )
         found.append((worst.share, text))
     return [text for _, text in sorted(found, reverse=True)]
+
+
+def phase_name(phase: str) -> str:
+    """Returns what messages and the page call a phase."""
+    return _PHASE_NAMES.get(phase, phase)
+
+
+_PHASE_NAMES = {"step": "update", OUTSIDE: "outside the engine"}
 
 
 def mfu(run: RunData, step_seconds: float) -> float | None:

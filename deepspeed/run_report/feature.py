@@ -27,7 +27,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.exit_notes import ExitNotes
 from deepspeed.logging import log_dist
 from deepspeed.release import VERSION
-from deepspeed.run_report.analysis import SlowRank, slow_ranks
+from deepspeed.run_report.analysis import SlowRank, phase_name, slow_ranks
 from deepspeed.run_report.page_times import StandbyWriter, report_at_end, report_of_earlier_start
 from deepspeed.run_report.rank_file import RecentSteps, open_folder, rank_path
 from deepspeed.run_report.recorder import StepRecorder
@@ -194,7 +194,11 @@ class StragglerWatch:
             if found.factor >= STAYS_SLOW and found.share >= MATTERS and found.rank not in self._named:
                 worst[found.rank] = found
         for found in worst.values():
-            where = "outside the engine (data, the program's own code)" if found.phase == "outside" else found.phase
+            where = (
+                "outside the engine (data, the program's own code)"
+                if found.phase == "outside"
+                else phase_name(found.phase)
+            )
             log_dist(
                 f"straggler: rank {found.rank} ({found.host}) takes {found.factor:.2f} times as long as the median of "
                 f"the other ranks in {where}, over the last {WINDOW} steps: {found.share:.0%} of a step"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deepspeed.run_report.analysis import PHASES, RunSummary, analyse, computing, mfu
+from deepspeed.run_report.analysis import OUTLYING, PHASES, RunSummary, analyse, computing, mfu, phase_name
 from deepspeed.run_report.failures import FAILURE, find_failures
+from deepspeed.run_report.rank_file import OUTSIDE
 from deepspeed.run_report.run_data import RunData, read_run
-
-_NAMES = {"step": "update", "outside": "outside the engine"}
 
 _MOST_MOMENTS = 5
 
@@ -34,59 +34,60 @@ def write_report(folder: Path) -> Path:
     """
     run = read_run(folder)
     analysis = analyse(run)
-    numbers = {**asdict(analysis), "events": all_events(run), "ranks": sorted(run.ranks), "facts": run.first.facts}
-    for name, text in (("report.json", json.dumps(numbers, indent=1)), ("report.html", make_page(run, analysis))):
+    numbers = json.dumps(_finite(_numbers(run, analysis)), indent=1, allow_nan=False)
+    for name, text in (("report.json", numbers), ("report.html", make_page(run, analysis))):
         part = folder / f"{name}.{os.getpid()}.part"  # two ranks may write at once
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
     return folder / "report.html"
 
 
+def _numbers(run: RunData, analysis: RunSummary) -> dict[str, Any]:
+    """Returns what the page shows, besides the steps of each rank, which are in the files of the ranks."""
+    share = mfu(run, analysis.step_seconds)
+    return {
+        **asdict(analysis),
+        "mfu": flops_share(run, analysis.step_seconds) if share is None else share,
+        "peak_memory_bytes": _peak_memory(run),
+        "curves": {
+            **{name: _series(run, key) for name, key in (("loss", "loss"), ("norm", "norm"), ("learning_rate", "lr"))},
+            "tokens_per_second_of_rank": _rates(run),
+            **_expert_points(run),
+        },
+        "plan_beside_run": {
+            "time": time_beside_plan(run, analysis.step_seconds),
+            "memory": memory_beside_plan(run),
+            "bytes": bytes_beside_plan(run),
+        },
+        "events": all_events(run),
+        "ranks": sorted(run.ranks),
+        "facts": run.first.facts,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value for JSON, which has no infinity and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _peak_memory(run: RunData) -> int:
+    return max((line["memory"] for r in run.ranks.values() for line in r.steps.values()), default=0)
+
+
 def make_page(run: RunData, analysis: RunSummary) -> str:
     """Returns the page as text. Everything that comes from the run is escaped."""
     facts = run.first.facts
-    title = f"Run of {len(run.ranks)} rank{'s' * (len(run.ranks) != 1)}, {analysis.steps} steps"
+    ranks, steps = len(run.ranks), analysis.steps
+    title = f"Run of {ranks} rank{'s' * (ranks != 1)}, {steps:,} step{'s' * (steps != 1)}"
     body = [
         f"<h1>{escape(title)}</h1>",
         _failed(run, analysis),
-        _tiles(run, analysis),
         _unfinished(run, analysis),
-        "<h2>What to change first</h2>",
-        _list(analysis.advice) or "<p>Nothing stands out: most of the time is computation.</p>",
-        _moments(analysis),
-        "<h2>Loss</h2>",
-        line_chart(_series(run, "loss"), "loss", _marks(run)),
-        "<h2>Where the time of a step went</h2>",
-        _time_chart(run),
-        _table(
-            ("phase", "", "ms per step", "share"),
-            [
-                (
-                    _name(s.phase),
-                    f"waiting along {s.axis}" if s.axis else "",
-                    s.seconds * 1e3,
-                    f"{s.share:.1%}",
-                )
-                for s in analysis.shares
-            ],
-        ),
-        "<h2>Ranks over time</h2>",
-        *_heat_maps(run),
-        "<h2>Slow ranks</h2>",
-        _table(
-            ("rank", "host", "phase", "times the other ranks' median", "of the step"),
-            [(s.rank, s.host, _name(s.phase), f"{s.factor:.2f}", f"{s.share:.0%}") for s in analysis.slow],
-        )
-        or "<p>No rank computes 10 % longer than the median of the others.</p>",
-        "<h2>Plan beside run</h2>",
-        _table(("", "planned", "run", "run / plan"), time_beside_plan(run, analysis.step_seconds)),
-        _table(("memory of rank 0", "planned, bytes", "run, bytes", "formula"), memory_beside_plan(run)),
-        _table(("bytes sent per step, by axis", "planned", "run", "run / plan"), bytes_beside_plan(run)),
-        "<h2>Gradient norm, rate, tokens</h2>",
-        line_chart(_series(run, "norm"), "gradient norm"),
-        line_chart(_series(run, "lr"), "learning rate"),
-        line_chart(_rates(run), "tokens per second, this rank"),
-        _experts(run),
+        *(_about_steps(run, analysis) if steps else ["<p>No step was recorded.</p>"]),
         "<h2>Events</h2>",
         _table(
             ("time", "rank", "step", "what"),
@@ -99,6 +100,49 @@ def make_page(run: RunData, analysis: RunSummary) -> str:
     ]
     head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def _about_steps(run: RunData, analysis: RunSummary) -> list[str]:
+    """Returns the parts of the page about a run that has made steps."""
+    return [
+        _tiles(run, analysis),
+        "<h2>What to change first</h2>",
+        _list(analysis.advice) or "<p>Nothing stands out: most of the time is computation.</p>",
+        _moments(analysis),
+        "<h2>Loss</h2>",
+        line_chart(_series(run, "loss"), "loss", _marks(run)),
+        "<h2>Where the time of a step went</h2>",
+        _time_chart(run),
+        _table(
+            ("phase", "", "ms per step", "share"),
+            [
+                (
+                    phase_name(s.phase),
+                    f"waiting along {s.axis}" if s.axis else "",
+                    s.seconds * 1e3,
+                    f"{s.share:.1%}",
+                )
+                for s in analysis.shares
+            ],
+        ),
+        "<h2>Ranks over time</h2>",
+        *_heat_maps(run),
+        "<h2>Slow ranks</h2>",
+        _table(
+            ("rank", "host", "phase", "times the other ranks' median", "of the step"),
+            [(s.rank, s.host, phase_name(s.phase), f"{s.factor:.2f}", f"{s.share:.0%}") for s in analysis.slow],
+        )
+        or "<p>No rank computes 10 % longer than the median of the others.</p>",
+        "<h2>Plan beside run</h2>",
+        _table(("", "planned", "run", "run / plan"), time_beside_plan(run, analysis.step_seconds)),
+        _table(("memory of rank 0", "planned, bytes", "run, bytes", "formula"), memory_beside_plan(run)),
+        _table(("bytes sent per step, by axis", "planned", "run", "run / plan"), bytes_beside_plan(run)),
+        "<h2>Gradient norm, rate, tokens</h2>",
+        line_chart(_series(run, "norm"), "gradient norm"),
+        line_chart(_series(run, "lr"), "learning rate"),
+        line_chart(_rates(run), "tokens per second, this rank"),
+        _experts(run),
+    ]
 
 
 def all_events(run: RunData) -> list[dict[str, Any]]:
@@ -161,11 +205,6 @@ def _event_text(event: dict[str, Any]) -> str:
     return f"{event['name']}{': ' * bool(words)}{words}"
 
 
-def _name(phase: str) -> str:
-    """Returns the page's name of a phase."""
-    return _NAMES.get(phase, phase)
-
-
 def _marks(run: RunData) -> list[tuple[float, str, str]]:
     return [(event["step"], event["text"], event["name"]) for event in all_events(run) if "step" in event]
 
@@ -186,12 +225,11 @@ def _rates(run: RunData) -> list[tuple[float, float]]:
 
 def _tiles(run: RunData, analysis: RunSummary) -> str:
     losses = _series(run, "loss")
-    memory = max((line["memory"] for r in run.ranks.values() for line in r.steps.values()), default=0)
     without = ""
     tiles = [
         ("step", f"{analysis.step_seconds * 1e3:,.1f} ms"),
         ("samples per second", f"{analysis.samples_per_second:,.1f}"),
-        ("peak memory of a rank", f"{memory / 2**30:,.2f} GiB"),
+        ("peak memory of a rank", f"{_peak_memory(run) / 2**30:,.2f} GiB"),
     ]
     if analysis.tokens_per_second:
         tiles.insert(1, ("tokens per second", f"{analysis.tokens_per_second:,.0f}"))
@@ -216,7 +254,7 @@ def _moments(analysis: RunSummary) -> str:
     if not analysis.moments:
         return ""
     texts = [
-        f"step {m.step} took {m.seconds:,.3g} s, {m.factor:,.0f} times the median: rank {m.rank}, {_name(m.phase)}"
+        f"step {m.step} took {m.seconds:,.3g} s, {m.factor:,.0f} times the median: rank {m.rank}, {phase_name(m.phase)}"
         for m in analysis.moments[:_MOST_MOMENTS]
     ]
     more = len(analysis.moments) - len(texts)
@@ -254,13 +292,15 @@ def _time_chart(run: RunData) -> str:
     for phase in PHASES:
         means = [_mean(computing(r.steps[n], phase) for r in run.ranks.values() if n in r.steps) for n in numbers]
         if any(means):
-            parts[_name(phase)] = means
+            parts[phase_name(phase)] = means
     waits = [
         _mean(sum(sum(w.values()) for w in r.steps[n]["waits"].values()) for r in run.ranks.values() if n in r.steps)
         for n in numbers
     ]
     parts["waiting for other ranks"] = waits
-    return stacked_chart(numbers, parts, "seconds per step, the mean over ranks")
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
+    limit = OUTLYING * median(totals) if totals else 0.0
+    return stacked_chart(numbers, parts, "seconds per step, the mean over ranks", limit)
 
 
 def _heat_maps(run: RunData) -> list[str]:
@@ -275,23 +315,33 @@ def _heat_maps(run: RunData) -> list[str]:
             (value for values in rows.values() for value in values[2:] or values if value is not None), default=0.0
         )
         if most > 0:
-            found.append(heat_map(rows, f"computing in {_name(phase)}", most))
+            shown = min(most, OUTLYING * _usual(rows.values()) or most)
+            name = phase_name(phase)
+            found.append(heat_map(rows, name if phase == OUTSIDE else f"computing in {name}", shown, most))
     return found
+
+
+def _usual(rows: Iterable[Sequence[float | None]]) -> float:
+    """Returns the median time of the slowest row, so that a rank that is always slow is dark."""
+    return max((median(found) for row in rows if (found := [v for v in row if v is not None])), default=0.0)
 
 
 def _experts(run: RunData) -> str:
     """Returns the loads of experts over the steps, of the worst layer, and all further values of the last step."""
-    steps, charts = run.first.steps, []
-    for name, label in _EXPERT_CURVES.items():
-        points = []
-        for number in sorted(steps):
-            found = [v for key, v in steps[number].get("more", {}).items() if key.endswith(f"/{name}")]
-            if found:
-                points.append((float(number), float(max(found))))
-        if points:
-            charts.append(line_chart(points, label))
+    charts = [line_chart(points, _EXPERT_CURVES[name]) for name, points in _expert_points(run).items()]
     heading = "<h2>Loads of experts</h2>" if charts else ""
     return f"{heading}{''.join(charts)}{_last_values(run)}"
+
+
+def _expert_points(run: RunData) -> dict[str, list[tuple[float, float]]]:
+    """Returns the curves of :data:`_EXPERT_CURVES` that have values."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name in _EXPERT_CURVES:
+        for number, line in sorted(run.first.steps.items()):
+            values = [v for key, v in line.get("more", {}).items() if key.endswith(f"/{name}")]
+            if values:
+                found[name].append((float(number), float(max(values))))
+    return dict(found)
 
 
 _EXPERT_CURVES = {
@@ -315,7 +365,7 @@ def _configuration(config: dict[str, Any], defaults: dict[str, Any]) -> str:
     ]
     head = "<tr><th>key</th><th>value</th><th></th></tr>"
     summary = f"<summary>Configuration, {len(config)} keys set</summary>"
-    return f"<details>{summary}<table>{head}{''.join(rows)}</table></details>"
+    return f"<details>{summary}<div class=scroll><table>{head}{''.join(rows)}</table></div></details>"
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -331,14 +381,17 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if not rows:
         return ""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    cells = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f"<table><tr>{titles}</tr>{cells}</table>"
+    cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<div class=scroll><table><tr>{titles}</tr>{cells}</table></div>"
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.2f}" if isinstance(value, float) else escape(str(value))
+    if isinstance(value, str):
+        return f"<td>{escape(value)}</td>"
+    text = (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.2f}" if isinstance(value, float) else escape(str(value))
+    )
+    return f"<td class=number>{text}</td>"
 
 
 Row = tuple[Any, ...]
@@ -414,7 +467,13 @@ def line_chart(points: Sequence[tuple[float, float]], label: str, marks: Sequenc
         marks: ``(x, text, CSS class)`` of events, drawn as vertical lines with the text as their title.
     """
     if not points:
-        return f"<p class=none>No values of {escape(label)} were written.</p>"
+        return f"<p class=none>{escape(label)}: not recorded.</p>"
+    missing = [int(x) for x, y in points if not math.isfinite(y)]
+    points = [(x, y) for x, y in points if math.isfinite(y)]
+    if missing:
+        label = f"{label}; not finite: {_steps_text(missing)}"
+    if not points:
+        return f"<p class=none>{escape(label)}</p>"
     xs, ys = [x for x, _ in points], [y for _, y in points]
     at_x, at_y = _scale(xs, _LEFT, WIDTH - 8), _scale(ys, HEIGHT - _BOTTOM, _TOP)
     path = " ".join(f"{'L' if i else 'M'}{at_x(x):.1f} {at_y(y):.1f}" for i, (x, y) in enumerate(points))
@@ -427,17 +486,24 @@ def line_chart(points: Sequence[tuple[float, float]], label: str, marks: Sequenc
     return f"<p class=map>{escape(label)}</p>{picture}"
 
 
-def stacked_chart(steps: Sequence[int], parts: Mapping[str, Sequence[float]], label: str) -> str:
+def stacked_chart(steps: Sequence[int], parts: Mapping[str, Sequence[float]], label: str, limit: float = 0.0) -> str:
     """Returns areas on top of each other.
 
     Args:
         steps: Numbers of the steps.
         parts: Name -> seconds of each step; drawn in this order from the bottom.
         label: What is drawn.
+        limit: Higher sums are cut there, since one long step would flatten all others; 0: none is.
     """
     if not steps:
         return "<p class=none>No step was written.</p>"
     totals = [sum(values[i] for values in parts.values()) for i in range(len(steps))]
+    cut = [step for step, total in zip(steps, totals, strict=True) if total > limit > 0]
+    if cut:
+        shares = [min(limit / total, 1.0) if total else 1.0 for total in totals]
+        parts = {name: [v * s for v, s in zip(values, shares, strict=True)] for name, values in parts.items()}
+        totals = [min(total, limit) for total in totals]
+        label = f"{label}; cut at {limit:.3g}: {_steps_text(cut)}"
     at_x, at_y = _scale(steps, _LEFT, WIDTH - 8), _scale([0.0, *totals], HEIGHT - _BOTTOM, _TOP)
     drawn, below = [], [0.0] * len(steps)
     for number, (name, values) in enumerate(parts.items()):
@@ -451,20 +517,26 @@ def stacked_chart(steps: Sequence[int], parts: Mapping[str, Sequence[float]], la
     return f"<p class=map>{escape(label)}</p>{picture}{legend(parts)}"
 
 
+def _steps_text(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - 3:,} more" if len(steps) > 3 else ""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:3]))}{more}"
+
+
 def legend(names: Sequence[str] | Mapping[str, object]) -> str:
     """Returns the colours of :func:`stacked_chart` with their names."""
     items = "".join(f'<span><i class="c{i % 8}"></i>{escape(name)}</span>' for i, name in enumerate(names))
     return f"<p class=legend>{items}</p>"
 
 
-def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float) -> str:
+def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float, longest: float = 0.0) -> str:
     """Returns a map of ranks (rows) by time (columns); the darker, the longer.
 
     Args:
         rows: Rank -> seconds of each step, None where it wrote none; equally long. Where there are more ranks or steps
             than the picture has rows and columns, a cell shows the largest of its values.
         label: What took the time.
-        most: Seconds that are darkest.
+        most: Seconds from which on a cell is darkest.
+        longest: The largest time, if it is longer.
     """
     ranks, columns = list(rows), max((len(values) for values in rows.values()), default=0)
     if not columns or most <= 0:
@@ -486,13 +558,14 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
         for line in range(0, lines, max(1, lines // 8))
     ]
     drawn = [f'<path class="h{level}" d="{"".join(found)}"/>' for level, found in enumerate(paths) if found]
-    title = f"<p class=map>{escape(label)}, ranks by steps; darkest: {most * 1e3:,.1f} ms</p>"
+    darkest = f"{most * 1e3:,.1f} ms" + (f" and more (up to {longest * 1e3:,.1f} ms)" if longest > most else "")
+    title = f"<p class=map>{escape(label)}, ranks by steps; darkest: {darkest}</p>"
     return title + _svg(lines * tall, label, [*drawn, *texts])
 
 
 def _svg(height: float, label: str, drawn: Sequence[str]) -> str:
     head = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
-    return f"{head}{''.join(drawn)}</svg>"
+    return f"<div class=scroll>{head}{''.join(drawn)}</svg></div>"
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:

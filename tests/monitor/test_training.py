@@ -16,8 +16,10 @@ from deepspeed import comm
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.counters import counted, waiting
-from deepspeed.engine import flops, initialize
+from deepspeed.config.sections.root import Root
+from deepspeed.engine import flops, initialize, progress
 from deepspeed.logging import logger
+from deepspeed.monitor.monitor import MonitorMaster
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.harness.toy_models import tower
@@ -266,3 +268,13 @@ def _off_by_default():
 def test_silent_by_default():
     assert run_ranks(_off_by_default, 2) == [[], []]
     assert not dist.is_initialized()
+
+
+def test_a_save_is_no_data_loading(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    lines = progress.ProgressLog(Root(), MonitorMaster({}), is_rank_0=True)
+    with lines.during("save", tag="t"):
+        clock[0] += 3.0
+    clock[0] += 1.0  # between calls of the engine
+    assert lines._report.outside_share(clock[0]) == 0.25

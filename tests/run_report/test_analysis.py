@@ -34,6 +34,15 @@ def test_the_rank_for_which_the_others_wait_is_named(tmp_path):
     )
 
 
+def test_what_follows_from_a_slow_rank_is_no_advice_of_its_own(tmp_path):
+    for rank in range(2):
+        forward, wait = (0.2, 0.0) if rank == 1 else (0.9, 0.8)
+        write_rank(tmp_path, rank, [step_line(n, forward=forward, wait=wait) for n in range(1, 6)])
+    first, second = analyse(read_run(tmp_path)).advice
+    assert "rank 1 (node1) takes 8.00 times as long as the others' median outside the engine" in first
+    assert second == "40% of the time is spent waiting along the axis data, mostly for rank 1"
+
+
 def test_of_two_ranks_the_slow_one_has_its_whole_score(tmp_path):
     for rank in range(2):
         write_rank(tmp_path, rank, [step_line(n, forward=0.2 + 0.4 * rank, wait=0.0) for n in range(1, 6)])

@@ -89,6 +89,25 @@ def test_a_long_step_is_a_moment_on_the_page(tmp_path):
     write_rank(tmp_path, 0, [step_line(n, seconds=0.5 if n != 5 else 9.0) for n in range(1, 9)])
     text = write_report(tmp_path).read_text()
     assert "step 5 took 9 s, 18 times the median: rank 0, outside the engine" in text
+    assert "cut at 1.5: step 5" in text, "the other steps stay visible"
+    assert "outside the engine, ranks by steps; darkest: 300.0 ms and more (up to 8,600.0 ms)" in text
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path):
+    write_rank(tmp_path, 0, [])
+    text = write_report(tmp_path).read_text()
+    assert "Run of 1 rank, 0 steps" in text and "No step was recorded." in text and "0.0 ms" not in text
+
+
+def test_what_is_not_finite_is_named_and_does_not_spoil_the_curve_or_the_json(tmp_path):
+    losses = [1.0, float("nan"), 0.5, float("inf"), 0.25]
+    write_rank(tmp_path, 0, [step_line(n, loss=loss, norm=float("inf")) for n, loss in enumerate(losses, 1)])
+    text = write_report(tmp_path).read_text()
+    assert "loss; not finite: steps 2, 4" in text and "gradient norm; not finite: steps 1, 2, 3 and 2 more" in text
+    assert "nan" not in re.sub(r"<p.*?</p>", "", text.partition("</style>")[2])
+    numbers = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert numbers["curves"]["loss"] == [[1, 1.0], [2, None], [3, 0.5], [4, None], [5, 0.25]]
+    assert numbers["plan_beside_run"]["bytes"] == [["data", "", 1000, ""]] and numbers["peak_memory_bytes"] == 2**30
 
 
 def test_loads_of_experts_and_recoveries_are_curves_and_marks(tmp_path):
