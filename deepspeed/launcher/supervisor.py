@@ -1,12 +1,13 @@
 """The process that owns the ranks: it starts them, reports how each ended, and stops them.
 
-It never writes to the terminal (a blocked terminal must not keep it from stopping ranks) and it lives in a session of
-its own (a signal to the front's process group must not reach it). It ends when the front says so, when the front is
-gone, or when all ranks have ended; in each case nothing below it is left.
+It writes nothing to the terminal before all ranks have ended (a blocked one must not keep it from stopping them), and it
+lives in a session of its own (a signal to the front's process group must not reach it). It ends when the front says so,
+when the front is gone, or when all ranks have ended; in each case nothing below it is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -103,6 +104,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Runs the workers to their end."""
+        front = os.getppid()
         processes.adopt_orphans()
         wake_reader, wake_writer = os.pipe()
         for end in (wake_reader, wake_writer):
@@ -132,6 +134,8 @@ class Supervisor:
         if stop is not None:
             self._stop_workers(*stop)
         self._finish()
+        if not self._front_is_alive:
+            self._print_loss(front)
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -250,6 +254,16 @@ class Supervisor:
         patience = 0.0 if self._running else _GRACE_FOR_LEFTOVERS
         stuck = processes.end_processes(lambda: processes.find_processes(self._sessions), self._reap, patience)
         self._report(event="done", leftovers=len(leftovers), stuck=sorted(stuck))
+
+    def _print_loss(self, front: int) -> None:
+        """Prints that the front is gone, as nobody else can. Not if that would wait for a reader."""
+        message = (
+            f"deepspeed: the launcher (pid {front}) was lost, perhaps killed, so its {len(self._workers)} rank(s) on "
+            f"{socket.gethostname()} were ended. Start the run again from its last checkpoint\n"
+        )
+        with contextlib.suppress(OSError):  # standard error is closed
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, message.encode())
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

@@ -351,7 +351,49 @@ def test_the_launcher_is_killed_while_ranks_could_continue(launch):
     launcher.wait_for_files("ready0", "ready1")
     launcher.process.kill()
     all_gone(launcher)
-    assert launcher.finish()[0] == -signal.SIGKILL
+    code, _, err = launcher.finish()
+    assert code == -signal.SIGKILL
+    assert f"the launcher (pid {launcher.process.pid}) was lost, perhaps killed, so its 2 rank(s) on " in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "expected", "words"),
+    [
+        ("rank 0", 0, "was lost: ended by signal 9 (SIGKILL)"),
+        ("launcher", -9, "was lost, perhaps killed, so its 3 rank(s) on "),
+        ("supervisor", 137, "was stopped by signal 9 (SIGKILL)"),
+    ],
+)
+def test_one_process_of_a_training_that_could_continue_is_killed(launch, victim, expected, words):
+    """Training goes on without rank 0. Without a launcher it ends with one sentence."""
+    script = f"""
+        import pathlib, signal, torch
+        import deepspeed
+        from deepspeed.elasticity import ElasticSteps
+        from tests.elasticity.program import make_config, make_data, make_model
+        engine, *_ = deepspeed.initialize(model=make_model(), config=make_config(2))
+        for step in ElasticSteps(engine, make_data(), 4):
+            with step:
+                for x, y in step:
+                    engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+                    engine.step()
+                if step.number == 2 and rank == 0:
+                    if {victim == "rank 0"}:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    pathlib.Path("ready").touch()
+                    time.sleep(300)
+        assert engine.global_steps == 4
+        pathlib.Path(f"trained{{rank}}").touch()
+        """
+    launcher = launch(script, "--num_gpus=3", "-q")
+    if victim != "rank 0":
+        launcher.wait_for_files("ready")
+        (launcher.process if victim == "launcher" else supervisor_of(launcher)).kill()
+    code, _, err = launcher.finish()
+    assert (code, err.count(words)) == (expected, 1), err
+    all_gone(launcher)
+    assert len(list(launcher.folder.glob("trained*"))) == (2 if victim == "rank 0" else 0)
 
 
 def test_ranks_that_hang_at_the_signal_of_the_scheduler_are_ended(launch):
