@@ -166,8 +166,10 @@ def main(
     """Runs a job in this process, which has been started for it."""
     import deepspeed.elasticity.feature  # noqa: F401 - once for all ranks
     import tests.elasticity.program  # noqa: F401
+    from deepspeed.config import parse
     from deepspeed.ports import free_port
 
+    parse(arguments["config"], dp_world_size=ranks)  # builds the schemas of its sections once for all ranks
     for name in PLACE:
         os.environ.pop(name, None)
     running = RunningJob(folder, arguments)

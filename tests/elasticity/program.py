@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +201,7 @@ def run(arguments: dict[str, Any], name: str, folder: Path) -> None:
         ranks = int(os.environ["WORLD_SIZE"])
         with step:
             if arguments.get("kills"):
-                _die_by_chance(arguments, step.number, folder)
+                _die_by_chance(arguments, step.number, folder, lambda: continuation_of(engine).joining > 0)
             die(step.number, "start")
             for number, (x, y) in enumerate(step):
                 loss = torch.nn.functional.mse_loss(engine(x.to(dtype)).float(), y)
@@ -261,17 +261,20 @@ def _wait_for_those_who_die_too(
         time.sleep(0.005)
 
 
-def _die_by_chance(arguments: dict[str, Any], step: int, folder: Path) -> None:
+def _die_by_chance(arguments: dict[str, Any], step: int, folder: Path, is_joined: Callable[[], bool]) -> None:
     """Kills one of three ranks or more a random while after the beginning of a step, perhaps in a recovery.
 
-    Not before the first checkpoint: a rank and its buddy may be killed at once.
+    Not before the first checkpoint: a rank and its buddy may be killed at once. Two ranks wait for one that joins.
     """
-    if step < arguments["save"]:
+    if step < arguments["save"] or len(list(folder.glob("kill-*"))) >= arguments["kills"]:
         return
     chance = random.Random(arguments["seed"] * 100_003 + step)
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     victim, delay = chance.randrange(ranks), chance.uniform(0.0, 0.08)
-    if ranks < 3 or int(os.environ["RANK"]) != victim or len(list(folder.glob("kill-*"))) >= arguments["kills"]:
+    deadline = time.monotonic() + 60.0
+    while ranks < 3 and rank == 0 and not is_joined() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ranks < 3 or rank != victim:
         return
     try:
         (folder / f"kill-{step}").touch(exist_ok=False)

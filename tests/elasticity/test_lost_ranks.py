@@ -224,19 +224,20 @@ def test_a_rank_joins_and_another_one_is_killed(tmp_path, stage):
 
 
 @pytest.mark.parametrize(
-    ("stage", "kills", "seed"),
-    [(3, 8, 0), slow(0, 25, 1), slow(1, 25, 2), slow(2, 25, 3), slow(3, 25, 4)],
+    ("stage", "ranks", "kills", "seed"),
+    [(3, 3, 20, 0), slow(0, 5, 25, 1), slow(1, 5, 25, 2), slow(2, 5, 25, 3), slow(3, 5, 25, 4)],
 )
-def test_kills_at_random_moments(tmp_path, stage, kills, seed):
+def test_kills_at_random_moments(tmp_path, stage, ranks, kills, seed):
     """A process joins for each one that is killed; some die while the others are still recovering from a death."""
+    total = 10 + 2 * kills
     arguments = {
-        "config": make_config(stage), "total": 5 * kills, "checkpoints": str(tmp_path / "saved"), "save": 10,
+        "config": make_config(stage), "total": total, "checkpoints": str(tmp_path / "saved"), "save": 4,
         "kills": kills, "seed": seed,
     }  # fmt: skip
-    result = run_job(tmp_path, 5, arguments, replaces=True, timeout=280)
+    result = run_job(tmp_path, ranks, arguments, replaces=True, timeout=280)
     assert len(list(tmp_path.glob("kill-*"))) == kills
     assert sum(code == 0 for code in result.codes.values()) >= 1, result.errors
-    check(result, 5 * kills, 2e-5)
+    check(result, total, 2e-5)
 
 
 # -- deaths while the others recover, or save --------------------------------------------------------------------------
