@@ -8,6 +8,7 @@ time so. A loop of lower priority lets the holder go on first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,24 @@ def lower_priority() -> None:
 
     def start_and_lower(*args: Any, **kwargs: Any) -> Any:
         group = start(*args, **kwargs)
-        for task in Path("/proc/self/task").glob("*"):
-            if (task / "comm").read_text() == "gloo_tcp_loop\n":
-                os.setpriority(os.PRIO_PROCESS, int(task.name), NICENESS)
+        for task in threads():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended since it was listed
+                lower_if_event_loop(task)
         return group
 
     distributed_c10d._new_process_group_helper = start_and_lower
+
+
+def threads() -> list[Path]:
+    """Lists the folders in ``/proc`` of the threads of this process."""
+    return list(Path("/proc/self/task").glob("*"))
+
+
+def lower_if_event_loop(task: Path) -> None:
+    """Lowers the priority of the thread whose folder in ``/proc`` is ``task`` if it is an event loop of gloo.
+
+    Raises:
+        OSError: The thread has ended.
+    """
+    if (task / "comm").read_text() == "gloo_tcp_loop\n":
+        os.setpriority(os.PRIO_PROCESS, int(task.name), NICENESS)

@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.harness import (
     RankDied,
     RanksFailed,
     RanksTimedOut,
     assert_states_equal,
+    event_loops,
     fork_server,
     pool,
     run_ranks,
@@ -158,6 +161,13 @@ def _raise_on_rank(rank):
     if dist.get_rank() == rank:
         raise ValueError("the third cause")
     dist.barrier()
+
+
+def test_a_thread_that_ended_since_it_was_listed_does_not_fail_the_start_of_a_group(monkeypatch):
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", lambda: "group")
+    monkeypatch.setattr(event_loops, "threads", lambda: [Path("/proc/self/task/0")])
+    event_loops.lower_priority()
+    assert distributed_c10d._new_process_group_helper() == "group"
 
 
 def test_an_exception_shows_every_rank_the_first_failure_on_top():
