@@ -13,6 +13,8 @@ from deepspeed.elasticity.continuation import Continuation, ElasticRun
 from deepspeed.engine.features import feature_of
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, UnevenBatch, marks_of
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.muon.muon import Muon
+from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.parallel.tensor.request import group_was_given
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
@@ -80,6 +82,9 @@ class ElasticRanks(EngineFeature):
                 f"{_SETTING}: initialize(lr_scheduler=...) was given a schedule object, which belongs to one "
                 "optimizer; set the section `scheduler`, or give a function that makes the schedule from an optimizer"
             )
+        optimizer = engine.basic_optimizer  # of a function of the program: only now is it known what that makes
+        if isinstance(optimizer, (ExchangesMomentum, Muon)):
+            raise DeepSpeedConfigError(f"{_SETTING}: {_own_states(type(optimizer).__name__)}")
         hooks: ElasticHooks = engine._hooks.get(_OWN)
         hooks.continuation = Continuation.open(engine)
 
@@ -170,13 +175,17 @@ def _problem_of_objects(setup: EngineSetup) -> str | None:
         return "there is no optimizer, so nothing is trained; set the section `optimizer`, or leave it out"
     kind = (root.optimizer.type or "").lower() if root.optimizer is not None else ""
     if any(name in kind for name in ("onebit", "zeroone", "muon")):
-        return (
-            f"the optimizer {root.optimizer.type if root.optimizer else ''} keeps states of its own on every rank, "
-            "which have no copy elsewhere; use Adam, AdamW or another elementwise one"
-        )
+        return _own_states(str(root.optimizer.type if root.optimizer else ""))
     if root.zero_optimization.zero_quantized_gradients or root.communication_compression.gradients is not None:
         return "compressed gradients leave errors on every rank, which have no copy elsewhere; switch them off"
     return None
+
+
+def _own_states(optimizer: str) -> str:
+    return (
+        f"the optimizer {optimizer} keeps states of its own on every rank, which have no copy elsewhere; use Adam, "
+        "AdamW or another elementwise one"
+    )
 
 
 FEATURE = ElasticRanks()

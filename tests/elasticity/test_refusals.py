@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from deepspeed.config import parse
 from deepspeed.elasticity import ElasticSteps
 from deepspeed.elasticity.continuation import ElasticRun
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.ops.muon.muon import Muon
+from deepspeed.ops.onebit.adam import OneBitAdam
 from deepspeed.pipe import PipelineModule
 from tests.elasticity.program import make_config, make_data, make_model
 from tests.harness import run_ranks
@@ -54,6 +57,11 @@ def refuse_objects() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     with pytest.raises(DeepSpeedConfigError, match="was given a schedule object"):
         start(make_config(1), lr_scheduler=schedule)
+    for make in (OneBitAdam, Muon):
+        config = make_config(0)
+        del config["optimizer"]
+        with pytest.raises(DeepSpeedConfigError, match=f"the optimizer {make.__name__} keeps states of its own"):
+            start(config, optimizer=functools.partial(make, lr=1e-3))
 
 
 REFUSED = (
