@@ -201,6 +201,10 @@ class StepInfo:
     more: Sequence[tuple[str, float]] = ()
 
 
+SCHEDULE = "schedule"
+"""Phase of all instructions of a pipeline's stage: forward, backward and step lie inside and count for themselves."""
+
+
 class StepTracker:
     """Takes note of what one rank does and when; the methods of this class do nothing.
 

@@ -260,7 +260,7 @@ class PipelineEngine(EngineBase):
         count = self.micro_batches
         self._get_ready("train_batch", count, "train")
         chosen = (self.pipeline.schedule, self.num_stages, count, self.pipeline.num_chunks)
-        with self._failures.shared("train_batch"):
+        with self._failures.shared("train_batch"), self._progress.schedule():
             self._exec_schedule(training_steps(*chosen, self.stage_id))
         assert self.agg_train_loss is not None
         return self.agg_train_loss

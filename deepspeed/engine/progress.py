@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.flops import FlopsCounter
-from deepspeed.engine_feature import StepInfo, StepTracker
+from deepspeed.engine_feature import SCHEDULE, StepInfo, StepTracker
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.monitor.monitor import Event, MonitorMaster
 from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
@@ -77,6 +77,7 @@ class ProgressLog:
         self._waited = dict.fromkeys(PHASES, 0.0)  # seconds of this update
         self._report = _Interval(time.perf_counter())
         self._since_update: float | None = None
+        self._is_in_schedule = False
 
     def close(self) -> None:
         """Nothing is timed any more. May be called twice."""
@@ -157,6 +158,20 @@ class ProgressLog:
         for tracker in self._trackers:
             tracker.event(phase, seconds=round(time.perf_counter() - started, 3), **values)
 
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """Records the instructions of a pipeline's stage, around the phases of its micro-batches."""
+        self._is_in_schedule = True
+        self._report.enter()
+        try:
+            with ExitStack() as stack:
+                for tracker in self._trackers:
+                    stack.enter_context(tracker.during(SCHEDULE))
+                yield
+        finally:
+            self._report.leave()
+            self._is_in_schedule = False
+
     def event(self, name: str, **values: Any) -> None:
         """Records something that is no step and has no length of its own here, such as a recovery."""
         for tracker in self._trackers:
@@ -183,6 +198,8 @@ class ProgressLog:
         for tracker in self._trackers:
             tracker.end_step(facts, self._loss)
         self._report.leave()
+        if self._is_in_schedule:
+            self._report.leave()  # until here it belongs to this step
         self._announce_flops()
         is_time = self._every > 0 and facts.step % self._every == 0
         # Only where it is shown: reading it makes the host wait for the device.
@@ -202,6 +219,8 @@ class ProgressLog:
             comm.log_summary()
         if is_time or not self._every:
             self._report = _Interval(time.perf_counter())
+        if self._is_in_schedule:
+            self._report.enter()
 
     def _announce_flops(self) -> None:
         """Passes trackers once the number of operations of the model, from which they compute the MFU."""

@@ -14,7 +14,7 @@ from deepspeed.run_report.failures import find_failures
 from deepspeed.run_report.rank_file import OUTSIDE
 from deepspeed.run_report.run_data import Line, RankRun, RunData
 
-PHASES = ("forward", "backward", "step", "save", "load", OUTSIDE)
+PHASES = ("forward", "backward", "step", "schedule", "save", "load", OUTSIDE)
 SLOW = 1.1
 """A rank is slow if it computes that many times as long as the median of the other ranks."""
 
@@ -305,7 +305,7 @@ def phase_name(phase: str) -> str:
     return _PHASE_NAMES.get(phase, phase)
 
 
-_PHASE_NAMES = {"step": "update", OUTSIDE: "outside the engine"}
+_PHASE_NAMES = {"step": "update", "schedule": "schedule of the stage", OUTSIDE: "outside the engine"}
 
 
 def mfu(run: RunData, step_seconds: float) -> float | None:

@@ -18,11 +18,12 @@ from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transports.counters import traffic, waiting
-from deepspeed.engine_feature import StepInfo, StepTracker
+from deepspeed.engine_feature import SCHEDULE, StepInfo, StepTracker
 from deepspeed.run_report.clock import PhaseClock, phase_clock
 from deepspeed.run_report.failures import FAILURE, describe_exception, uncaught_exception
 from deepspeed.run_report.rank_file import OUTSIDE, RankFile, RecentSteps
 
+_OF_A_SCHEDULE = ("forward", "backward", "step")
 _MANY = 4096
 """Phases of a step whose marks are kept until the step after it; an evaluation may run any number of forwards."""
 
@@ -94,6 +95,8 @@ class _StepWriter:
     def _write(self, step: _OpenStep) -> None:
         step.settle(self._clock)
         phases, waits, whole = step.phases, step.waited, self._clock.seconds(step.started, step.ended)
+        if SCHEDULE in phases:
+            phases[SCHEDULE] = max(phases[SCHEDULE] - sum(phases.get(name, 0.0) for name in _OF_A_SCHEDULE), 0.0)
         phases[OUTSIDE] = max(whole - sum(phases.values()), 0.0)
         loss = step.values.pop("loss")
         if loss is not None and math.isfinite(value := float(loss)):
@@ -150,7 +153,7 @@ class StepRecorder(StepTracker):
         if not self._phases or self._phases[-1][0] != phase:
             return
         _, started = self._phases.pop()
-        if not self._phases:  # inside another phase it counts as a part of that one
+        if self._outermost() in (OUTSIDE, SCHEDULE):  # inside another phase it counts as a part of that one
             self._step.intervals.append((phase, started, self._clock.mark()))
             if len(self._step.intervals) > _MANY:
                 self._step.settle(self._clock)
@@ -161,8 +164,12 @@ class StepRecorder(StepTracker):
 
     def wait_ends(self, axis: str, mark: Any) -> None:
         """Takes a wait for the ranks along ``axis`` that began at ``mark``."""
-        phase = self._phases[0][0] if self._phases else OUTSIDE
-        self._step.waits.append((phase, axis, mark, self._clock.mark()))
+        self._step.waits.append((self._outermost(), axis, mark, self._clock.mark()))
+
+    def _outermost(self) -> str:
+        """Returns the open phase that time counts for: the outermost, but a phase inside a schedule before that."""
+        names = [name for name, _ in self._phases]
+        return next((name for name in names if name != SCHEDULE), names[0] if names else OUTSIDE)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -174,6 +181,10 @@ class StepRecorder(StepTracker):
     def end_step(self, info: StepInfo, loss: torch.Tensor | None) -> None:
         step, sent = self._step, _bytes_by_axis()
         step.ended = self._clock.mark()
+        for place, (phase, started) in enumerate(self._phases):  # the update is inside the schedule
+            if phase == SCHEDULE:
+                step.intervals.append((phase, started, step.ended))
+                self._phases[place] = (phase, step.ended)
         step.values = {
             "step": info.step,
             "samples": info.samples,

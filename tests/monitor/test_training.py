@@ -18,6 +18,7 @@ from deepspeed.comm.recorder import log
 from deepspeed.comm.transports.counters import counted, waiting
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import flops, initialize, progress
+from deepspeed.engine_feature import StepInfo
 from deepspeed.logging import logger
 from deepspeed.monitor.monitor import MonitorMaster
 from tests.engine.support import engine_of, inputs, rank
@@ -278,3 +279,22 @@ def test_a_save_is_no_data_loading(monkeypatch):
         clock[0] += 3.0
     clock[0] += 1.0  # between calls of the engine
     assert lines._report.outside_share(clock[0]) == 0.25
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_only_what_is_outside_of_a_pipelines_schedule_is_data_loading(monkeypatch, every):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    lines = progress.ProgressLog(Root(steps_per_print=every), MonitorMaster({}), is_rank_0=True)
+    info = StepInfo(1, samples=8, batch=8, own_batch=8, skipped=0, lr=[0.1], norm=1.0, loss_scale=None)
+    for _ in range(2):
+        clock[0] += 1.0
+        with lines.schedule():
+            lines.before("forward")
+            clock[0] += 1.0
+            lines.after("forward")
+            clock[0] += 2.0
+            lines.step(info)
+            clock[0] += 1.0  # after the update, in the same call
+    clock[0] += 1.0
+    assert lines._report.outside_share(clock[0]) == (1 / 2 if every == 1 else 3 / 11)

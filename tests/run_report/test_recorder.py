@@ -68,6 +68,26 @@ def test_phases_waits_and_what_lies_outside_make_up_the_step(tmp_path):
     assert not waiting.is_running
 
 
+def test_phases_inside_a_schedule_count_for_themselves_and_the_rest_for_it(tmp_path):
+    clock = Ticks()
+    recorder = StepRecorder(tmp_path, 0, {}, clock)
+    for step in (1, 2):
+        clock.now += 2.0  # loads data
+        with recorder.during("schedule"):
+            mark = recorder.wait_begins("pipe", "activations")
+            clock.now += 0.5
+            recorder.wait_ends("pipe", mark)
+            _spend(clock, recorder, "forward", 3.0, "tensor", 1.0)
+            clock.now += 0.25
+            recorder.end_step(_info(step), None)
+            clock.now += 0.125  # the loss is sent to all stages
+    recorder.close()
+    first, second = (line for line in _lines(tmp_path) if line["kind"] == "step")
+    assert first["phases"] == {"schedule": 0.75, "forward": 3.0, "outside": 2.0} and first["seconds"] == 5.75
+    assert first["waits"] == second["waits"] == {"schedule": {"pipe": 0.5}, "forward": {"tensor": 1.0}}
+    assert second["phases"] == {"schedule": 0.875, "forward": 3.0, "outside": 2.0}
+
+
 def test_a_phase_that_an_exception_left_begins_again(tmp_path):
     clock = Ticks()
     recorder = StepRecorder(tmp_path, 0, {}, clock)
