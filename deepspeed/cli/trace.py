@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from deepspeed.profiling.step_trace import PATTERN
 _LINES = 20
 _PER_RANK = 1_000_000
 """Process numbers of rank n in the merged trace begin at n times this."""
+_WHOLE, _WAITS = "whole step", "waits"
+_PHASES = {"forward": "forward", "backward": "backward", "step": "update", "schedule": "schedule of the stage"}
 _STEP = re.compile(r"step \d+$")
 
 
@@ -60,6 +62,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.diff is None:
         sys.stdout.write(f"{merge_traces(options.folder, options.output)}\n")
         return
+    sentence = describe_change(*options.diff)
+    Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
     table = Table("range or operation", title="milliseconds per step and rank, largest change first")
     for title in ("A", "B", "B - A"):
         table.add_column(title, justify="right")
@@ -96,10 +100,10 @@ def merge_traces(folder: Path, target: Path | None = None) -> Path:
     """
     merged: list[dict[str, Any]] = []
     for path in _paths(folder):
-        rank = int(path.name.removeprefix("rank-").partition(".")[0])
+        rank = _rank_of(path)
         trace = _read(path)
         base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3  # microseconds, by the host's clock
-        merged += [_of_rank(event, rank, base) for event in trace["traceEvents"]]
+        merged += [made for event in trace["traceEvents"] for made in _as_async(_of_rank(event, rank, base))]
     start = min((event["ts"] for event in merged if event.get("ph") != "M" and "ts" in event), default=0.0)
     for event in merged:
         if "ts" in event:
@@ -159,23 +163,132 @@ def _of_rank(event: dict[str, Any], rank: int, base: float) -> dict[str, Any]:
     return made
 
 
+def _is_collective_of_gloo(event: Mapping[str, Any]) -> bool:
+    """Returns whether an event is torch's record of an asynchronous operation of gloo.
+
+    It begins in one thread and ends in another, so that it lies across the ranges of its thread. Where a rank waits for
+    it, there is a range *wait*.
+    """
+    return event.get("ph") == "X" and str(event.get("name")).startswith("gloo:")
+
+
+def _as_async(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the events in which viewers draw an event: an asynchronous operation gets a track of its own."""
+    if not _is_collective_of_gloo(event):
+        return [event]
+    begin = {**event, "ph": "b", "id": f"{event['pid']}/{event['tid']}/{event['ts']}"}
+    length = begin.pop("dur", 0.0)
+    return [begin, {**begin, "ph": "e", "ts": event["ts"] + length}]
+
+
+def _events(place: Path) -> list[dict[str, Any]]:
+    """Returns the events of a folder of traces, with processes that tell the rank, or of a merged trace."""
+    if place.is_dir():
+        return [_of_rank(event, _rank_of(path), 0.0) for path in _paths(place) for event in _read(path)["traceEvents"]]
+    return list(_read(place)["traceEvents"])
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.name.removeprefix("rank-").partition(".")[0])
+
+
 def _times(place: Path) -> dict[str, float]:
     """Returns the milliseconds per step and rank of the events of a trace, by event name."""
-    events: Iterable[dict[str, Any]]
-    if place.is_dir():
-        events = [event for path in _paths(place) for event in _read(path)["traceEvents"]]
-    else:
-        events = _read(place)["traceEvents"]
     total: dict[str, float] = defaultdict(float)
     steps = 0
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("user_annotation", "kernel", "cpu_op", "gpu_memcpy"):
-            is_step = _STEP.match(event["name"]) is not None and event["cat"] == "user_annotation"
+    for event in _events(place):
+        if event.get("ph") != "X" or event.get("cat") not in ("user_annotation", "kernel", "cpu_op", "gpu_memcpy"):
+            continue
+        if not _is_collective_of_gloo(event):
+            is_step = _is_step(event)
             steps += is_step
-            total["step" if is_step else event["name"]] += float(event.get("dur", 0.0)) / 1e3
+            total[_WHOLE if is_step else event["name"]] += float(event.get("dur", 0.0)) / 1e3
+    _require_steps(place, steps)
+    return {name: time / steps for name, time in total.items()}
+
+
+def _is_step(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "user_annotation" and _STEP.match(str(event.get("name"))) is not None
+
+
+def _require_steps(place: Path, steps: int) -> None:
     if not steps:
         raise DeepSpeedError(f"{place}: expected ranges named step 1, step 2 and so on; found none. Trace whole steps")
-    return {name: time / steps for name, time in total.items()}
+
+
+def describe_change(before: Path, after: Path) -> str:
+    """Returns a sentence: how much longer a step takes, and in which phase of which rank, waits aside.
+
+    Args:
+        before: A folder of traces, or a merged trace.
+        after: Another one.
+
+    Raises:
+        DeepSpeedError: One of them is no trace, or holds no step.
+    """
+    first, second = _phases(before), _phases(after)
+    whole = [sum(sum(phases.values()) for phases in ranks.values()) / len(ranks) for ranks in (first, second)]
+    text = f"A step takes {whole[1]:,.1f} ms, {whole[1] - whole[0]:+,.1f} ms."
+    changes = [
+        (phases[name] - first[rank].get(name, 0.0), rank, name)
+        for rank, phases in second.items()
+        if rank in first
+        for name in phases
+        if name != _WAITS
+    ]
+    most, rank, name = max(changes, default=(0.0, 0, ""))
+    if most <= 0:
+        return text
+    waits = [sum(phases.get(_WAITS, 0.0) for phases in ranks.values()) / len(ranks) for ranks in (first, second)]
+    return (
+        f"{text} Largest increase by the hosts' clocks, waits for other ranks aside: {name} on rank {rank}, "
+        f"{most:+,.1f} ms per step. Waits of all ranks: {waits[1] - waits[0]:+,.1f} ms per step and rank."
+    )
+
+
+def _phases(place: Path) -> dict[int, dict[str, float]]:
+    """Returns for each rank the milliseconds per step of its phases without waits, of waits, and outside of both."""
+    threads: dict[tuple[int, Any], list[dict[str, Any]]] = defaultdict(list)
+    for event in _events(place):
+        is_range = (
+            event.get("ph") == "X" and event.get("cat") == "user_annotation" and isinstance(event.get("pid"), int)
+        )
+        if is_range and not _is_collective_of_gloo(event):
+            threads[event["pid"], event.get("tid")].append(event)
+    found: dict[int, dict[str, float]] = {}
+    for (process, _), events in threads.items():
+        if steps := sum(map(_is_step, events)):  # the thread of the program
+            found[process // _PER_RANK] = {name: time / steps for name, time in _own_times(events).items()}
+    _require_steps(place, len(found))
+    return found
+
+
+def _own_times(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the milliseconds of a thread's ranges by phase; of nested ranges, the inner one counts."""
+    total: dict[str, float] = defaultdict(float)
+    open_ranges: list[tuple[float, str]] = []  # end, phase; outermost first
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
+        start, length = float(event["ts"]), float(event.get("dur", 0.0))
+        while open_ranges and open_ranges[-1][0] <= start:
+            open_ranges.pop()
+        if not open_ranges and not _is_step(event):
+            continue
+        phase = _phase_of(event, open_ranges[-1][1] if open_ranges else "")
+        if open_ranges:
+            length = min(length, open_ranges[-1][0] - start)
+            total[open_ranges[-1][1]] -= length / 1e3
+        total[phase] += length / 1e3
+        open_ranges.append((start + length, phase))
+    return dict(total)
+
+
+def _phase_of(event: Mapping[str, Any], outer: str) -> str:
+    if _is_step(event):
+        return "outside the engine"
+    name = str(event["name"])
+    if name.startswith("wait "):
+        return _WAITS
+    return _PHASES.get(name, outer)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ class StragglerWatch:
             )
             log_dist(
                 f"straggler: rank {found.rank} ({found.host}) takes {found.factor:.2f} times as long as the median of "
-                f"the other ranks in {where}, over the last {WINDOW} steps: {found.share:.0%} of a step"
+                f"the other ranks {where}, over the last {WINDOW} steps: {found.share:.0%} of a step"
             )
             recorder.event(
                 "straggler", step=step, slow_rank=found.rank, phase=found.phase, factor=round(found.factor, 2)

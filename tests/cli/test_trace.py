@@ -53,6 +53,42 @@ def test_what_got_slower_comes_first(tmp_path, capsys):
     assert "+3.000" in shown and "gone" not in shown
 
 
+def _write_step(folder, rank, outside, forward, wait, update):
+    """A trace of one step of 100 ms or more: what lies outside, then forward with a wait in it, then the update."""
+    ranges = [
+        ("step 3", 0.0, outside + forward + update),
+        ("forward", outside, forward),
+        ("wait data: the gather of a", outside, wait),
+        ("step", outside + forward, update),
+    ]
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "pid": 7, "tid": 7, "ts": ts * 1e3, "dur": length * 1e3}
+        for name, ts, length in ranges
+    ]
+    sent = {"ph": "X", "cat": "user_annotation", "name": "gloo:send", "pid": 7, "tid": 7, "ts": 5.0, "dur": 2e6}
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank-{rank:05d}.trace.json").write_text(json.dumps({"traceEvents": [*events, sent]}))
+
+
+def test_the_cause_of_a_slower_step_is_named_with_its_rank_and_not_the_waits_for_it(tmp_path, capsys):
+    for rank in range(2):
+        _write_step(tmp_path / "a", rank, outside=10.0, forward=50.0, wait=20.0, update=40.0)
+    _write_step(tmp_path / "b", 0, outside=10.0, forward=120.0, wait=90.0, update=40.0)
+    _write_step(tmp_path / "b", 1, outside=80.0, forward=50.0, wait=20.0, update=40.0)
+    trace.main(["--diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "A step takes 170.0 ms, +70.0 ms. Largest increase by the hosts' clocks, waits for other ranks aside: outside "
+        "the engine on rank 1, +70.0 ms per step. Waits of all ranks: +35.0 ms per step and rank.\n"
+    )
+    rows = {row.name: (row.before, row.after) for row in compare_traces(tmp_path / "a", tmp_path / "b")}
+    assert rows["whole step"] == (100.0, 170.0) and rows["step"] == (40.0, 40.0) and "gloo:send" not in rows
+    merged = json.loads(merge_traces(tmp_path / "b").read_text())["traceEvents"]
+    sends = [event for event in merged if event["name"] == "gloo:send"]
+    assert [event["ph"] for event in sends] == ["b", "e"] * 2, "they lie across the ranges of their thread"
+    assert sends[0]["id"] == sends[1]["id"] != sends[2]["id"] and sends[1]["ts"] - sends[0]["ts"] == 2e6
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": []}'], ids=["empty", "list", "no step"])
 def test_what_is_no_trace_is_named(tmp_path, text):
     path = tmp_path / "trace.json"
