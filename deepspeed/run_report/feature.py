@@ -194,11 +194,8 @@ class StragglerWatch:
             if found.factor >= STAYS_SLOW and found.share >= MATTERS and found.rank not in self._named:
                 worst[found.rank] = found
         for found in worst.values():
-            where = (
-                "outside the engine (data, the program's own code)"
-                if found.phase == "outside"
-                else phase_name(found.phase)
-            )
+            name = phase_name(found.phase)
+            where = f"{name} (data, the program's own code)" if found.phase == "outside" else f"in {name}"
             log_dist(
                 f"straggler: rank {found.rank} ({found.host}) takes {found.factor:.2f} times as long as the median of "
                 f"the other ranks {where}, over the last {WINDOW} steps: {found.share:.0%} of a step"
