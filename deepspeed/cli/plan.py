@@ -325,7 +325,9 @@ def _picture(plan: Plan, target: str) -> str:
     title = f"{plan.request.source.name}, rank {plan.rank} of {plan.machine.ranks:,}"
     if streams.drawn < streams.accumulation:
         title += f"; {streams.drawn} of {streams.accumulation} micro-batches are drawn"
-    return step_trace_json(streams.ranks) if target.endswith(".json") else step_svg(step, streams.ranks, title)
+    if target.endswith(".json"):
+        return step_trace_json(streams.ranks, streams.flows)
+    return step_svg(step, streams.ranks, title)
 
 
 def _sweep(options: argparse.Namespace) -> int:

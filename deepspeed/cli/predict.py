@@ -174,7 +174,7 @@ def prediction_picture(step: PredictedStep, *, is_trace: bool) -> str:
     """
     streams = predicted_streams(step)
     if is_trace:
-        return step_trace_json(streams.ranks)
+        return step_trace_json(streams.ranks, streams.flows)
     setup = step.setup
     title = (
         f"decoder of {setup.shape.parameters:,} parameters, {setup.machine.ranks:,} x {setup.machine.device.name}, "

@@ -13,7 +13,16 @@ from xml.sax.saxutils import escape
 from deepspeed.accelerator.devices import in_words
 from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.plan.sweep import Point, frontier
-from deepspeed.plan.timeline.replay import COMPUTE, COPY_DOWN, COPY_UP, FILE_READ, FILE_WRITE, HOST, StreamSpan
+from deepspeed.plan.timeline.replay import (
+    COMPUTE,
+    COPY_DOWN,
+    COPY_UP,
+    FILE_READ,
+    FILE_WRITE,
+    HOST,
+    SpanFlow,
+    StreamSpan,
+)
 
 _STEP_LEFT, _NAMED, _STEP_WIDTH, _ROW, _STEP_TOP = 150, 100, 1100, 34, 60
 _STEP_COLOURS = {
@@ -27,6 +36,7 @@ _STEP_COLOURS = {
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_"})
 _IDLE = ("host", "other stages", "another stream", "copies", "files", "update on the host")  # waits for no exchange
+_UNIT = 1e-3  # microseconds: the precision of times in a trace
 _LEAST = 0.4  # pixels: neighbours of one colour are drawn as one rectangle up to this gap
 
 
@@ -68,17 +78,21 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
     return "\n".join([*parts, "</svg>", ""])
 
 
-def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]]) -> str:
+def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]], flows: Sequence[SpanFlow] = ()) -> str:
     """Returns the streams of a step as Chrome's trace events, times in microseconds.
 
-    What computation waits for has the category ``exposed`` where it is an exchange, else ``idle``.
+    What computation waits for has the category ``exposed`` where it is an exchange, else ``idle``. Dependencies are
+    flow events, which viewers draw as arrows from the end of one span to the start of another.
 
     Args:
         ranks: By name of a rank, what its streams do; one rank may have no name.
+        flows: Dependencies between the spans.
     """
     events: list[dict[str, object]] = []
+    tracks: dict[tuple[str, str], dict[str, int]] = {}
     for rank, (name, spans) in enumerate(ranks.items()):
         streams = _streams(spans)
+        tracks |= {(name, stream): {"pid": rank, "tid": number} for number, stream in enumerate(streams)}
         if name:
             events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}})
         events += [
@@ -88,16 +102,37 @@ def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]]) -> str:
         events += [
             {
                 "ph": "X",
-                "pid": rank,
-                "tid": streams.index(span.stream),
+                **tracks[name, span.stream],
                 "name": span.name,
-                "ts": round(1e6 * span.start, 3),
-                "dur": round(1e6 * (span.end - span.start), 3),
+                "ts": _microseconds(span.start),
+                "dur": _microseconds(span.end - span.start),
                 "cat": _kind(span),
             }
             for span in spans
         ]
+    for number, flow in enumerate(flows):
+        events += _flow_events(number, flow, tracks)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
+
+
+def _flow_events(
+    number: int, flow: SpanFlow, tracks: Mapping[tuple[str, str], Mapping[str, int]]
+) -> list[dict[str, object]]:
+    """Returns both ends of an arrow, each inside its span; none from a span that is shorter than the trace's unit."""
+    source, target = flow.source, flow.target
+    duration = _microseconds(source.end - source.start)
+    if duration < _UNIT:
+        return []
+    shared = {"id": number, "name": flow.name, "cat": "flow"}
+    end = round(_microseconds(source.start) + duration - _UNIT, 3)
+    return [
+        {"ph": "s", **tracks[flow.source_rank, source.stream], **shared, "ts": end},
+        {"ph": "f", "bp": "e", **tracks[flow.target_rank, target.stream], **shared, "ts": _microseconds(target.start)},
+    ]
 
 
 def _streams(spans: Sequence[StreamSpan]) -> list[str]:

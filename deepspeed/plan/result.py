@@ -23,13 +23,7 @@ from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.simulated_step import SimulatedStep
 from deepspeed.plan.timeline.predicted_streams import PredictedTimeline
-from deepspeed.plan.timeline.timed_step import (
-    PipelineRecording,
-    TimedStep,
-    pipeline_streams,
-    time_pipeline,
-    time_step,
-)
+from deepspeed.plan.timeline.timed_step import PipelineRecording, PipelineTimes, TimedStep, time_step
 from deepspeed.plan.times import PlannedTransfer, exposed_seconds, lower_bounds, planned_transfers
 from deepspeed.zero.placement import Tier
 
@@ -238,25 +232,21 @@ class Plan:
         if self.request.pipeline.stages == 1:
             trace = self.simulated.trace
             return time_step(trace, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
-        stages = self._recording
-        if stages is None:
-            return None
-        return time_pipeline(stages, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+        return None if self._pipeline_times is None else self._pipeline_times.step()
 
     @property
     def streams(self) -> PredictedTimeline | None:
         """Streams of the simulated rank, or of the first, the busiest and the last stage; None without timed_step."""
-        step, stages = self.timed_step, self._recording
+        step, micro_batches = self.timed_step, self.accumulation_steps
         if step is None:
             return None
-        if stages is None:
-            return PredictedTimeline({"": step.spans}, self.accumulation_steps, self.accumulation_steps)
-        is_asynchronous = self.request.kind != "cpu"
-        return pipeline_streams(stages, self.machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
+        if self._pipeline_times is None:
+            return PredictedTimeline({"": step.spans}, micro_batches, micro_batches, step.flows)
+        return self._pipeline_times.streams()
 
     @cached_property
-    def _recording(self) -> PipelineRecording | None:
-        """What the stages issue; None without stages, or where some of them were not simulated."""
+    def _pipeline_times(self) -> PipelineTimes | None:
+        """What the stages take; None without stages, or where some of them were not simulated."""
         machine, pipeline = self.machine, self.request.pipeline
         alike = {stage: part.kind.stage for part in self.parts for stage in part.layers}
         if pipeline.stages == 1 or len(alike) < pipeline.stages:
@@ -265,7 +255,9 @@ class Plan:
         nbytes = max((moved.nbytes / moved.calls for moved in self._sends), default=0.0)
         along = self.mesh.group(0, PIPE)
         transfer = NetworkModel(machine).send(nbytes, along[1] - along[0])
-        return PipelineRecording(events, alike, pipeline, transfer)
+        recording = PipelineRecording(events, alike, pipeline, transfer)
+        is_asynchronous = self.request.kind != "cpu"
+        return PipelineTimes(recording, machine, self.accumulation_steps, is_asynchronous=is_asynchronous)
 
     @cached_property
     def better_accumulation(self) -> tuple[int, PipelineBubble] | None:

@@ -7,16 +7,18 @@ alternate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from deepspeed.parallel.pipe.schedule.lists import Kind
+from deepspeed.parallel.pipe.schedule.lists import Action, Kind
 from deepspeed.parallel.pipe.schedule.simulate import Timeline, simulate
 from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.prediction.block import BlockTimes, WorkTimes
 from deepspeed.plan.prediction.step import ChunkTimes, DataExchangeTimes, PredictedStep, StepModel
-from deepspeed.plan.timeline.replay import COMPUTE, HOST, StreamSpan
+from deepspeed.plan.timeline.replay import COMPUTE, HOST, SpanFlow, StreamSpan
 
+_SAME_TIME = 1e-9  # seconds: differences up to this are of rounding
 _MOST_PASSES = 4_000  # of blocks on a stage; of longer steps fewer micro-batches are drawn
 
 
@@ -28,11 +30,35 @@ class PredictedTimeline:
         ranks: Name of a rank to its spans; the name is empty without pipeline stages.
         drawn: Micro-batches that have spans.
         accumulation: Micro-batches of the step.
+        flows: Dependencies between the spans.
     """
 
     ranks: Mapping[str, Sequence[StreamSpan]]
     drawn: int
     accumulation: int
+    flows: Sequence[SpanFlow] = ()
+
+
+class PassTimeline(NamedTuple):
+    """The streams in one computation of a schedule, in seconds from its start."""
+
+    spans: Sequence[StreamSpan]
+    flows: Sequence[SpanFlow] = ()
+
+
+@dataclass
+class StageTimeline:
+    """The computations of a stage at their times in the schedule.
+
+    Attributes:
+        spans: Of all of them, and the waits between them.
+        flows: Dependencies between the spans.
+        ends: Of each action, the first and the last span on the compute stream.
+    """
+
+    spans: list[StreamSpan] = field(default_factory=list)
+    flows: list[SpanFlow] = field(default_factory=list)
+    ends: dict[Action, tuple[StreamSpan, StreamSpan]] = field(default_factory=dict)
 
 
 @dataclass
@@ -40,40 +66,94 @@ class _SpanBuilder:
     """Appends spans one after another on the compute stream."""
 
     spans: list[StreamSpan] = field(default_factory=list)
+    flows: list[SpanFlow] = field(default_factory=list)
     clock: float = 0.0
+    _exchanges: list[StreamSpan] = field(default_factory=list)  # that nothing has waited for
 
     def add(self, name: str, seconds: float) -> None:
         if seconds > 0:
-            self.spans.append(StreamSpan(COMPUTE, name, self.clock, self.clock + seconds))
+            span = StreamSpan(COMPUTE, name, self.clock, self.clock + seconds)
+            self.spans.append(span)
             self.clock += seconds
+            if not _is_wait(span):
+                over = [exchange for exchange in self._exchanges if exchange.end <= span.start + _SAME_TIME]
+                self.flows += [SpanFlow("waited for", exchange, span) for exchange in over]
+                self._exchanges = [exchange for exchange in self._exchanges if exchange not in over]
 
     def beside(self, stream: str, name: str, begin: float, seconds: float) -> None:
         if seconds > 0:
             self.spans.append(StreamSpan(stream, name, begin, begin + seconds))
+            self._exchanges.append(self.spans[-1])
 
 
 def place_passes(
-    timeline: Timeline, stage: int, passes: Mapping[tuple[int, Kind], Iterable[StreamSpan]], start: float = 0.0
-) -> list[StreamSpan]:
-    """Returns a stage's forward and backward spans at their times in the schedule; gaps become waits for other stages.
+    timeline: Timeline, stage: int, passes: Mapping[tuple[int, Kind], PassTimeline], start: float = 0.0
+) -> StageTimeline:
+    """Returns a stage's computations at their times in the schedule; gaps become waits for other stages.
 
     Args:
         timeline: Of the schedule.
         stage: Number of the stage.
-        passes: Spans of one micro-batch by (chunk, kind of computation), in seconds from the start of that computation.
+        passes: Streams in a computation of one micro-batch, by (chunk, kind of computation).
         start: Time at which the schedule begins, in seconds.
     """
-    found: list[StreamSpan] = []
+    found = StageTimeline()
     free = 0.0
     for action, begin, end in timeline.spans[stage]:
         if begin > free:
-            found.append(StreamSpan(COMPUTE, "waits: other stages", start + free, start + begin))
-        for span in passes[action.chunk, action.kind]:
-            found.append(span._replace(start=start + begin + span.start, end=start + begin + span.end))
+            found.spans.append(StreamSpan(COMPUTE, "waits: other stages", start + free, start + begin))
+        streams = moved(passes[action.chunk, action.kind], start + begin)
+        found.spans += streams.spans
+        found.flows += streams.flows
+        own = [
+            span for span in streams.spans if span.stream == COMPUTE and not _is_wait(span) and span.end > span.start
+        ]
+        if own:
+            found.ends[action] = own[0], own[-1]
         free = end
     if timeline.makespan > free:
-        found.append(StreamSpan(COMPUTE, "waits: other stages", start + free, start + timeline.makespan))
+        found.spans.append(StreamSpan(COMPUTE, "waits: other stages", start + free, start + timeline.makespan))
     return found
+
+
+def moved(streams: PassTimeline, by: float) -> PassTimeline:
+    """Returns the streams of a computation that starts ``by`` seconds later."""
+
+    def later(span: StreamSpan) -> StreamSpan:
+        return span._replace(start=by + span.start, end=by + span.end)
+
+    flows = [flow._replace(source=later(flow.source), target=later(flow.target)) for flow in streams.flows]
+    return PassTimeline([later(span) for span in streams.spans], flows)
+
+
+def flows_between(stages: Mapping[str, StageTimeline]) -> list[SpanFlow]:
+    """Returns all dependencies: inside the stages, and of what one stage sends to another, through others or not.
+
+    Args:
+        stages: By name of a rank, the computations of its stage.
+    """
+    found = [
+        flow._replace(source_rank=name, target_rank=name) for name, placed in stages.items() for flow in placed.flows
+    ]
+    where = {action: (name, *ends) for name, placed in stages.items() for action, ends in placed.ends.items()}
+    last_chunk = max((action.chunk for action in where), default=0)
+    for action, (name, _, last) in where.items():
+        if action.kind is Kind.FORWARD:
+            what, chunks = "activations", range(action.chunk + 1, last_chunk + 1)
+        elif action.kind.gives_input_gradient:
+            what, chunks = "gradients", range(action.chunk - 1, -1, -1)
+        else:
+            continue
+        kinds = [Kind.FORWARD] if action.kind is Kind.FORWARD else [Kind.BACKWARD, Kind.BACKWARD_INPUT]
+        receivers = (Action(kind, chunk, action.micro_batch) for chunk in chunks for kind in kinds)
+        receiver = next((each for each in receivers if each in where), None)
+        if receiver is not None and where[receiver][0] != name:
+            found.append(SpanFlow(what, last, where[receiver][1], name, where[receiver][0]))
+    return found
+
+
+def _is_wait(span: StreamSpan) -> bool:
+    return span.name.startswith(("waits: ", "slowed: "))
 
 
 def predicted_streams(step: PredictedStep) -> PredictedTimeline:
@@ -96,17 +176,20 @@ def predicted_streams(step: PredictedStep) -> PredictedTimeline:
     critical = max(range(len(stages)), key=busy.__getitem__)
     begins = _slowed(model, model.data_exchanges(stages[critical], chunks))[0]
     ranks: dict[str, list[StreamSpan]] = {}
+    stages_placed: dict[str, StageTimeline] = {}
     for number in sorted({0, critical, len(stages) - 1}):
         exchanges = model.data_exchanges(stages[number], chunks)
         made = _SpanBuilder()
         _begin(made, exchanges, begins)
-        made.spans += place_passes(timeline, number, passes, made.clock)
+        placed = place_passes(timeline, number, passes, made.clock)
+        made.spans += placed.spans
         made.clock += timeline.makespan
         update = step.update if number == critical else model.update_seconds(stages[number])
         _end(made, exchanges, _slowed(model, exchanges), update, is_on_host=layout.offload)
         name = f"stage {number}" + (", busiest" if number == critical else "") if layout.pipe > 1 else ""
-        ranks[name] = made.spans
-    return PredictedTimeline(ranks, shown, layout.accumulation)
+        placed.flows += made.flows
+        ranks[name], stages_placed[name] = made.spans, placed
+    return PredictedTimeline(ranks, shown, layout.accumulation, flows_between(stages_placed))
 
 
 def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
@@ -114,15 +197,15 @@ def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
     return accumulation if passes <= _MOST_PASSES else pipeline.enough(accumulation)
 
 
-def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
-    """The spans of one micro-batch in a chunk, from 0 on."""
+def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> PassTimeline:
+    """The streams of one micro-batch in a chunk, from 0 on."""
     made = _SpanBuilder()
     parts = chunk.parts if kind is Kind.FORWARD else chunk.parts[::-1]
     units = [(name, times, number) for name, times, count in parts for number in range(count)]
     if kind is Kind.BACKWARD_WEIGHT:
         for name, times, _ in units:
             made.add(f"{name}: matrix products", times.weight)
-        return made.spans
+        return PassTimeline(made.spans, made.flows)
     whole = chunk.forward if kind is Kind.FORWARD else chunk.backward
     layers, each = sum(name == "block" for name, _, _ in units), model.layer_exchanges()
     waits = _layer_waits(each, units, layers, kind)
@@ -148,7 +231,7 @@ def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> list[StreamSpan]:
             if number == layers - 1:
                 made.beside("data", "exchange of gradients", made.clock, wait * waits.after)
                 made.add("waits: data", wait * waits.after)
-    return made.spans
+    return PassTimeline(made.spans, made.flows)
 
 
 @dataclass(frozen=True)

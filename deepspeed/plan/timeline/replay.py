@@ -48,6 +48,24 @@ class StreamSpan(NamedTuple):
     end: float
 
 
+class SpanFlow(NamedTuple):
+    """A dependency between two spans: the second one starts after the first one has ended.
+
+    Attributes:
+        name: Of the dependency.
+        source: The first span.
+        target: The second span.
+        source_rank: Name of the rank of the first span; empty: there is one rank.
+        target_rank: Name of the rank of the second span.
+    """
+
+    name: str
+    source: StreamSpan
+    target: StreamSpan
+    source_rank: str = ""
+    target_rank: str = ""
+
+
 class _ReplayedTransfer(NamedTuple):
     """An exchange, or what a stream beside that of computation does, with its times.
 
@@ -87,6 +105,7 @@ class ReplayTimes:
         update: Computation of updates.
         seconds: Until everything is over.
         spans: What each stream did.
+        flows: What started an exchange or a copy, and what waited for it.
         marks: When parts of the step began.
     """
 
@@ -98,6 +117,7 @@ class ReplayTimes:
     update: float = 0.0
     seconds: float = 0.0
     spans: list[StreamSpan] = field(default_factory=list)
+    flows: list[SpanFlow] = field(default_factory=list)
     marks: list[tuple[MarkEvent, float]] = field(default_factory=list)
 
 
@@ -143,6 +163,12 @@ class ReplayRunner:
         self._charged: set[int] = set()  # transfers whose cost computation has paid
         self._operations = 0  # on other streams
         self._phase = ""
+        self._last: dict[str, StreamSpan] = {}  # by stream, the last span that it works, or waits for
+        self._recorded: dict[int, StreamSpan | None] = {}  # by event, the last span of its stream before it
+        self._spans_of: dict[int, StreamSpan] = {}  # by number of a transfer that nothing waited for
+        self._file_spans: dict[int, StreamSpan] = {}
+        # By stream, what its next operation waits for; the device waits for what the host has waited for.
+        self._sources: dict[str, list[StreamSpan]] = {COMPUTE: [], HOST: []}
         # Updates on the host, and its waits for copies and for files, since the device computed.
         self._updated = self._copied = self._filed = 0.0
         for event in events:
@@ -170,7 +196,7 @@ class ReplayRunner:
             self._copied += max(0.0, begin - max(self._host, self._compute))
             self._host = begin + seconds
             self._updated += seconds
-            self._found.spans.append(StreamSpan(HOST, cost.name, begin, self._host))
+            self._end_flows(self._add_span(HOST, cost.name, begin, self._host))
             return
         if cost not in self._known:
             self._known[cost] = cost.seconds(self._device, fp8=self._network.machine.multiplies_in_fp8)
@@ -180,10 +206,11 @@ class ReplayRunner:
             stream = self._beside[event.stream]
             begin = max(stream.free, self._host)
             stream.free = begin + seconds
+            span = self._add_span(_name_of(event.stream), cost.name, begin, stream.free)
             if seconds > 0:
                 self._operations += 1
                 stream.transfers[-self._operations] = _ReplayedTransfer("", begin, stream.free)
-            self._found.spans.append(StreamSpan(f"stream {event.stream}", cost.name, begin, stream.free))
+                self._spans_of[-self._operations] = span
             return
         begin = max(self._compute, self._host)
         self._idle_until(begin)
@@ -194,7 +221,7 @@ class ReplayRunner:
             self._found.update += seconds
         else:
             self._found.work[cost.kind] += seconds
-        self._found.spans.append(StreamSpan(COMPUTE, cost.name, begin, self._compute))
+        self._end_flows(self._add_span(COMPUTE, cost.name, begin, self._compute))
 
     def _idle_until(self, begin: float) -> None:
         """Lets computation wait for the host until a time, and books what the host did meanwhile."""
@@ -234,7 +261,9 @@ class ReplayRunner:
             self._wire = begin + seconds
         self._free[event.axis] = begin + seconds
         self._works[event.number] = _ReplayedTransfer(event.axis, begin, begin + seconds)
-        self._found.spans.append(StreamSpan(event.axis, f"{event.name} of {event.nbytes:,} B", begin, begin + seconds))
+        span = self._add_span(event.axis, f"{event.name} of {event.nbytes:,} B", begin, begin + seconds)
+        self._start_flow(event.stream, span)
+        self._spans_of[event.number] = span
 
     def _wait(self, event: WaitEvent) -> None:
         work = self._works.pop(event.number, None)
@@ -244,10 +273,12 @@ class ReplayRunner:
             stream = self._beside[event.stream]
             stream.free = max(stream.free, work.end)
             stream.transfers[event.number] = work
+            self._let_wait(event.stream, self._spans_of.get(event.number))
             return
         self._hold_up({event.number: work}, work.end)
 
     def _record(self, event: StreamRecordEvent) -> None:
+        self._recorded[event.record] = self._last.get(_name_of(event.stream))
         if event.stream == COMPUTE_STREAM:
             self._records[event.record] = _SideStream(self._compute)
         else:
@@ -266,6 +297,7 @@ class ReplayRunner:
         stream = self._beside[event.stream]
         stream.free = max(stream.free, other.free)
         stream.transfers |= other.transfers
+        self._let_wait(event.stream, self._recorded.get(event.record))
 
     def _hold_up(self, transfers: Mapping[int, _ReplayedTransfer], until: float) -> None:
         """Lets computation wait until a time, and pay for the exchanges that are over by then."""
@@ -274,6 +306,7 @@ class ReplayRunner:
         start = self._compute
         new = [work for number, work in transfers.items() if number not in self._charged]
         self._charged.update(transfers)
+        self._wait_for_transfers(COMPUTE, transfers)
         unexplained, taken = max(0.0, until - start), 0.0
         for axis, begin, end in new:
             waits = max(0.0, min(end, until) - max(start, begin))
@@ -298,6 +331,39 @@ class ReplayRunner:
         if end > begin:
             self._found.spans.append(StreamSpan(stream, name, begin, end))
 
+    def _add_span(self, stream: str, name: str, begin: float, end: float) -> StreamSpan:
+        """Adds a span and returns it. Spans without a duration are never the source of a dependency."""
+        span = StreamSpan(stream, name, begin, end)
+        self._found.spans.append(span)
+        if end > begin:
+            self._last[stream] = span
+        return span
+
+    def _start_flow(self, stream: int, target: StreamSpan) -> None:
+        """Adds the dependency of a transfer on what its stream did before."""
+        source = self._last.get(_name_of(stream))
+        if source is not None:
+            self._found.flows.append(SpanFlow("starts", source, target))
+
+    def _end_flows(self, target: StreamSpan) -> None:
+        """Adds the dependencies of an operation on the transfers that were waited for before it."""
+        if target.end <= target.start:
+            return
+        for stream in (HOST, COMPUTE) if target.stream == COMPUTE else (HOST,):
+            self._found.flows += [SpanFlow("waited for", source, target) for source in self._sources[stream]]
+            self._sources[stream].clear()
+
+    def _wait_for_transfers(self, stream: str, numbers: Iterable[int]) -> None:
+        """Lets the next operation of the host or of computation depend on transfers."""
+        found = (self._spans_of.pop(number, None) for number in numbers)
+        self._sources[stream] += [span for span in found if span is not None]
+
+    def _let_wait(self, stream: int, source: StreamSpan | None) -> None:
+        """Lets what a stream does next depend on ``source``, if that ends after what the stream did before."""
+        before = self._last.get(_name_of(stream))
+        if source is not None and (before is None or source.end > before.end):
+            self._last[_name_of(stream)] = source
+
     def _add_wait(self, axis: str, seconds: float) -> None:
         if axis == _COPIES:
             self._found.copies += seconds
@@ -318,11 +384,11 @@ class ReplayRunner:
             self._found.copies += max(0.0, self._up - self._compute)
             self._draw(COMPUTE, "waits: copies", self._compute, self._up)
             self._compute = max(self._compute, self._up)
-            self._found.spans.append(StreamSpan(COPY_UP, "copy", begin, self._up))
+            self._sources[COMPUTE].append(self._add_span(COPY_UP, "copy", begin, self._up))
         else:
             begin = max(self._down, self._compute)
             self._down = begin + seconds
-            self._found.spans.append(StreamSpan(COPY_DOWN, "copy", begin, self._down))
+            self._start_flow(event.stream, self._add_span(COPY_DOWN, "copy", begin, self._down))
 
     def _copy_beside(self, event: CopyEvent, seconds: float) -> None:
         """Runs a copy on a stream beside that of computation: behind what this was given, and behind the link's."""
@@ -330,10 +396,12 @@ class ReplayRunner:
         self._host += self._launch
         begin = max(stream.free, self._host, self._link_free[event.is_up])
         stream.free = stream.copies = self._link_free[event.is_up] = begin + seconds
+        span = self._add_span(COPY_UP if event.is_up else COPY_DOWN, "copy", begin, stream.free)
+        self._start_flow(event.stream, span)
         if seconds > 0:
             self._operations += 1
             stream.transfers[-self._operations] = _ReplayedTransfer(_COPIES, begin, stream.free)
-        self._found.spans.append(StreamSpan(COPY_UP if event.is_up else COPY_DOWN, "copy", begin, stream.free))
+            self._spans_of[-self._operations] = span
 
     def _start_file(self, event: FileEvent) -> None:
         """Starts a read or a write: each direction has the disk's rate, which the ranks of a node share."""
@@ -342,12 +410,15 @@ class ReplayRunner:
         self._disk_busy[event.is_read] += seconds
         begin = max(self._host, self._disk_free[event.is_read])
         end = self._disk_free[event.is_read] = self._files[event.number] = begin + seconds
-        self._found.spans.append(StreamSpan(FILE_READ if event.is_read else FILE_WRITE, "file", begin, end))
+        span = self._add_span(FILE_READ if event.is_read else FILE_WRITE, "file", begin, end)
+        self._file_spans[event.number] = span
 
     def _wait_for_file(self, event: FileWaitEvent) -> None:
         until = self._files.pop(event.number, 0.0)  # 0: waited for before, or started before the recording
         self._filed += max(0.0, until - max(self._host, self._compute))
         self._host = max(self._host, until)
+        if until > 0:
+            self._sources[HOST].append(self._file_spans.pop(event.number))
 
     def _read(self, event: HostWaitEvent) -> None:
         if event.record < 0:
@@ -355,6 +426,7 @@ class ReplayRunner:
         elif event.record in self._records:
             until = self._records[event.record].free
             self._copied += max(0.0, until - max(self._host, self._compute))
+            self._wait_for_transfers(HOST, self._records[event.record].transfers)
         else:
             return  # recorded before the recording of the step began
         self._host = max(self._host, until) + (_READ if self._is_asynchronous else 0.0)
@@ -362,6 +434,10 @@ class ReplayRunner:
     def _mark(self, event: MarkEvent) -> None:
         self._phase = event.phase
         self._found.marks.append((event, max(self._compute, self._host)))
+
+
+def _name_of(stream: int) -> str:
+    return COMPUTE if stream == COMPUTE_STREAM else f"stream {stream}"
 
 
 def segments(events: Sequence[TraceEvent]) -> list[tuple[MarkEvent, Sequence[TraceEvent]]]:

@@ -16,8 +16,15 @@ from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel
 from deepspeed.plan.prediction.step_times import StepTimes
 from deepspeed.plan.timeline.operation_cost import OperationKind
-from deepspeed.plan.timeline.predicted_streams import PredictedTimeline, place_passes
-from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, ReplayTimes, StreamSpan, segments
+from deepspeed.plan.timeline.predicted_streams import (
+    PassTimeline,
+    PredictedTimeline,
+    StageTimeline,
+    flows_between,
+    moved,
+    place_passes,
+)
+from deepspeed.plan.timeline.replay import COMPUTE, ReplayRunner, ReplayTimes, SpanFlow, StreamSpan, segments
 from deepspeed.plan.timeline.step_trace import TraceEvent
 
 
@@ -29,11 +36,13 @@ class TimedStep(StepTimes):
         copies: Waits for copies between device and host, in seconds.
         files: Waits for reads and writes of files, in seconds.
         spans: What each stream does in the micro-batches that were simulated.
+        flows: Dependencies between these spans.
     """
 
     copies: float = 0.0
     files: float = 0.0
     spans: list[StreamSpan] = field(default_factory=list)
+    flows: list[SpanFlow] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -82,7 +91,7 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
     parts = segments(events)
     simulated = max((mark.micro_batch for mark, _ in parts), default=0) + 1
     whole = replay.run(events)
-    found = replace(TimedStep().plus(whole), spans=whole.spans)
+    found = replace(TimedStep().plus(whole), spans=whole.spans, flows=whole.flows)
     if accumulation > simulated:
         first = [event for mark, part in parts if mark.micro_batch == 0 for event in part]
         found = found.plus(replay.run(first), accumulation - simulated)
@@ -106,35 +115,8 @@ class PipelineRecording:
     transfer: float
 
 
-def time_pipeline(
-    traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
-) -> TimedStep:
-    """Returns the time of a step of a pipeline: that of its busiest stage, and its waits for the others.
-
-    Where ranks share processors, a stage computes faster while others wait.
-
-    Args:
-        traces: Of its stages.
-        machine: On which they run.
-        accumulation: Micro-batches of the step.
-        is_asynchronous: The device works beside the host.
-    """
-    stages, times = _time_stages(traces, machine, accumulation, is_asynchronous=is_asynchronous)
-    busiest = stages[_busiest(stages)]
-    idle = idle_time(traces.pipeline, times, accumulation, processors=machine.processors)
-    speed = 1.0
-    if machine.processors is not None:
-        speed = idle.busy / idle_time(traces.pipeline, times, accumulation).busy
-    found = _scaled(busiest.passes, speed).plus(busiest.tail)
-    return replace(found, bubble=max(0.0, idle.seconds - idle.busy), spans=busiest.spans)
-
-
-def pipeline_streams(
-    traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
-) -> PredictedTimeline:
-    """Returns the streams of the first, the busiest and the last stage, with each pass where the schedule puts it.
-
-    Stages that share processors are drawn as if each had its own.
+class PipelineTimes:
+    """Replays each kind of stage of a pipeline once, for the time of a step and for its picture.
 
     Args:
         traces: Of the stages.
@@ -142,22 +124,54 @@ def pipeline_streams(
         accumulation: Micro-batches of the step.
         is_asynchronous: The device works beside the host.
     """
-    stages, times = _time_stages(traces, machine, accumulation, is_asynchronous=is_asynchronous)
-    pipeline, simulated = traces.pipeline, _busiest(stages)
-    busiest = min(stage for stage, other in traces.alike.items() if other == simulated)
-    shown = pipeline.enough(accumulation) if accumulation > _MOST_DRAWN else accumulation
-    timeline = simulate(pipeline.of(shown), [times[chunk] for chunk in range(len(pipeline.stage_of))])
-    ranks: dict[str, list[StreamSpan]] = {}
-    for number in sorted({0, busiest, pipeline.stages - 1}):
-        stage = stages[traces.alike[number]]
-        own = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == number]
-        passes = {(own[place], kind): stage.spans_of(place, kind) for place in range(len(own)) for kind in Computation}
-        spans = place_passes(timeline, number, passes)
-        late = timeline.makespan + stage.tail.exposed["data"]
-        tail = (("waits: data", timeline.makespan, late), ("update", late, late + stage.tail.update))
-        spans += [StreamSpan(COMPUTE, name, begin, end) for name, begin, end in tail if end > begin]
-        ranks[f"stage {number}" + (", busiest" if number == busiest else "")] = spans
-    return PredictedTimeline(ranks, shown, accumulation)
+
+    def __init__(
+        self, traces: PipelineRecording, machine: Machine, accumulation: int, *, is_asynchronous: bool
+    ) -> None:
+        self._traces, self._machine, self._accumulation = traces, machine, accumulation
+        self._stages, self._times = _time_stages(traces, machine, accumulation, is_asynchronous=is_asynchronous)
+        self._busiest = max(
+            self._stages, key=lambda number: self._stages[number].passes.seconds + self._stages[number].tail.seconds
+        )
+
+    def step(self) -> TimedStep:
+        """Returns the time of a step: that of the busiest stage, and its waits for the others.
+
+        Where ranks share processors, a stage computes faster while others wait.
+        """
+        pipeline, processors = self._traces.pipeline, self._machine.processors
+        busiest = self._stages[self._busiest]
+        idle = idle_time(pipeline, self._times, self._accumulation, processors=processors)
+        speed = 1.0
+        if processors is not None:
+            speed = idle.busy / idle_time(pipeline, self._times, self._accumulation).busy
+        found = _scaled(busiest.passes, speed).plus(busiest.tail)
+        return replace(found, bubble=max(0.0, idle.seconds - idle.busy))
+
+    def streams(self) -> PredictedTimeline:
+        """Returns the streams of the first, the busiest and the last stage, with each pass where the schedule puts it.
+
+        Stages that share processors are drawn as if each had its own.
+        """
+        pipeline, alike, accumulation = self._traces.pipeline, self._traces.alike, self._accumulation
+        busiest = min(stage for stage, other in alike.items() if other == self._busiest)
+        shown = pipeline.enough(accumulation) if accumulation > _MOST_DRAWN else accumulation
+        timeline = simulate(pipeline.of(shown), [self._times[chunk] for chunk in range(len(pipeline.stage_of))])
+        ranks: dict[str, list[StreamSpan]] = {}
+        stages: dict[str, StageTimeline] = {}
+        for number in sorted({0, busiest, pipeline.stages - 1}):
+            stage = self._stages[alike[number]]
+            own = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == number]
+            passes = {
+                (own[place], kind): stage.streams_of(place, kind) for place in range(len(own)) for kind in Computation
+            }
+            placed = place_passes(timeline, number, passes)
+            late = timeline.makespan + stage.tail.exposed["data"]
+            tail = (("waits: data", timeline.makespan, late), ("update", late, late + stage.tail.update))
+            spans = placed.spans + [StreamSpan(COMPUTE, name, begin, end) for name, begin, end in tail if end > begin]
+            name = f"stage {number}" + (", busiest" if number == busiest else "")
+            ranks[name], stages[name] = spans, placed
+        return PredictedTimeline(ranks, shown, accumulation, flows_between(stages))
 
 
 @dataclass(frozen=True)
@@ -168,18 +182,16 @@ class _TimedStage:
         passes: All of them.
         tail: What comes after them.
         times: Of its chunks, for one micro-batch.
-        spans: What its streams do.
         parts: By chunk and phase, one micro-batch.
     """
 
     passes: TimedStep
     tail: ReplayTimes
     times: list[Times]
-    spans: list[StreamSpan]
     parts: Mapping[tuple[int, str], ReplayTimes]
 
-    def spans_of(self, place: int, kind: Computation) -> list[StreamSpan]:
-        """Returns the spans of one computation, from 0 on; a whole backward may have been recorded in two halves.
+    def streams_of(self, place: int, kind: Computation) -> PassTimeline:
+        """Returns the streams in one computation; a whole backward may have been recorded in two halves.
 
         Args:
             place: Of the chunk, among those of the stage.
@@ -188,11 +200,10 @@ class _TimedStage:
         chunk = sorted({chunk for chunk, _ in self.parts})[place]
         if kind is Computation.BACKWARD and (chunk, kind.value) not in self.parts:
             first, second = (self.parts.get((chunk, half), ReplayTimes()) for half in "IW")
-            later = [
-                span._replace(start=first.seconds + span.start, end=first.seconds + span.end) for span in second.spans
-            ]
-            return [*first.spans, *later]
-        return self.parts.get((chunk, kind.value), ReplayTimes()).spans
+            later = moved(PassTimeline(second.spans, second.flows), first.seconds)
+            return PassTimeline([*first.spans, *later.spans], [*first.flows, *later.flows])
+        found = self.parts.get((chunk, kind.value), ReplayTimes())
+        return PassTimeline(found.spans, found.flows)
 
 
 def _time_stages(
@@ -208,10 +219,6 @@ def _time_stages(
         own = [chunk for chunk, owner in enumerate(traces.pipeline.stage_of) if owner == stage]
         times |= dict(zip(own, stages[simulated].times, strict=True))
     return stages, times
-
-
-def _busiest(stages: Mapping[int, _TimedStage]) -> int:
-    return max(stages, key=lambda number: stages[number].passes.seconds + stages[number].tail.seconds)
 
 
 def _scaled(step: TimedStep, by: float) -> TimedStep:
@@ -245,7 +252,7 @@ def _time_stage(replay: ReplayRunner, events: Sequence[TraceEvent], accumulation
         seconds = {phase: part.seconds for (own, phase), part in parts.items() if own == chunk}
         split = seconds.get("I", 0.0) + seconds.get("W", 0.0)
         chunks.append(Times(seconds["F"], seconds.get("B", split), seconds.get("W", 0.0), transfer))
-    return _TimedStage(total, tail, chunks, whole.spans, parts)
+    return _TimedStage(total, tail, chunks, parts)
 
 
 _MOST_DRAWN = 64  # micro-batches; of longer steps fewer are drawn
