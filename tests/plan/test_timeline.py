@@ -349,6 +349,41 @@ def test_offload_to_files_takes_the_time_of_the_disk():
     assert predict_step(StepSetup(SHAPE, layout, slow.machine, 4096)).seconds == pytest.approx(step.seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("states", ["none", "nvme"])
+def test_parameters_in_files_are_read_a_layer_ahead_and_written_after_their_update(states):
+    """The host waits for a read only before the gather of what was read; the layout takes as long as the replay."""
+    nvme = {"device": "nvme", "nvme_path": "/nowhere"}
+    zero = {"stage": 3, "offload_param": {**nvme, "max_in_cpu": 0}, "offload_optimizer": {**nvme, "device": states}}
+    zero |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    made = planned(config={"zero_optimization": zero}, disk=1e9)
+    step, flow, trace = made.timed_step, made.simulated.flow, made.simulated.trace
+    phase, order, busy = "", {"forward": [], "backward": [], "step": []}, {"forward": 0, "backward": 0, "step": 0}
+    for event in trace:
+        if isinstance(event, MarkEvent):
+            phase = event.phase
+        elif isinstance(event, FileEvent):
+            order[phase].append(("read" if event.is_read else "write", event.number))
+            busy[phase] += event.nbytes if event.is_read else 0
+        elif isinstance(event, FileWaitEvent):
+            order[phase].append(("wait", event.number))
+    blocks = 2 * (SHAPE.parameters - 2 * SHAPE.vocab * SHAPE.hidden) / 8
+    for phase in ("forward", "backward"):
+        found, ahead = order[phase], 0
+        assert {name for name, _ in found} == {"read", "wait"} and busy[phase] >= blocks
+        for place, (name, number) in enumerate(found):
+            if name == "wait":
+                ahead += sum(other > number for kind, other in found[:place] if kind == "read")
+                assert ("read", number) in found[:place]
+        assert ahead >= SHAPE.layers - 1, "the next layer is being read while the host waits for one"
+    assert {name for name, _ in order["step"]} >= {"write", "wait"}
+    seconds = (flow.read + flow.written) * 8 / 1e9  # reads of the step end before its writes begin
+    if states == "none":
+        assert step.seconds == pytest.approx(seconds, rel=0.1)
+    assert step.files > 0.9 * max(flow.read, flow.written) * 8 / 1e9
+    layout = layout_of({**CONFIG, "zero_optimization": zero}, 8, pipeline=Pipeline(1))
+    assert predict_step(StepSetup(SHAPE, layout, made.machine, 4096)).seconds == pytest.approx(step.seconds, rel=0.1)
+
+
 def test_parameters_beyond_max_in_cpu_are_read_from_files():
     nvme = {"device": "nvme", "nvme_path": "/nowhere"}
 
@@ -357,8 +392,9 @@ def test_parameters_beyond_max_in_cpu_are_read_from_files():
         layout = layout_of({**CONFIG, "zero_optimization": zero}, 8, pipeline=Pipeline(1))
         return predict_step(StepSetup(SHAPE, layout, replace(MACHINE, device=DEVICES["h100"], disk=1e9), 4096)).seconds
 
-    reads = 2 * 2 * SHAPE.parameters / 1e9  # bytes of all ranks, in forward and in backward, by the disk of the node
-    assert 0.7 * reads < seconds(max_in_cpu=0) - seconds() < reads
+    # Bytes of all ranks by the disk of the node: read in forward and in backward, written by the update.
+    moved = 3 * 2 * SHAPE.parameters / 1e9
+    assert 0.7 * moved < seconds(max_in_cpu=0) - seconds() < moved
 
 
 def test_products_in_fp8_take_the_time_of_the_layout():
@@ -444,11 +480,17 @@ def test_pictures(tmp_path):
 
 
 def check_trace(text):
-    """Chrome's trace format, as Perfetto reads it: complete events and metadata, every stream named once."""
+    """Chrome's trace format, as Perfetto reads it: complete events, metadata, pairs of flow events.
+
+    Every stream is named once. Returns the streams.
+    """
     read = json.loads(text)
     assert read.keys() == {"traceEvents", "displayTimeUnit"} and read["displayTimeUnit"] in ("ms", "ns")
-    tracks = {}
+    tracks, flows = {}, {}
     for event in read["traceEvents"]:
+        if event["ph"] in ("s", "f"):
+            flows.setdefault(event["id"], []).append(event)
+            continue
         assert event["ph"] in ("X", "M") and isinstance(event["pid"], int), event
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
@@ -464,7 +506,54 @@ def check_trace(text):
         own = [e for e in read["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == key]
         for one, other in itertools.pairwise(sorted(own, key=lambda event: event["ts"])):
             assert one["ts"] + one["dur"] <= other["ts"] + 0.01, (tracks[key], one, other)
+    spans = {}
+    for event in read["traceEvents"]:
+        if event["ph"] == "X":
+            spans.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert flows, "dependencies are arrows"
+    for start, finish in flows.values():
+        assert (start["ph"], finish["ph"], finish["bp"]) == ("s", "f", "e")
+        assert (start["name"], start["cat"]) == (finish["name"], finish["cat"])
+        assert start["ts"] <= finish["ts"] + 0.01, "what is waited for is over before"
+        for end in (start, finish):
+            own = spans[end["pid"], end["tid"]]
+            assert any(span["ts"] <= end["ts"] < span["ts"] + span["dur"] for span in own), "inside a span"
     return tracks
+
+
+def arrows(text):
+    """Returns the names of streams at both ends of each arrow of a trace, with the arrow's name."""
+    events = json.loads(text)["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    ends = [[event for event in events if event["ph"] == kind] for kind in "sf"]
+    pairs = zip(*(sorted(each, key=lambda event: event["id"]) for each in ends), strict=True)
+    return {(names[a["pid"], a["tid"]], a["pid"], a["name"], names[b["pid"], b["tid"]], b["pid"]) for a, b in pairs}
+
+
+def test_arrows_lead_from_what_starts_an_exchange_to_it_and_to_what_waits_for_it():
+    found = replayed(moves(1), gather(1), moves(2), WaitEvent(1), moves(4))
+    first, second, last = [span for span in found.spans if span.name == "add"]
+    exchange = next(span for span in found.spans if span.stream == "data")
+    flows = {(flow.source, flow.target) for flow in found.flows}
+    assert flows == {(first, exchange), (exchange, last)} and exchange.end <= last.start < second.end + GATHER
+
+
+def test_arrows_lead_through_events_of_streams_and_files():
+    beside = [StreamRecordEvent(1, 0), StreamWaitEvent(1, 1), gather(1, stream=1), WaitEvent(1, 1)]
+    found = replayed(moves(1), *beside, moves(1), StreamRecordEvent(2, 1), StreamWaitEvent(2, 0), moves(4))
+    exchange = next(span for span in found.spans if span.stream == "data")
+    assert [(flow.source.end, flow.target.start) for flow in found.flows] == [
+        (1, exchange.start),
+        (exchange.end, pytest.approx(1 + GATHER)),
+    ]
+    read = replayed(FileEvent(1, 10**9, True), FileWaitEvent(1), moves(1))
+    assert [(flow.source.stream, flow.target.stream) for flow in read.flows] == [(FILE_READ, COMPUTE)]
+
+
+def test_arrows_lead_from_stage_to_stage():
+    made = planned(1, pipe=2, accumulation=4)
+    found = arrows(step_trace_json(made.streams.ranks, made.streams.flows))
+    assert {(COMPUTE, 0, "activations", COMPUTE, 1), (COMPUTE, 1, "gradients", COMPUTE, 0)} <= found
 
 
 @pytest.mark.parametrize(
@@ -476,7 +565,8 @@ def check_trace(text):
     ],
 )
 def test_a_trace_is_what_perfetto_reads(options):
-    assert check_trace(step_trace_json(planned(**options).streams.ranks))
+    streams = planned(**options).streams
+    assert check_trace(step_trace_json(streams.ranks, streams.flows))
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 2), ("zbv", None)])
@@ -499,7 +589,7 @@ def test_the_picture_of_a_simulated_pipeline_shows_its_critical_ranks(schedule, 
     assert end == pytest.approx(step.seconds, rel=0.02)
     computed = [span for span in busiest if span.stream == COMPUTE and not span.name.startswith("waits: other")]
     assert sum(span.end - span.start for span in computed) == pytest.approx(step.seconds - step.bubble, rel=0.02)
-    assert check_trace(step_trace_json(streams.ranks))
+    assert check_trace(step_trace_json(streams.ranks, streams.flows))
 
 
 def test_pictures_from_the_command_line(tmp_path, capsys):

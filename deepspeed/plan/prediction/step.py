@@ -30,6 +30,7 @@ ERROR = 0.10
 half of it (``benchmarks/scale.py``), but their errors were seen while the model was chosen."""
 _UPDATE_BYTES = 30  # per element: gradient, master weight and two states are read, the latter written, weights in bf16
 _FILE_BYTES = 12  # per element of states in files: master weight and two states, read and written
+_STORED_BYTES = 14  # per element of parameters that come from the device into host memory, rounded and copied there
 _UPDATE_LAUNCHES = 100
 _MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated; longer ones take the formula
 _MUCH = 1e6  # times as fast: what it takes is nothing then
@@ -323,10 +324,15 @@ class StepModel:
         layout, machine = self._layout, self._setup.machine
         if not layout.offload_parameters or machine.device.host_link <= 0:
             return 0.0
+        return max(nbytes / machine.device.host_link, self._seconds_of_files(nbytes))
+
+    def _seconds_of_files(self, nbytes: float) -> float:
+        """Returns the seconds in which the disk of a node reads or writes so many bytes of each rank's parameters."""
+        layout, machine = self._layout, self._setup.machine
+        if layout.most_in_host is None:
+            return 0.0
         own = self._setup.shape.parameters / layout.tensor / layout.shards
-        in_files = 0.0 if layout.most_in_host is None else max(0.0, 1 - layout.most_in_host / own)
-        file = in_files * nbytes * machine.devices_per_node / machine.disk
-        return max(nbytes / machine.device.host_link, file)
+        return max(0.0, 1 - layout.most_in_host / own) * nbytes * machine.devices_per_node / machine.disk
 
     def _add_gathers(self, forward: WorkTimes, backward: WorkTimes, layers: int) -> None:
         """Adds the exchanges of stage 3, which gathers a layer ahead and reduces the gradients of the layer before."""
@@ -395,18 +401,23 @@ class StepModel:
         Args:
             stage: One of :meth:`stages`.
         """
-        layout = self._layout
+        layout, machine = self._layout, self._setup.machine
         each = (stage.parameters - stage.experts) / layout.shards + stage.experts / layout.expert_shards
+        link_rate = machine.device.host_link
         if layout.offload:
-            machine = self._setup.machine
             host = each * _UPDATE_BYTES / machine.host_bandwidth
-            link = each * (2 + layout.gradient_bytes) / machine.device.host_link if machine.device.host_link else 0.0
+            link = each * (2 + layout.gradient_bytes) / link_rate if link_rate else 0.0
             files = 2 * each * _FILE_BYTES * machine.devices_per_node / machine.disk if layout.states_on_disk else 0.0
-            return host + link + files
+            return host + link + files + self._seconds_of_files(2 * each)
+        down = 0.0
+        if layout.offload_parameters:  # updated on the device, rounded to 16 bits and stored by the host
+            down = each * _STORED_BYTES / machine.host_bandwidth + (2 * each / link_rate if link_rate else 0.0)
+            down += self._seconds_of_files(2 * each)
         read = layout.gradient_bytes * (stage.parameters / (layout.shards if layout.stage >= 2 else 1))
         return (
             self._device.traffic(each * _UPDATE_BYTES + read)
-            + _UPDATE_LAUNCHES * self._setup.machine.device.efficiency.launch
+            + _UPDATE_LAUNCHES * machine.device.efficiency.launch
+            + down
         )
 
     def _bubble(self, chunks: Sequence[ChunkTimes], busy: Sequence[float], critical: int) -> float:
