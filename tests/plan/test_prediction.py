@@ -27,6 +27,8 @@ from benchmarks.scale import (
     split,
 )
 from benchmarks.scale import main as compare_records
+from benchmarks.scale_bounds import SimulatedBound, bound_of
+from benchmarks.scale_bounds import report as report_of_bounds
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.cli.plan import main
 from deepspeed.cli.predict import prediction_picture
@@ -549,3 +551,14 @@ def test_pictures_of_a_predicted_step_from_the_command_line(tmp_path, capsys):
     capsys.readouterr()
     assert main([*sizes, "--predict", "--picture", str(tmp_path / "no" / "step.svg")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_bound_of_a_simulated_plan_is_below_the_published_time():
+    run = next(run for run in read_runs() if run.name == "mosaic-a100-80-roce-125m-2048-8")
+    found = bound_of(run)
+    assert found.bound is not None and 0.1 * run.seconds < found.bound < run.seconds
+    above = SimulatedBound("too fast", 1.0, 1.5, "arithmetic", 0.0)
+    none = SimulatedBound("refused", 1.0, None, "a sentence", 0.0)
+    text = report_of_bounds([found, above, none])
+    assert "2 of 3 runs simulated. The highest bound is 150% of its time. Above their times: too fast." in text
+    assert "| refused | 1 | not simulated | | a sentence |" in text
