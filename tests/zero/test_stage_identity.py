@@ -101,7 +101,9 @@ def test_one_rank_agrees_at_every_stage_with_accumulation():
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop", "Lamb"])
 def test_with_other_optimizers(optimizer):
-    run_ranks(_compare, 2, [(0, 1, 2, 3)], ["bf16"], ["default", "small"], 1, optimizer)
+    """Elementwise ones in small buckets only: tests/engine/matrix has each of them at both limits."""
+    limits = ["default", "small"] if optimizer == "Lamb" else ["small"]
+    run_ranks(_compare, 2, [(0, 1, 2, 3)], ["bf16"], limits, 1, optimizer)
 
 
 def _across(precision, tolerance):
