@@ -11,7 +11,7 @@ def test_sum():
     assert run_ranks(body, 2, 3)[0].tolist() == [1.0, 1.0, 1.0]
 """
 
-from tests.harness.compare import assert_states_equal
+from tests.harness.compare import assert_states_equal, on_first_rank
 from tests.harness.errors import RankDied, RankReport, RanksFailed, RanksTimedOut
 from tests.harness.pool import run_ranks, shut_down
 
@@ -21,6 +21,7 @@ __all__ = [
     "RanksFailed",
     "RanksTimedOut",
     "assert_states_equal",
+    "on_first_rank",
     "run_ranks",
     "shut_down",
 ]

@@ -1,14 +1,40 @@
-"""Comparing nested states: dicts, sequences, tensors, arrays, numbers."""
+"""Comparing nested states (dicts, sequences, tensors, numbers), and references that one rank computes for all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 _SHOWN = 20
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_first_rank(reference: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a reference that is the same on all ranks: rank 0 computes it and sends it to the others.
+
+    Every rank must call it, with equal arguments. What it returns travels by pickle. It draws no random numbers of the
+    program. Without a process group, or with one rank, it is called as it is.
+    """
+
+    @functools.wraps(reference)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return reference(*args, **kwargs)
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            with torch.random.fork_rng(devices=[]):
+                found = [reference(*args, **kwargs)]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    return inside
 
 
 def assert_states_equal(actual: Any, expected: Any, rtol: float = 0, atol: float = 0) -> None:

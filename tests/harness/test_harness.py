@@ -25,6 +25,7 @@ from tests.harness import (
     assert_states_equal,
     event_loops,
     fork_server,
+    on_first_rank,
     pool,
     run_ranks,
     wire,
@@ -83,6 +84,25 @@ def test_neighbours_are_forked_from_different_interpreters_and_a_fresh_interpret
         first == third and first[0] != second[0] and first[1] != second[1] and os.getpid() not in (first[1], second[1])
     )
     assert run_ranks(_origin, 1, fresh="interpreter")[0][1] == os.getpid()
+
+
+@on_first_rank
+def _drawn_on(start):
+    return {"rank": dist.get_rank(), "values": start + torch.rand(3)}
+
+
+def _draw_around_a_reference():
+    before = torch.rand(1).item()
+    return before, _drawn_on(10), torch.rand(1).item()
+
+
+def test_a_reference_is_computed_on_the_first_rank_and_draws_none_of_the_random_numbers():
+    results = run_ranks(_draw_around_a_reference, 3)
+    assert_states_equal(results[1:], [results[0]] * 2)
+    before, found, after = results[0]
+    assert found["rank"] == 0 and found["values"].min() >= 10
+    torch.manual_seed(1234)
+    assert [before, after] == torch.rand(2).tolist()
 
 
 def _change_everything():

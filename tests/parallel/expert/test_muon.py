@@ -11,7 +11,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.harness import run_ranks
+from tests.harness import on_first_rank, run_ranks
 from tests.parallel.expert.models import batch, build
 from tests.parallel.expert.test_auto import config, of_this_rank
 
@@ -19,7 +19,8 @@ STEPS = 3
 PARAMS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-6}
 
 
-def _reference(kind: str, world: int) -> tuple[list[float], Any]:
+@on_first_rank
+def _reference(kind: str, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = build(kind)
     set_optimizer_flags({"optimizer": {"type": "Muon"}}, model)
     optimizer = Muon(model.parameters(), **PARAMS)
@@ -31,13 +32,13 @@ def _reference(kind: str, world: int) -> tuple[list[float], Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss.item())
-    return losses, model
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
 def _check(cells: list[tuple[str, int, int, dict[str, Any]]]) -> list[int]:
     world, sent = dist.get_world_size(), []
     for kind, stage, ep_size, zero in cells:
-        losses, trained = _reference(kind, world)
+        losses, whole = _reference(kind, world)
         settings = config(stage, ep_size, optimizer={"type": "Muon", "params": PARAMS})
         settings["zero_optimization"].update(zero)
         model = build(kind)
@@ -49,10 +50,9 @@ def _check(cells: list[tuple[str, int, int, dict[str, Any]]]) -> list[int]:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             assert mean.item() / world == pytest.approx(losses[step], rel=1e-4), (kind, stage, step)
-        whole = dict(trained.named_parameters())
         for name, parameter in engine.module.named_parameters():
             value = safe_get_full_fp32_param(parameter)
-            expected = of_this_rank(parameter, whole[name].detach(), ep_size)
+            expected = of_this_rank(parameter, whole[name], ep_size)
             torch.testing.assert_close(value, expected, rtol=2e-3, atol=3e-4, msg=f"{kind}, {stage}, {ep_size}: {name}")
         sent.append(engine.basic_optimizer.sent_bytes)
         engine.destroy()

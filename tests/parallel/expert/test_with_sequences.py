@@ -14,7 +14,7 @@ from deepspeed.comm.job import groups
 from deepspeed.sequence import mean_loss
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import rank
-from tests.harness import run_ranks
+from tests.harness import on_first_rank, run_ranks
 from tests.parallel.expert.models import VOCABULARY, build
 from tests.parallel.expert.test_auto import adamw, config
 
@@ -42,8 +42,9 @@ def _losses_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
     return each, labels
 
 
-def _reference(copies: int) -> tuple[list[float], list[float], nn.Module]:
-    """Losses and norms of each step, and the trained model, in one process."""
+@on_first_rank
+def _reference(copies: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and norms of each step, and the trained parameters, in one process."""
     model = _model()
     optimizer = adamw(model)
     losses, norms = [], []
@@ -58,7 +59,7 @@ def _reference(copies: int) -> tuple[list[float], list[float], nn.Module]:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         losses.append(total)
-    return losses, norms, model
+    return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
 
 
 def _check(stage: int, sequence: int, ep_size: int, far: bool) -> None:
@@ -82,7 +83,7 @@ def _check(stage: int, sequence: int, ep_size: int, far: bool) -> None:
     assert len(sharing) == ep_size
     mine = sharing.index(rank())
     for name, parameter in model.named_parameters():
-        wanted = dict(trained.named_parameters())[name].detach()
+        wanted = trained[name]
         if not getattr(parameter, "allreduce", True):
             wanted = wanted.chunk(ep_size)[mine]
         torch.testing.assert_close(

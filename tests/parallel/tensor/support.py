@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.harness import on_first_rank
 from tests.harness.toy_models import causal_model
 
 VOCABULARY = 67
@@ -71,6 +72,7 @@ class Expected:
     state: dict[str, torch.Tensor]
 
 
+@on_first_rank
 def plain_run(
     model: nn.Module,
     steps: int,
@@ -80,7 +82,7 @@ def plain_run(
     loss: Any = loss_of,
     optimizer: Any = adamw,
 ) -> Expected:
-    """Trains a copy of ``model`` with plain torch."""
+    """Trains a copy of ``model`` with plain torch, on rank 0 for all."""
     loss_of = loss
     model = copy.deepcopy(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from tests.harness import assert_states_equal, run_ranks
+from tests.harness import assert_states_equal, on_first_rank, run_ranks
 from tests.parallel.tensor.support import adamw
 
 WIDTH, INNER, VOCABULARY, STEPS = 8, 12, 20, 3
@@ -178,6 +178,7 @@ def _settings(stage: int) -> dict:
     }
 
 
+@on_first_rank
 def _expected(data: int):
     model = Program(Alone())
     optimizer = adamw(model.parameters())
