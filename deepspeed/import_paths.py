@@ -57,6 +57,10 @@ PATHS: dict[str, dict[str, str]] = {
     "features": {
         "deepspeed.missing_features": "FEATURES Feature is_missing missing_names unavailable",
     },
+    "inference.v2": {},
+    "inference.v2.config_v2": {},
+    "inference.v2.engine_factory": {},
+    "inference.v2.engine_v2": {},
     "io": {},
     "model_implementations": {},
     "monitor.comet": {
@@ -104,6 +108,8 @@ PATHS: dict[str, dict[str, str]] = {
             "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
         ),
     },
+    "nebula": {},
+    "nebula.config": {},
     "ops.deepspeed4science": {},
     "ops.fp_quantizer": {},
     "ops.lion.cpu_lion": {
@@ -138,6 +144,8 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.checkpoint_engine.checkpoint_engine": {
         "deepspeed.checkpoint.checkpoint_engine": "CheckpointCommitInfo CheckpointEngine",
     },
+    "runtime.checkpoint_engine.datastates_checkpoint_engine": {},
+    "runtime.checkpoint_engine.nebula_checkpoint_engine": {},
     "runtime.checkpoint_engine.torch_checkpoint_engine": {
         "deepspeed.checkpoint.checkpoint_engine": "TorchCheckpointEngine",
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from logging import WARNING
 from os import PathLike
 from pathlib import Path
@@ -91,9 +91,14 @@ class EngineCheckpoints:
 
         Raises:
             CheckpointError: Some rank could not write; the same on all ranks.
-            DeepSpeedConfigError: ``save_dir`` is no path.
+            DeepSpeedConfigError: ``save_dir`` is no path, or ``client_state`` no dict.
         """
         _refuse_no_path(f"save_checkpoint(save_dir={save_dir!r})", save_dir)
+        if not isinstance(client_state, (Mapping, type(None))):
+            raise DeepSpeedConfigError(
+                f"save_checkpoint(client_state=...): expected a dict, found {type(client_state).__name__}; put the "
+                "value under a key of a dict"
+            )
         self._runtime.leave_backward("save_checkpoint")
         if self._sums_are_open():
             log_dist_once(
@@ -256,7 +261,9 @@ class EngineCheckpoints:
 
         Raises:
             CheckpointError: Rank 0 could not write; the same on all ranks.
+            DeepSpeedConfigError: ``save_dir`` is no path.
         """
+        _refuse_no_path(f"save_16bit_model(save_dir={save_dir!r})", save_dir)
         if (
             self._parts.placement.shard_params
             and not self._root.zero_optimization.stage3_gather_16bit_weights_on_model_save

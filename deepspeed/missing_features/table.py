@@ -110,14 +110,21 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "the DataStates checkpoint engine",
-        "Use engine.save_checkpoint.",
-        {"deepspeed.datastates.config": "DeepSpeedDataStatesConfig"},
+        "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
+        {
+            "deepspeed.datastates.config": "DeepSpeedDataStatesConfig",
+            "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine": "DataStatesCheckpointEngine",
+        },
         (section("datastates_ckpt"),),
     ),
     Feature(
         "the Nebula checkpoint engine",
         "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
-        keys=(switch("nebula.enabled"),),
+        {
+            "deepspeed.nebula.config": "DeepSpeedNebulaConfig",
+            "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": "NebulaCheckpointEngine",
+        },
+        (switch("nebula.enabled"),),
     ),
     Feature(
         "the building of a mixture-of-experts operator",
@@ -143,7 +150,13 @@ FEATURES: tuple[Feature, ...] = (
         "the second inference engine",
         "Use vLLM or SGLang to serve a model, and engine.export_weights() to hand it over; deepspeed.init_inference "
         "generates without them.",
-        {"deepspeed.inference": "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"},
+        {
+            "deepspeed.inference": "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine",
+            "deepspeed.inference.v2": "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine",
+            "deepspeed.inference.v2.config_v2": "RaggedInferenceEngineConfig",
+            "deepspeed.inference.v2.engine_factory": "build_hf_engine",
+            "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
+        },
     ),
     Feature(
         "binding processes to cores",
@@ -155,6 +168,11 @@ FEATURES: tuple[Feature, ...] = (
         "mixed precision by Apex or MS-AMP",
         "Use bf16, fp16 or torch_autocast.",
         keys=(switch("amp.enabled"), switch("msamp.enabled")),
+    ),
+    Feature(
+        "AutoSP",
+        "Use sequence_parallel_size, which divides the sequences of models of Transformers without a compiler.",
+        keys=(Key("compile.passes", lambda value: "autosp" in (value or ()), 'leave "autosp" out'),),
     ),
     Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
 )

@@ -13,6 +13,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "Init": "deepspeed.zero.construction.init",
         "MiCS_Init": "deepspeed.zero.construction.init",
         "MicroBatch": "deepspeed.zero.runtime",
+        "TiledLinear": "deepspeed.zero.tiled_linear",
+        "TiledLinearReturnBias": "deepspeed.zero.tiled_linear",
         "ZeroParamStatus": "deepspeed.zero.access.views",
         "ZeroParamType": "deepspeed.zero.access.views",
         "register_external_parameter": "deepspeed.zero.access.external",

@@ -220,6 +220,10 @@ def _mistakes() -> list[str]:
         engine.save_checkpoint(None)
     with pytest.raises(DeepSpeedConfigError, match=r"load_dir=None\): expected a folder's path, found NoneType"):
         engine.load_checkpoint(None)
+    with pytest.raises(DeepSpeedConfigError, match=r"save_16bit_model\(save_dir=None\): expected a folder's path"):
+        engine.save_16bit_model(None)
+    with pytest.raises(DeepSpeedConfigError, match=r"client_state=...\): expected a dict, found int"):
+        engine.save_checkpoint("never", client_state=3)
     loss = engine(inputs(0))
     with pytest.raises(CallOrderError, match="expected the loss as a tensor, found tuple"):
         engine.backward((loss, None))

@@ -39,6 +39,10 @@ class _Apart(nn.Linear):
         return nn.functional.linear(x, self.weight), self.bias
 
 
+def test_both_import_paths():
+    assert deepspeed.zero.TiledLinear is TiledLinear and deepspeed.zero.TiledLinearReturnBias is TiledLinearReturnBias
+
+
 def test_a_bias_that_is_returned():
     whole = nn.Linear(6, 5)
     tiled = TiledLinearReturnBias(6, 5, in_splits=2, out_splits=2, linear_cls=_Apart, init_linear=whole)

@@ -10,10 +10,11 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **dict.fromkeys(
-            "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder CUDAOpBuilder EvoformerAttnBuilder "
+            "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder CUDAOpBuilder "
+            "DeepCompileBuilder EvoformerAttnBuilder "
             "FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder "
             "InferenceCoreBuilder InferenceCutlassBuilder OpBuilder QuantizerBuilder RaggedOpsBuilder "
-            "RaggedUtilsBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder "
+            "RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder "
             "StochasticTransformerBuilder TorchCPUOpBuilder TransformerBuilder UtilsBuilder".split(),
             f"{_HERE}.builder",
         ),

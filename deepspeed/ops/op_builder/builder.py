@@ -192,6 +192,24 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
     NAME, INSTEAD = "evoformer_attn", "use torch's scaled_dot_product_attention with a bias as attn_mask"
 
 
+class DeepCompileBuilder(CUDAOpBuilder):
+    """Collectives of DeepCompile."""
+
+    NAME, INSTEAD = "dc", "engine.compile() works without it"
+
+
+class ShareMemCommBuilder(TorchCPUOpBuilder):
+    """Collectives of processors in shared memory."""
+
+    NAME, INSTEAD = "deepspeed_shm_comm", "gloo connects the ranks of a processor"
+
+
+class CCLCommBuilder(ShareMemCommBuilder):
+    """Collectives of oneCCL."""
+
+    NAME = "deepspeed_ccl_comm"
+
+
 def builders() -> list[type[OpBuilder]]:
     """Returns every builder of an operator."""
     return [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, OpBuilder) and kind.NAME]
