@@ -83,7 +83,11 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "module_inject": {},
     "module_inject.layers": {
-        "deepspeed.parallel.tensor.linear": "LinearAllreduce=RowLinear LinearLayer=ColumnLinear",
+        "deepspeed.parallel.tensor.linear": (
+            "GateUpPack_LinearLayer=GatedColumnLinear LinearAllreduce=RowLinear "
+            "LinearAllreduceWithReplicatedInput=WholeInputRowLinear LinearLayer=ColumnLinear "
+            "SubParamLinearAllreduce=PackedRowLinear SubParamLinearLayer=PackedColumnLinear"
+        ),
         "deepspeed.parallel.tensor.request": "set_autotp_mode",
         "deepspeed.parallel.tensor.vocabulary": (
             "HiddenParallelEmbedding=WidthEmbedding VocabParallelEmbedding=VocabularyEmbedding"

@@ -27,7 +27,7 @@ from deepspeed.comm.transports.differentiable import copy_to, gather_from, scatt
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.regions import SharedInput, SplitParts, enter_shared
-from deepspeed.parallel.tensor.split import Split, even
+from deepspeed.parallel.tensor.split import Split
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.address import address_of
 
@@ -210,7 +210,7 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 
 def take_part(
-    parameter: nn.Parameter, dim: int, place: int, size: int, name: str, *, is_part: bool = False
+    parameter: nn.Parameter, dim: int, place: int, size: int, name: str, *, is_part: bool = False, blocks: int = 1
 ) -> nn.Parameter:
     """Leaves an even part of a parameter's values in it, and marks it as Megatron-LM does. Communicates nothing.
 
@@ -221,12 +221,14 @@ def take_part(
         size: How many they are.
         name: Of the layer, for messages.
         is_part: It has this rank's part already.
+        blocks: Equal tensors that are packed along the dimension; of each, this rank takes its part.
 
     Returns:
         ``parameter``.
 
     Raises:
-        DeepSpeedConfigError: It is sharded by ``zero.Init``, or has fewer indices than there are ranks.
+        DeepSpeedConfigError: It is sharded by ``zero.Init``, or has fewer indices than there are ranks, or the ranks
+            cannot share out packed tensors evenly.
     """
     if address_of(parameter) is not None:
         raise DeepSpeedConfigError(
@@ -240,13 +242,18 @@ def take_part(
                 f"{name}: dimension {dim} of its weight has {extent} indices, fewer than the {size} ranks of mp_group. "
                 "Give it a smaller group"
             )
-        low, high = even(extent, size, place)
-        parameter.data = parameter.data.narrow(dim, low, high - low).clone(memory_format=torch.contiguous_format)
+        if blocks > 1 and extent % (blocks * size):
+            raise DeepSpeedConfigError(
+                f"{name}: dimension {dim} of its weight has {extent} indices, which {blocks} packed tensors cannot "
+                f"share evenly over the {size} ranks of mp_group. Give the layer whole, or change the group"
+            )
+        pieces = Split.evenly(extent, size, parts=blocks).intervals(place)
+        parameter.data = torch.cat([parameter.data.narrow(dim, low, high - low) for low, high in pieces], dim)
         parameter.grad = None
     if size > 1:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if is_part or extent % size == 0:  # the marks of uneven parts cannot say which part it is
-            parameter.partition_dim, parameter.partition_stride = dim, 1  # type: ignore[attr-defined]
+            parameter.partition_dim, parameter.partition_stride = dim, blocks  # type: ignore[attr-defined]
     return parameter
 
 
@@ -264,6 +271,7 @@ class _MadeFromLinear(nn.Linear):
         *,
         name: str | None = None,
         is_gathered: bool = False,
+        blocks: int = 1,
     ) -> None:
         nn.Module.__init__(self)
         label = type(self).__name__ if name is None else name
@@ -277,10 +285,11 @@ class _MadeFromLinear(nn.Linear):
         whole = module.weight.shape[self._dim] * (channel.size if skip_partition else 1)
         for key, parameter in (("weight", module.weight), ("bias", module.bias)):
             if parameter is not None and (key == "weight" or self._dim == 0):
-                take_part(parameter, self._dim, channel.rank, channel.size, label, is_part=skip_partition)  # type: ignore[arg-type]
+                place = (self._dim, channel.rank, channel.size, label)
+                take_part(parameter, *place, is_part=skip_partition, blocks=blocks)  # type: ignore[arg-type]
             self.register_parameter(key, parameter)  # type: ignore[arg-type]
         self.out_features, self.in_features = self.weight.shape
-        split = Split.evenly(whole, channel.size)
+        split = Split.evenly(whole, channel.size, parts=blocks)
         self.tensor_cut = CutLinear(channel, SharedInputs(channel), split, label, is_gathered=is_gathered)
         self.train(module.training)
 
@@ -297,6 +306,7 @@ class ColumnLinear(_MadeFromLinear):
         skip_partition: ``module`` has this rank's rows already, as many as on the other ranks.
         name: Of the layer, for messages.
         is_gathered: Gives all output features.
+        blocks: Equal tensors that are packed in the rows, such as gate and up: each rank has its part of each.
 
     Attributes:
         tensor_cut: How it is cut.
@@ -330,6 +340,7 @@ class RowLinear(_MadeFromLinear):
         skip_partition: ``module`` has this rank's columns already, as many as on the other ranks.
         name: Of the layer, for messages.
         is_gathered: Takes all input features and uses this rank's.
+        blocks: Equal tensors that are packed in the columns: each rank has its part of each.
 
     Attributes:
         tensor_cut: How it is cut.
@@ -354,6 +365,95 @@ def _shown(layer: nn.Linear, kind: str) -> str:
     cut: CutLinear = layer.tensor_cut  # type: ignore[assignment]
     features = f"in_features={layer.in_features}, out_features={layer.out_features}"
     return f"{features}, {kind}-parallel, rank {cut.channel.rank} of {cut.channel.size}"
+
+
+def _blocks_of(layer: str, module: nn.Module, shape: Any, dim: int) -> int:
+    """Returns how many equal tensors a weight packs along ``dim`` by a view such as ``(3, -1)``."""
+    packed = shape[dim] if isinstance(shape, (tuple, list)) and dim < len(shape) else None
+    if isinstance(packed, (tuple, list)) and len(set(packed)) == 1:
+        packed = len(packed)
+    extent = module.weight.shape[dim] if isinstance(module, nn.Linear) else None
+    if not isinstance(packed, int) or packed < 1 or (extent is not None and extent % packed):
+        raise DeepSpeedConfigError(
+            f"{layer}(shape={shape!r}): expected the number of equal tensors that dimension {dim} of the weight packs, "
+            f"as in (3, -1), one that divides {extent}. Where they have other sizes (grouped heads), let initialize "
+            "cut the model: tensor_parallel.partition_config takes their sizes"
+        )
+    return packed
+
+
+def _refuse_dim(layer: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise DeepSpeedConfigError(
+            f"{layer}(partition_dim={found}): expected {expected}, the dimension that this class cuts. Use "
+            f"{'SubParamLinearAllreduce' if expected == 0 else 'SubParamLinearLayer'} to cut the other"
+        )
+
+
+class PackedColumnLinear(ColumnLinear):
+    """A column-parallel layer with several equal tensors in its rows, such as query, key and value.
+
+    Args:
+        module: As for :class:`ColumnLinear`.
+        mp_group: As for :class:`ColumnLinear`.
+        shape: View of the weight: its first entry is the number of packed tensors, as in ``(3, -1)``.
+        partition_dim: 0.
+        name: Of the layer, for messages.
+
+    Raises:
+        TypeError: ``module`` is not a whole linear layer.
+        DeepSpeedConfigError: As for :class:`ColumnLinear`, or the ranks cannot share out each tensor evenly.
+    """
+
+    def __init__(
+        self, module: nn.Linear, mp_group: Any = None, shape: Any = None, partition_dim: int = 0, *, name: Any = None
+    ) -> None:
+        _refuse_dim("SubParamLinearLayer", partition_dim, 0)
+        super().__init__(module, mp_group, name=name, blocks=_blocks_of("SubParamLinearLayer", module, shape, 0))
+
+
+class GatedColumnLinear(ColumnLinear):
+    """A column-parallel layer whose rows are gate and up projection, one after the other.
+
+    Arguments and errors are those of :class:`ColumnLinear`; each half of the rows is cut.
+    """
+
+    def __init__(
+        self, module: nn.Linear, mp_group: Any = None, skip_partition: bool = False, *, name: Any = None
+    ) -> None:
+        super().__init__(module, mp_group, skip_partition, name=name, blocks=2)
+
+
+class PackedRowLinear(RowLinear):
+    """A row-parallel layer with several equal tensors in its columns.
+
+    Args:
+        module: As for :class:`RowLinear`.
+        mp_group: As for :class:`RowLinear`.
+        shape: View of the weight: its second entry is the number of packed tensors, as in ``(-1, 2)``.
+        partition_dim: 1.
+        name: Of the layer, for messages.
+
+    Raises:
+        TypeError: ``module`` is not a whole linear layer.
+        DeepSpeedConfigError: As for :class:`RowLinear`, or the ranks cannot share out each tensor evenly.
+    """
+
+    def __init__(
+        self, module: nn.Linear, mp_group: Any = None, shape: Any = None, partition_dim: int = 1, *, name: Any = None
+    ) -> None:
+        _refuse_dim("SubParamLinearAllreduce", partition_dim, 1)
+        super().__init__(module, mp_group, name=name, blocks=_blocks_of("SubParamLinearAllreduce", module, shape, 1))
+
+
+class WholeInputRowLinear(RowLinear):
+    """A row-parallel layer that takes all input features on each rank, for heads.
+
+    Arguments and errors are those of :class:`RowLinear`.
+    """
+
+    def __init__(self, module: nn.Linear, mp_group: Any = None, *, name: Any = None) -> None:
+        super().__init__(module, mp_group, name=name, is_gathered=True)
 
 
 class ColumnConv1D(ColumnLinear):

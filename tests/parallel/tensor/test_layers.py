@@ -15,9 +15,13 @@ from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import (
+    GateUpPack_LinearLayer,
     HiddenParallelEmbedding,
     LinearAllreduce,
+    LinearAllreduceWithReplicatedInput,
     LinearLayer,
+    SubParamLinearAllreduce,
+    SubParamLinearLayer,
     VocabParallelEmbedding,
 )
 from deepspeed.parallel.tensor.channel import connect
@@ -212,6 +216,61 @@ def _made_by_programs() -> None:
         LinearAllreduce(nn.Linear(1, 5), group)
     with pytest.raises(DeepSpeedConfigError, match="max_norm, sparse and scale_grad_by_freq need all rows"):
         VocabParallelEmbedding(nn.Embedding(4, 4, sparse=True), group)
+
+
+def _packed_by_programs() -> None:
+    """Layers with several tensors in one weight: each rank has its part of each, and exports are whole."""
+    size, mpu = dist.get_world_size(), Unit(dist.get_world_size())
+    group = mpu.get_tensor_model_parallel_group()
+
+    class Program(nn.Module):
+        def __init__(self, is_cut: bool) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.qkv, self.pair = nn.Linear(6, 18), nn.Linear(12, 6)
+            self.gated, self.head = nn.Linear(6, 16, bias=False), nn.Linear(8, 4)
+            self.ranks = size if is_cut else 1
+            if is_cut:
+                self.qkv = SubParamLinearLayer(self.qkv, group, shape=(3, -1), partition_dim=0, name="qkv")
+                self.pair = SubParamLinearAllreduce(self.pair, group, (-1, (6, 6)))
+                self.gated = GateUpPack_LinearLayer(self.gated, group)
+                self.head = LinearAllreduce(self.head, group)
+
+        def forward(self, values):
+            query, key, value = self.qkv(values).chunk(3, -1)
+            mixed = self.pair(torch.cat([query * key, value], -1))
+            gate, up = self.gated(mixed).chunk(2, -1)
+            return self.head(gate.sigmoid() * up)
+
+    whole, cut = Program(False), Program(True)
+    values = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(cut(values), whole(values))
+    cut(values).square().sum().backward()
+    whole(values).square().sum().backward()
+    torch.testing.assert_close(cut.pair.bias.grad, whole.pair.bias.grad)
+    cut.zero_grad()
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (cut, whole))
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0}
+    engine = deepspeed.initialize(model=cut, mpu=mpu, config=config, optimizer=optimizer)[0]
+    engine.backward(engine(values).square().sum())
+    engine.step()
+    other.step()
+    found = dict(engine.export_weights())
+    for name, value in whole.state_dict().items() if found else ():
+        torch.testing.assert_close(found[name], value)
+    engine.destroy()
+    head = LinearAllreduceWithReplicatedInput(nn.Linear(4, 3), group)
+    assert head(torch.ones(2, 4)).shape == (2, 3)
+    with pytest.raises(DeepSpeedConfigError, match=r"shape=\(\(4, 2, 2\), -1\)\): .*equal tensors"):
+        SubParamLinearLayer(nn.Linear(2, 8), group, shape=((4, 2, 2), -1))
+    with pytest.raises(DeepSpeedConfigError, match=r"partition_dim=1\): expected 0, .* Use SubParamLinearAllreduce"):
+        SubParamLinearLayer(nn.Linear(2, 8), group, shape=(2, -1), partition_dim=1)
+    with pytest.raises(DeepSpeedConfigError, match="which 2 packed tensors cannot share evenly over the 2 ranks"):
+        GateUpPack_LinearLayer(nn.Linear(2, 6), group)
+
+
+def test_packed_layers_made_by_programs():
+    run_ranks(_packed_by_programs, 2)
 
 
 def test_layers_made_by_programs():
