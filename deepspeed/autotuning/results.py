@@ -104,7 +104,8 @@ def reason_of(folder: Path, code: int) -> str:
         path = folder / name
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         found = [line for line in lines if _names_an_error(line)]
-        found += [line.removeprefix("deepspeed: ") for line in lines if line.startswith("deepspeed: rank ")]
+        # The launcher's own sentence: a rank that was killed, a script that is not there.
+        found += [text for line in lines if (text := line.removeprefix("deepspeed: ")) != line]
         if found:
             return _short(found[0])
     return f"exit code {code}; see {folder / 'stderr.log'}"

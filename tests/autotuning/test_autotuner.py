@@ -115,6 +115,12 @@ def test_an_exception_is_not_called_an_early_end(error, tmp_path, monkeypatch):
     assert reason_of(tmp_path, 1) == "ValueError: bad"
 
 
+def test_the_launchers_sentence_is_the_reason_where_no_rank_has_started(tmp_path):
+    sentence = "none.py: no such script in /tmp; options must precede the script"
+    (tmp_path / "stderr.log").write_text(f"deepspeed: {sentence}\ndeepspeed: exit code 1\n")
+    assert reason_of(tmp_path, 1) == sentence
+
+
 def test_a_program_that_is_killed_has_failed_and_the_search_continues(tmp_path):
     program = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     assert autotuner._run_to_end(program, {}, tmp_path) == -9
