@@ -1,6 +1,7 @@
 """Restarts by torch's elastic agent."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,11 @@ def test_training_continues_from_the_checkpoint_after_each_restart(tmp_path, com
     ]
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as found:
+        return found.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.slow
 def test_a_machine_that_is_lost_leaves_a_smaller_run(tmp_path):
     """Two machines on the loopback; the second is killed, and the first continues alone."""
@@ -128,13 +134,16 @@ def test_a_machine_that_is_lost_leaves_a_smaller_run(tmp_path):
     """
     common = ("--elastic_training", "--min_elastic_nodes=1", "--no_ssh", "--num_nodes=2", "--num_gpus=1")
     port = free_port()
-    nodes = [
-        Launcher(
-            tmp_path, script, *common, "--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={node}",
-            environment={"DEEPSPEED_TIMEOUT": "0.5"},
-        )
-        for node in range(2)
-    ]  # fmt: skip
+    nodes = []
+    for node in range(2):
+        nodes.append(
+            Launcher(
+                tmp_path, script, *common, "--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={node}",
+                environment={"DEEPSPEED_TIMEOUT": "0.5"},
+            )
+        )  # fmt: skip
+        # Of two agents on one machine the first to come holds the store, which must outlive the other.
+        wait_until(lambda: is_listening(port), 100, "store of the agents")
     nodes[0].wait_for_files("up0of2", "up1of2")
     for process in nodes[1].processes():
         process.kill()
