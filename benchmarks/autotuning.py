@@ -9,7 +9,7 @@ For each model, on two ranks:
 2. *tuner*: the command, as a user runs it.
 3. *referee*: one program that holds an engine of every candidate and lets them take turns, an update each, in a new
    order every round; after six rounds only the fastest eight run on. Whatever else the machine does hits all alike and
-   only ever lengthens an update, so the first quartile of many says which candidate is fastest even on a busy machine.
+   only ever lengthens an update, so the first quartile of many shows which candidate is fastest even on a busy machine.
    What the tuner chose is judged by it, and so is what the grid chose by its own measurements.
 
 Searches are compared by their processor time (all processes that they start), since wall time is also that of others.
@@ -284,7 +284,7 @@ def report(found: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# What autotuning finds, beside the whole grid",
         "",
-        "Made by `python -m benchmarks.autotuning`, whose docstring says what is measured. *Slower by*: the",
+        "Made by `python -m benchmarks.autotuning`, whose docstring describes what is measured. *Slower by*: the",
         "referee's first quartile of the chosen candidate over that of the fastest. Goals: within 3 %, a fifth of the",
         f"grid's time, at most three trials. Torch {torch.__version__}, two ranks, {os.cpu_count()} cores",
         f"(load {loads} at the ends).",

@@ -6,7 +6,7 @@ Parts (``compression.py PART``; all of them without one):
 - bytes: what each way sends per step and rank, by the books and by the kernel's counters of the interface.
 - steps: step times on a link of ``--megabits`` beside torch's DDP with its bf16 hook.
 - auto: ``"auto"`` beside plain gradients, on links of 100 Mbit/s and of 10 Gbit/s.
-- cells: whether a codec pays on each link, as ``deepspeed.plan.codes`` says and as measured.
+- cells: whether a codec pays on each link, by ``deepspeed.plan.codes`` and as measured.
 
 What is compared takes turns, a step each, in the same processes.
 
@@ -67,7 +67,7 @@ def codec_times(millions: float = 4.0, rounds: int = 6) -> dict[str, tuple[float
 
 
 def run(setup: dict[str, Any], ranks: int, megabits: float | None, *, shaped: bool) -> list[dict[str, Any]]:
-    """Trains, and returns what each rank says of each way."""
+    """Trains, and returns what each rank printed of each way."""
     with ExitStack() as stack:
         spaces = stack.enter_context(links.namespaces(ranks, megabits)) if shaped else [""] * ranks
         if not shaped and megabits is not None:
@@ -173,7 +173,7 @@ def part_cells(options: argparse.Namespace, shaped: bool) -> None:
     # Ranks on one machine share its cores, so what they compute takes as many times longer.
     sharing = max(options.ranks / (os.cpu_count() or 1), 1.0)
     print(f"{options.ranks} ranks on {os.cpu_count()} cores, {options.millions:g}M parameters, stage {options.stage}")
-    print("link       codec  said: plain s  coded s  pays   measured: plain s  coded s  pays")
+    print("link       codec  planned: plain s  coded s  pays   measured: plain s  coded s  pays")
     for title, megabits in LINKS.items():
         setup = {"stage": options.stage, "millions": options.millions, "steps": options.steps}
         setup["ways"] = dict.fromkeys(("plain", *CODECS), 1)

@@ -3,11 +3,11 @@
     python benchmarks/compression_of_models.py --text FILE [--scale 1.0] [--write-report]
 
 Two small models learn from a text: a GPT-2 of 4 layers that predicts characters (perplexity on text it never saw), and
-a BERT of 4 layers that is given a sentence without its punctuation and says whether it was a question (accuracy). Each
-is trained once; then every technique starts from that model and trains on for a quarter as many steps, with its
-section of `compression_training`, under the engine. The row *plain* trains on as long without one. Quality and size
-are those of what `redundancy_clean` returns. One process, one thread, fp32; about three minutes of processor time.
-Nothing here is timed.
+a BERT of 4 layers that is given a sentence without its punctuation and predicts whether it was a question (accuracy).
+Each is trained once; then every technique starts from that model and trains on for a quarter as many steps, with its
+section of `compression_training`, under the engine. The row *plain* trains on as long without one. Quality and size are
+those of what `redundancy_clean` returns. One process, one thread, fp32; about three minutes of processor time. Nothing
+here is timed.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def report(results: dict[str, list[Row]], tasks: list[Task], args: argparse.Name
         "",
         f"`benchmarks/compression_of_models.py --text {Path(args.text).name} --scale {args.scale:g}`, "
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, one thread, {seconds:.0f} s of processor time. What the rows are is said at the "
+        f"{transformers.__version__}, one thread, {seconds:.0f} s of processor time. The rows are described at the "
         "top of the script. Sizes are bytes of parameters and buffers after `redundancy_clean`, on disk as in memory. "
         "Accuracy is of 1,000 sentences, so that 0.012 more or less is chance.",
     ]

@@ -1,6 +1,6 @@
 """Curves of peak memory per rank beside FSDP2: against the number of ranks, and against the size of the model.
 
-Run ``python benchmarks/memory.py --help``; ``benchmarks/README.md`` says what is measured and how to read it.
+Run ``python benchmarks/memory.py --help``; ``benchmarks/README.md`` describes what is measured and how to read it.
 """
 
 from __future__ import annotations

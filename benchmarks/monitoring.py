@@ -155,7 +155,7 @@ def report(contestants: list[Contestant], arguments: argparse.Namespace) -> str:
     lines = [
         "# What monitoring costs",
         "",
-        "`benchmarks/monitoring.py` says how this is measured: *ratio* from whole steps (noisy), *inside* from the",
+        "`benchmarks/monitoring.py` describes the measurement: *ratio* from whole steps (noisy), *inside* from the",
         f"time spent in the added code, on rank 0. Goal: at most {GOAL:.0%} of the step.",
         "",
         f"`{json.dumps(facts)}`",

@@ -3,7 +3,7 @@
 Workloads:
 
 - sleep: layers that sleep, so that few cores show what many devices would do: the schedule and nothing else. Beside
-  each time stands what the simulator says for a machine that loses nothing.
+  each time stands what the simulator computes for a machine that loses nothing.
 - transfer: the same with large activations between the stages.
 - gpt: a small language model, eight blocks on two stages, which computes.
 
@@ -55,7 +55,7 @@ ENTERED = {
     "transfer": ["ours:1f1b", "torch:1f1b"],
     "gpt": ["ours:1f1b", "torch:1f1b"],
 }
-# The published package has these; they enter where --peer-python says where it lives.
+# The published package has these; they enter where --peer-python gives its interpreter.
 UPSTREAM = {"sleep": ["upstream:1f1b", "upstream:dualpipev"], "transfer": ["upstream:1f1b"], "gpt": ["upstream:1f1b"]}
 
 

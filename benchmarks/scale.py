@@ -1,7 +1,7 @@
 """Compares predicted step times and memory with published results, record by record.
 
 ``benchmarks/data/scale-public.json`` has the results with their sources. Every other record of each source is for
-fitting the constants in ``deepspeed/accelerator/devices.py``; the other half says how good the constants are.
+fitting the constants in ``deepspeed/accelerator/devices.py``; the other half shows how good the constants are.
 Run: ``python -m benchmarks.scale [--out FILE] [--fit]``.
 """
 
@@ -68,12 +68,12 @@ class PublishedRun:
 
 
 def read_runs(path: Path = RECORDS) -> list[PublishedRun]:
-    """Returns the runs of a file that can be predicted; :func:`read_records` says why the others cannot."""
+    """Returns the runs of a file that can be predicted; :func:`read_records` explains why the others cannot."""
     return read_records(path)[0]
 
 
 def read_records(path: Path = RECORDS) -> tuple[list[PublishedRun], dict[str, str]]:
-    """Returns the runs of a file, and by name of each record that cannot be predicted a sentence that says why."""
+    """Returns the runs of a file, and by name of each record that cannot be predicted, the reason in a sentence."""
     runs, refused = [], {}
     for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
         why = _why_not(record)
@@ -332,7 +332,7 @@ _LIMITS = {
 _SHARED = ("half_size", "link", "network", "contention")
 _FEW_ROUNDS = 10
 _MOVED = 0.1
-_FEW_RUNS = 3  # from which a rank correlation says something
+_FEW_RUNS = 3  # from which a rank correlation means something
 
 
 def limits_of(name: str) -> tuple[float, float]:
@@ -539,7 +539,7 @@ def sweeps(
 _HOW = (
     "Made by `python -m benchmarks.scale --out FILE` from `benchmarks/data/scale-public.json`. Every other record of "
     "each source is for fitting the constants of `deepspeed/accelerator/devices.py`; the rest test them. The "
-    "constants are rounded and near a fit; `docs/design/prediction.md` says what `--fit` gives. The test is not blind: "
+    "constants are rounded and near a fit; `docs/design/prediction.md` has what `--fit` gives. The test is not blind: "
     "what operations cost, how records are read, and the limits of two constants ("
     + ", ".join(f"{name} {value}" for name, value in HELD.items())
     + ") were chosen with the errors of both halves in sight. Where a source leaves out the micro-batch, the chunks or "

@@ -4,7 +4,7 @@
   sequence: of a Llama layer of Transformers, and of a bare block of attention and an MLP without norms and gates, in
   which the one thing that is held twice weighs most (attention's result, by heads for its own backward and by tokens
   for the projection behind it); and of both with ``recompute_exchange``, which holds it once;
-- traffic: bytes that a rank sends per block and direction, and what the formula says, 4 s M (sp - 1) / sp^2;
+- traffic: bytes that a rank sends per block and direction, and by the formula, 4 s M (sp - 1) / sp^2;
 - time: a block's forward and backward at 2 ranks beside the same block whose exchange is written out by hand with
   ``torch.distributed.all_to_all_single``, and beside itself with ``recompute_exchange``; they take turns; beside it
   processor time, and bytes that are only copied;

@@ -3,7 +3,7 @@
 Every rank is a thread that runs what a rank runs between its first call and its first step: admission, the comparison
 of configurations and models, and the meetings before process groups are made. One rank runs at a time. A call of the
 store takes its turn at one server, and a sleep passes on the clock only, so the result is the same on a busy machine.
-``--rates`` measures torch's ``TCPStore`` here; the report says with which rates the seconds were predicted.
+``--rates`` measures torch's ``TCPStore`` here; the report names the rates with which the seconds were predicted.
 Run: ``python -m benchmarks.start [--ranks N ...] [--rates] [--out FILE]``.
 """
 

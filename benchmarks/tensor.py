@@ -103,7 +103,7 @@ def stack(kind: type[Block], arguments: argparse.Namespace, parts: int = 1) -> n
 
 
 def layer_specs() -> list[dict[str, Any]]:
-    """The plan, as a configuration says it."""
+    """The plan, as a configuration section."""
     return [
         {"patterns": [rf".*\.{name}\.weight"], "partition_type": kind}
         for names, kind in ((COLUMNS, "column"), (ROWS, "row"))
@@ -230,7 +230,7 @@ def _run(rank: int, arguments: argparse.Namespace, results: Any) -> None:
 
 
 def main() -> int:
-    """Prints the table; with ``--check`` the exit code says whether the goals are met."""
+    """Prints the table; with ``--check`` the exit code shows whether the goals are met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, default in (("width", 512), ("heads", 8), ("layers", 8), ("length", 256), ("batch", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)

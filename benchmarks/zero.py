@@ -1,6 +1,6 @@
 """Times ZeRO 0-3 of this project beside DDP, FSDP2 and the published package, interleaved in one run, on the CPU.
 
-Run ``python benchmarks/zero.py --help``; ``benchmarks/README.md`` says what is measured and how to read it.
+Run ``python benchmarks/zero.py --help``; ``benchmarks/README.md`` describes what is measured and how to read it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _profile(workload: str, arguments: argparse.Namespace, console: Console) -> 
 
 
 def main() -> int:
-    """Runs what the command line requests; the exit code says whether goals were met (with ``--check``)."""
+    """Runs what the command line requests; the exit code shows whether goals were met (with ``--check``)."""
     arguments = _arguments()
     progress = Console(stderr=True)
     chosen = arguments.workload or [*WORKLOADS]

@@ -32,7 +32,7 @@ class AxisRow:
         divides: What its ranks divide among themselves; see the table above.
         aliases: Other names in a torch ``DeviceMesh``; the first one is the usual short one.
         key: The configuration key of its size. None: no key requests it. ``data`` has the ranks that are left,
-            and the model itself says how many stages it has.
+            and the model itself has the number of its stages.
         counts: What its size counts, as messages and help texts say it.
         option: The keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none.
         feature: The module of its feature, which a mesh with several ranks along it loads; None: it needs none.

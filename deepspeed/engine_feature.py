@@ -96,7 +96,7 @@ class ConflictKey:
 
     Attributes:
         title: As the table of the documentation names it.
-        words: Returns how a message says that it is there; None where it is not.
+        words: Returns the words by which messages name the active feature; None where it is inactive.
     """
 
     title: str
@@ -394,7 +394,7 @@ class EngineFeature:
         """Raises what cannot be done, before anything is changed.
 
         Raises:
-            DeepSpeedConfigError: Says what, and what to change.
+            DeepSpeedConfigError: Names what is wrong, and what to change.
         """
 
     def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:

@@ -14,7 +14,7 @@
     |-- ElasticityError                          no batch suits the numbers of ranks that section elasticity allows
     `-- OffloadError (RuntimeError)              files of offloaded states cannot be made, read or written
 
-Every message says which setting or call, what was expected, what was found, and what to change.
+Every message names the setting or call, what was expected, what was found, and what to change.
 """
 
 from __future__ import annotations

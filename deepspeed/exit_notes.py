@@ -51,11 +51,11 @@ class ExitNotes:
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def continues(self) -> None:
-        """Says that the other ranks continue when one is lost."""
+        """Prints that the other ranks continue when one is lost."""
         self._write(_CONTINUES, "")
 
     def recovered(self, pids: Sequence[int]) -> None:
-        """Says that the run continues without these processes."""
+        """Prints that the run continues without these processes."""
         for pid in pids:
             self._write(f"{_RECOVERED}{pid}", "")
 
@@ -69,18 +69,18 @@ class ExitNotes:
         return path.read_text() if path.exists() else ""
 
     def run_report_missing(self, folder: Path) -> None:
-        """Says that the page of the run report in ``folder`` has not been written yet."""
+        """Prints that the page of the run report in ``folder`` has not been written yet."""
         self._write(_REPORT, str(folder.resolve()))
 
     def run_report_written(self) -> None:
-        """Says that the page of the run report has been written."""
+        """Prints that the page of the run report has been written."""
         if self._folder is not None:
             (self._folder / _REPORT).unlink(missing_ok=True)
 
     # -- the launcher --------------------------------------------------------------------------------------------------
 
     def note_exit(self, pid: int, cause: str) -> None:
-        """Says how a process has ended."""
+        """Describes how a process has ended."""
         self._write(f"{_EXIT}{pid}", cause)
 
     @property

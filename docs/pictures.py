@@ -116,8 +116,8 @@ def draw_mesh() -> str:
     for rank in range(mesh.world_size):
         place = mesh.coordinate(rank)
         left, top = rank % columns * wide + 1, 66 + rank // columns * high
-        said = ", ".join(f"{axis} {at}" for axis, at in place.items())
-        parts.append(f"<g><title>rank {rank}: {said}</title>")
+        place_text = ", ".join(f"{axis} {at}" for axis, at in place.items())
+        parts.append(f"<g><title>rank {rank}: {place_text}</title>")
         parts.append(f'<text x="{left}" y="{top + 15}" font-weight="bold">rank {rank}</text>')
         for number, (what, (_, vertical, _, horizontal)) in enumerate(above.items()):
             y = top + 22 + number * (2 * cell + 8)

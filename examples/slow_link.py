@@ -4,7 +4,7 @@
     .venv/bin/python examples/slow_link.py                without the rights for that, the transport is throttled
 
 Both runs start from the same weights and see the same samples. It prints the time of an update and the last loss.
-docs/guide/compressed-communication.md says when codes pay, and when they do not.
+docs/guide/compressed-communication.md explains when codes pay, and when they do not.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def main() -> None:
                 }
                 pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
                 started.append(subprocess.Popen(words if why else links.command(space, words), env=environment, **pipe))
-            said = [process.communicate()[0] for process in started]
+            outputs = [process.communicate()[0] for process in started]
         found = [
-            line.removeprefix("RESULT ") for text in said for line in text.splitlines() if line.startswith("RESULT ")
+            line.removeprefix("RESULT ") for text in outputs for line in text.splitlines() if line.startswith("RESULT ")
         ]
-        print(found[0] if found else f"{way}: a rank failed\n" + "\n".join(said))
+        print(found[0] if found else f"{way}: a rank failed\n" + "\n".join(outputs))
 
 
 if __name__ == "__main__":

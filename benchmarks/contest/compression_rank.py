@@ -1,5 +1,5 @@
 """One rank of ``benchmarks/compression.py``: trains models whose gradients travel in different ways, a step of each in
-turn, and says what each took."""
+turn, and prints what each took."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where the published package compiles its extensions: a folder in its own environment, kept between runs.
 
-torch guards a compile with a file that says nothing of who made it and that nobody removes when its maker is killed:
+torch guards a compile with a file that does not record who made it and that nobody removes when its maker is killed:
 whoever comes later waits for ever, and in the folder that all programs share that may be any program. So each
 environment has a folder of its own, and whoever has it to himself takes such files for left over.
 """

@@ -2,9 +2,9 @@
 
 A run is a process of its own, which trains one step. Two short ones, without a limit, give a line: how much memory
 grows by per token. The length where the line meets the limit is then tried, a little below and a little above, with
-the limit as ``RLIMIT_DATA``, so that what is reported was seen to fit, and to fail. That the short ones end well says
-that a failure with the limit is one of memory; what it said last is kept. Attention's time grows with the square of the
-length: beyond a given length nothing is tried, and the line alone says how far memory would reach.
+the limit as ``RLIMIT_DATA``, so that what is reported was seen to fit, and to fail. That the short ones end well shows
+that a failure with the limit is one of memory; the last lines of its output are kept. Attention's time grows with the
+square of the length: beyond a given length nothing is tried, and the line alone shows how far memory would reach.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Run:
 
     Attributes:
         tokens: Of its sequence.
-        said: What it said last where it failed; nothing where it fits.
+        error: The last lines of its output where it failed; nothing where it fits.
         grown: Bytes by which its data grew at most.
         seconds: How long it took, imports included.
     """
@@ -69,8 +69,8 @@ def find_longest(
     """Searches.
 
     Args:
-        command: Of tokens and MiB (0: no limit), the command that trains one step, and says ``ready`` on a line of its
-            own when it is set up.
+        command: Of tokens and MiB (0: no limit), the command that trains one step, and prints ``ready`` on a line of
+            its own when it is set up.
         mebibytes: By which its data may grow from then on.
         short: Two lengths, the line of which is long enough.
         most: Tokens that are tried at most; None: any number.

@@ -1,4 +1,4 @@
-"""One rank of one contestant: builds it, then runs steps whenever the arena says so and sleeps in a read otherwise.
+"""One rank of one contestant: builds it, then runs steps whenever the arena requests it and sleeps in a read otherwise.
 
 Started as ``python -m contest.worker CONTESTANT WORKLOAD RANK RENDEZVOUS`` by :mod:`contest.arena`. Commands arrive as
 JSON lines on standard input and are answered by JSON lines on what was standard output at the start; whatever a library

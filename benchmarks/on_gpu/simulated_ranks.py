@@ -19,7 +19,7 @@ def run(settings: Settings, report: Report) -> None:
     """Fills the report."""
     about = (
         f"Transfers take bytes / {RATE / 1e9:.0f} GB/s on a stream of their own, for fsdp2 none (its group is torch's "
-        "fake one). Hidden: the share of transfer time under computation. Planned: the peak that ds_plan says."
+        "fake one). Hidden: the share of transfer time under computation. Planned: the peak by ds_plan."
     )
     columns = ["who", "step (ms)", "peak (GB)", "planned (GB)", "transfers (ms)", "hidden", "waits", "launches"]
     for shape, names in (("tiny", ("ours-3", "fsdp2")),) if settings.dry else CONTESTS:

@@ -119,7 +119,7 @@ def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _planned(shape: Shape, stage: int) -> float:
-    """Returns the peak of device memory that the planner says, in decimal gigabytes."""
+    """Returns the peak of device memory that the planner computes, in decimal gigabytes."""
     config = {
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "bf16": {"enabled": True},

@@ -1,6 +1,6 @@
 """The contract of an accelerator.
 
-A subclass says how one kind of device does it; the methods with a body here are the same everywhere. Indices are
+A subclass implements it for one kind of device; the methods with a body here are the same everywhere. Indices are
 device numbers of this process (after the visible-device variable), None is the current device, memory is in bytes.
 """
 

@@ -153,11 +153,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return host_memory.available_bytes()
 
     def is_fp16_supported(self) -> bool:
-        """True: fp16 trains on the CPU too (upstream says no)."""
+        """True: fp16 trains on the CPU too (upstream: False)."""
         return True
 
     def is_bf16_supported(self) -> bool:
-        """True: bf16 computes correctly on any CPU. Whether it is fast, ``cpu_has_bf16()`` says."""
+        """True: bf16 computes correctly on any CPU. ``cpu_has_bf16()`` returns whether it is fast."""
         return True
 
     def emulates(self, dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
 """The table of devices by their makers' figures, and quantities with units.
 
 Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
-what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name says: an H100 with 80 GB has 81,559 MiB.
+what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name suggests: an H100 with 80 GB has 81,559 MiB.
 In what people write, ``GB``, ``MB`` and so on are powers of ten, ``GiB``, ``MiB`` and so on powers of two.
 """
 

@@ -171,7 +171,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return True
 
     def is_bf16_supported(self) -> bool:
-        """Returns what torch's device module says; True if it has no such function."""
+        """Returns what torch's device module reports; True if it has no such function."""
         query = getattr(self._module, "is_bf16_supported", None)
         return True if query is None else bool(query())
 

@@ -46,7 +46,7 @@ ForkCommand = Callable[[Sequence[str], Mapping[str, str], tuple[int, int]], int]
 
 
 class AutotuningError(DeepSpeedError):
-    """No configuration was found; the message says why."""
+    """No configuration was found; the message gives the reason."""
 
 
 class Autotuner:

@@ -27,7 +27,7 @@ class CandidateGroup:
     Attributes:
         stage: Of ZeRO.
         changes: What is different from the user's configuration, batch sizes left out.
-        words: What its name says beside stage and batch sizes.
+        words: What its name contains beside stage and batch sizes.
     """
 
     stage: int

@@ -113,7 +113,7 @@ class TrialQueue:
     def estimate(self, name: str) -> float:
         """Returns the most likely seconds of a step of a measured candidate.
 
-        Two starts of one candidate differ, so that a shorter measured time alone says little where predictions are
+        Two starts of one candidate differ, so that a shorter measured time alone means little where predictions are
         known to be close. It is the geometric mean of measured and predicted time, each weighted by the inverse of its
         variance; half of :attr:`error` stands for the standard deviation of a prediction.
         """
@@ -126,7 +126,7 @@ class TrialQueue:
         return measured ** (1 - share) * expected**share
 
     def next(self) -> CandidatePlan | None:
-        """Returns the candidate that is measured next; None: :meth:`why_over` says why."""
+        """Returns the candidate that is measured next; None: :meth:`why_over` returns the reason."""
         return None if self.why_over() else self.runnable()[0]
 
     def why_over(self) -> str:

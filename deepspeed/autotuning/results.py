@@ -99,7 +99,7 @@ def summary_text(queue: TrialQueue, metric: str, samples: int, seconds: float) -
 
 
 def reason_of(folder: Path, code: int) -> str:
-    """Returns why a start of the script failed, in one line: the first exception, else what the launcher says."""
+    """Returns why a start of the script failed, in one line: the first exception, else the launcher's message."""
     for name in ("stderr.log", "stdout.log"):
         path = folder / name
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

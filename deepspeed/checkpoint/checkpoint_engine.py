@@ -31,7 +31,7 @@ _HEAD = 64  # bytes before the first tensor, since no tensor of a manifest begin
 
 @dataclass(frozen=True)
 class CheckpointCommitInfo:
-    """Says which checkpoint ``save_checkpoint`` begins or ends; its text is the tag.
+    """Names the checkpoint that ``save_checkpoint`` begins or ends; its text is the tag.
 
     Attributes:
         tag: Name of the checkpoint.
@@ -61,7 +61,8 @@ class CheckpointEngine:
         """Called before the files of a checkpoint are saved.
 
         Args:
-            info: A :class:`CheckpointCommitInfo` from ``save_checkpoint``, else what a program says of the checkpoint.
+            info: A :class:`CheckpointCommitInfo` from ``save_checkpoint``, else what a program passes about the
+                checkpoint.
         """
 
     def save(self, state_dict: Any, path: FilePath) -> None:
@@ -186,7 +187,7 @@ class StateDictFile(FileReader):
 
     Args:
         folder: The tag folder.
-        record: What the manifest says about the file.
+        record: The file's entry in the manifest.
         engine: Loads the state dict, whole, when the file is opened.
     """
 

@@ -28,7 +28,7 @@ class DeepSpeedCheckpoint:
 
     A pipeline's first layer is the embedding, the one at ``final_layer_norm_idx`` the last norm, and those between are
     the transformer layers, which are divided again over ``pp_degree`` stages. Slices of tensor-parallel ranks are not
-    joined or cut: nothing in the files says along which axis (``engine.load_checkpoint`` reads any topology).
+    joined or cut: the files do not record along which axis (``engine.load_checkpoint`` reads any topology).
     A folder of this package has whole weights: one tensor rank, one stage, and no files of layers or ZeRO ranks.
 
     Args:

@@ -14,7 +14,7 @@ Kinds: ``master`` (the values the optimizer updates), ``compute`` (the values th
 master, or where they are not just the master rounded), ``optimizer.<state>`` for each per-element optimizer state,
 ``buffers``, ``private`` (whole tensors that belong to one rank, ``checkpoint.private``), ``torch``.
 
-Versions of the manifest: 1 has whole parameters only; 2 says of each tile which regions of which parameter it holds
+Versions of the manifest: 1 has whole parameters only; 2 lists for each tile which regions of which parameter it holds
 (:mod:`deepspeed.zero.tiling.tiles`). Both are read, 2 is written.
 """
 
@@ -322,7 +322,7 @@ def _encode_file(entry: SavedFile) -> dict[str, Any]:
 
 
 class _Checker:
-    """Takes values out of untrusted JSON and says what is wrong with them."""
+    """Takes values out of untrusted JSON and raises with what is wrong with them."""
 
     def __init__(self, where: str) -> None:
         self.where = where

@@ -46,7 +46,7 @@ class FileReader:
 
     Args:
         folder: The tag folder.
-        record: What the manifest says about the file.
+        record: The file's entry in the manifest.
     """
 
     def __init__(self, folder: Path, record: SavedFile) -> None:
@@ -179,7 +179,7 @@ class CheckpointReader:
     Args:
         folder: The tag folder.
         verify: Whether :meth:`check` compares checksums.
-        manifest: What there is; None: as the folder says.
+        manifest: What there is; None: as in the folder.
         files: Readers of its files that are not in the folder; None: all of them are.
 
     Attributes:

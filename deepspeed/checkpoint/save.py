@@ -68,7 +68,7 @@ class _Job:
     """Everything that the writing needs, so that it can run beside training.
 
     Attributes:
-        apart_is_meant: Not all ranks see one folder, and the configuration says so.
+        apart_is_meant: Not all ranks see one folder, and this is configured.
         shared: On rank 0 the small files that are the same for all ranks, by name.
         buffers: The model's buffers that this rank has for the others.
         private: What this rank keeps for itself, by name.
@@ -299,7 +299,7 @@ def _run(job: _Job, exchange: Exchange) -> None:
         log_dist_once(
             f"save_checkpoint: ranks see different folders under this path, so each of {len(set(leaders))} "
             "folders has the files of its own ranks only. To load with another number of ranks, copy the "
-            "content of all of them into one. checkpoint.use_node_local_storage: true says that this is "
+            "content of all of them into one. checkpoint.use_node_local_storage: true declares that this is "
             "intended"
         )
 

@@ -286,7 +286,7 @@ class FileWriter:
                 for part in entry.values:
                     self._put(part, stream)
                 if stream.size != offset + entry.nbytes:
-                    raise CheckpointError(f"{name}: {entry.name} does not have as many bytes as its shape says")
+                    raise CheckpointError(f"{name}: {entry.name} does not have as many bytes as its shape needs")
 
         size, checksums = self._stream(name, fill)
         return offsets, size, checksums

@@ -13,7 +13,7 @@ def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] |
 
     Args:
         name: What the sentence begins with.
-        work: Reads the command line and does what it says; returns the exit code, None standing for 0.
+        work: Reads the command line and executes it; returns the exit code, None standing for 0.
         args: What ``main`` was given: None if it is the process's own command line, so that the process is ours to end.
 
     Raises:

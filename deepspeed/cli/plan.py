@@ -1,4 +1,4 @@
-"""``ds_plan``: says whether a job fits and what it communicates, for any number of devices, without one."""
+"""``ds_plan``: computes whether a job fits and what it communicates, for any number of devices, without one."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ _LINE_SECONDS = 10.0  # between two lines where nothing can be rewritten
 
 
 class Progress:
-    """Says on stderr what is done: in one line that is rewritten on a terminal, in a line now and then in a file.
+    """Reports progress on stderr: in one line that is rewritten on a terminal, in a line now and then in a file.
 
     Args:
         name: Of the command.

@@ -99,7 +99,7 @@ def _usable(rows: Iterable[FeatureStatus]) -> Table:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """Says whether one feature can be used here.
+    """Reports whether one feature can be used here.
 
     Attributes:
         feature: What it is.

@@ -353,7 +353,7 @@ class compression_scheduler:  # noqa: N801 - a published name
             log_dist(pruned)
 
     def at(self, training_steps: int) -> None:
-        """Goes to what acts after so many updates, and says what is new."""
+        """Switches to what acts after so many updates, and logs what is new."""
         if training_steps == self.training_steps:
             return
         self.training_steps = training_steps

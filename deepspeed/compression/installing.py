@@ -256,7 +256,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Puts ``module`` (a module, parameter or value) where the dotted name says.
+    """Puts ``module`` (a module, parameter or value) at the dotted name.
 
     Raises:
         AttributeError: What should hold it does not exist.
@@ -292,7 +292,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
-    """Copies layers of a teacher into a student, as ``compression_training.layer_reduction`` says.
+    """Copies layers of a teacher into a student, by ``compression_training.layer_reduction``.
 
     Layer ``i`` of the student below ``module_name_prefix`` takes the values of the teacher's layer
     ``teacher_layer[i]``; then each of ``other_module_name`` takes those of its namesake. On every rank alike.

@@ -44,7 +44,8 @@ def compressed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Techniques]
 def compression_state(model: nn.Module) -> list[LayerState]:
     """Achieved bits and densities of every compressed layer now, before :func:`redundancy_clean`.
 
-    Masks that are learned have as many ones as their share says, so they are not looked at, and nothing is gathered.
+    Masks that are learned have as many ones as their share requires, so they are not looked at, and nothing is
+    gathered.
     """
     found = []
     for module, techniques in compressed_layers(model):

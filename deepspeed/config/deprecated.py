@@ -22,7 +22,7 @@ class OldKey:
         about: What became of it, for the reference.
         convert: Makes the new value; raises ValueError for a value the old key could not have.
         expects: What the old key takes, for the message when ``convert`` refuses.
-        neutral: New values that say what the default says: they get no line.
+        neutral: New values that mean the same as the default: they get no line.
         same_section: The old name held a whole section of the same shape.
     """
 
@@ -200,7 +200,7 @@ def _check_ignored_size(value: Any, path: Path, findings: ConfigMessages) -> Non
 def translate_old_keys(data: dict[str, Any], findings: ConfigMessages) -> None:
     """Moves every old spelling in ``data`` to its new place, in place.
 
-    Each is reported by one notice unless it says what the default says; an old key beside its new one is a problem.
+    Each is reported by one notice unless it means the same as the default; an old key beside its new one is a problem.
     """
     _stage_as_bool(data, findings)
     _clipping_as_bool(data, findings)

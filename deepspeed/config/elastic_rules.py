@@ -15,7 +15,7 @@ from deepspeed.config.sections.elasticity import OWN_KEYS, Elasticity
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import ElasticityConfigError, ElasticityError
 
-# Where a scheduler that chooses the number of ranks says by which section it does.
+# Set by a scheduler that chooses the number of ranks: the section that it read.
 SCHEDULER_VARIABLE = "DEEPSPEED_ELASTICITY_CONFIG"
 _AT = "elasticity"
 _AGREED = ("max_train_batch_size", "micro_batch_sizes", "version")
@@ -111,7 +111,7 @@ def put_elastic_batch(root: Root, data: dict[str, Any], data_ranks: int | None, 
 
 
 def _compare_with_scheduler(section: Elasticity, findings: ConfigMessages) -> None:
-    """Compares the section with the one that the scheduler read, where it says so in its variable."""
+    """Compares the section with the one that the scheduler read, where its variable has it."""
     text = os.environ.get(SCHEDULER_VARIABLE)
     if text is None:
         return

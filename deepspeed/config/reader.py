@@ -39,7 +39,7 @@ def is_auto(value: Any) -> bool:
 
 
 def report_unknown(path: Path, valid: list[str], findings: ConfigMessages) -> None:
-    """Refuses an unknown key, or warns of it where the environment says so."""
+    """Refuses an unknown key, or warns of it where the environment variable requests that."""
     advice = suggestion(path, valid)
     mode = os.environ.get(UNKNOWN_KEYS_VARIABLE, "")
     if mode.strip().lower() == "warn":

@@ -40,7 +40,7 @@ Every key of a `ds_config`, generated from `deepspeed/config/sections` by `pytho
   effect.
 - **Values**: a whole number may be written `5e8`, a number as text (`"500"`), a switch as true/false, 1/0, yes/no,
   on/off, t/f, y/n in any case. Dtypes: `fp32`, `fp16`, `bf16` and their longer forms.
-- **`"auto"`** means the default, and the log says which value that is. In a batch key it is refused unless other keys
+- **`"auto"`** means the default, and the log shows which value that is. In a batch key it is refused unless other keys
   determine the value.
 - A section that is null counts as absent.
 - *No effect* marks keys that are accepted because existing files have them, with the reason why they do nothing here. A

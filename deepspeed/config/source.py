@@ -218,7 +218,7 @@ def _read_file(path: FilePath) -> Document:
         except ValueError as error:
             document.notices.append(
                 f"{path} is not JSON ({error}) and was read as Hjson, which needs no commas or quotation marks: check "
-                "that it says what you mean, or name it .hjson"
+                "that it was read as you mean it, or name it .hjson"
             )
     return document
 

@@ -22,7 +22,7 @@ class DeepSpeedDataLoader:
 
     A map-style dataset is divided by a :class:`~torch.utils.data.distributed.DistributedSampler`. An iterable dataset
     has no indices to divide, so every rank reads the stream as its ``__iter__`` gives it; a dataset that does not look
-    at the rank then feeds all ranks the same samples, which a warning says.
+    at the rank then feeds all ranks the same samples, of which a warning informs.
 
     Args:
         dataset: A map-style dataset (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
@@ -323,7 +323,7 @@ def move_to_device(
     Args:
         item: A tensor (anything with ``to``), or tuples, lists and mappings of such; other things pass through.
         device: Where to.
-        criterion_func: Moves only what it says True to; None: everything with ``to``.
+        criterion_func: Moves only that for which it returns True; None: everything with ``to``.
 
     Returns:
         The same structure with the moved parts. What is there already is not copied.

@@ -110,7 +110,7 @@ class DroppableBlock(nn.Module):
 def progressive_layer_drop(
     model: nn.Module, blocks: str | nn.Module | Sequence[nn.Module], *, seed: int = 0
 ) -> LayerDrop:
-    """Lets training forwards of ``model`` leave blocks out, as the section ``progressive_layer_drop`` says.
+    """Lets training forwards of ``model`` leave blocks out, by the section ``progressive_layer_drop``.
 
     To be called before ``deepspeed.initialize``. The engine draws for every training forward, by the step, so that all
     ranks leave out the same blocks and a resumed run the ones it would have left out. At ZeRO stage 3 nothing is

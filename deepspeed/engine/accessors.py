@@ -104,7 +104,7 @@ class ConfigAccessors:
     _root: Root
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Returns whether whole weights may be collected for saving: the key of that name says so for stage 3.
+        """Returns whether whole weights may be collected for saving: for stage 3, the key of that name.
 
         Layers that tensor-parallel ranks share are whole below stage 3 once they are collected over these ranks, which
         no key forbids; Accelerate calls this before it collects them.

@@ -16,11 +16,11 @@ class Batches:
     Attributes:
         micro_steps: Micro-batches so far.
         has_run_backward: Whether a backward has run since the last update.
-        are_reduced: Whether backwards reduce gradients as the ZeRO stage says; False inside ``no_sync`` and
+        are_reduced: Whether backwards reduce gradients by the rules of the ZeRO stage; False inside ``no_sync`` and
             ``coalesce_grad_reduction``.
 
     Args:
-        sizes: What the configuration says.
+        sizes: As configured.
         data_size: Data-parallel ranks.
         is_counted: Whether updates are found by counting micro-steps; otherwise each micro-step ends in one.
     """

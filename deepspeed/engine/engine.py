@@ -400,7 +400,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
         micro_batch: MicroBatch | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Backpropagates ``loss`` and reduces gradients as the ZeRO stage says. Every rank must call it.
+        """Backpropagates ``loss`` and reduces gradients by the rules of the ZeRO stage. Every rank must call it.
 
         Args:
             loss: Scalar; it is divided by ``gradient_accumulation_steps`` and multiplied by the loss scale. With

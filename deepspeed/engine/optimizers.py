@@ -149,7 +149,7 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
     """Raises where an optimizer cannot update masters in files, and where there is none whose states could be sharded.
 
     Raises:
-        DeepSpeedConfigError: Says which, and what to change.
+        DeepSpeedConfigError: Names it, and what to change.
     """
     if placement.master_tier is Tier.FILE and optimizer is not None and not supports_flat_update(optimizer):
         raise DeepSpeedConfigError(

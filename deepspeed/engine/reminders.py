@@ -57,7 +57,7 @@ class RowCheck:
 
         Args:
             inputs: Arguments of a forward, in any nesting.
-            micro_batch_size: What the configuration says.
+            micro_batch_size: As configured.
         """
         rows = [tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() > 0]
         self.is_done = bool(rows)

@@ -167,7 +167,7 @@ def state_text(
 
 
 def summary(runtime: ZeroRuntime, placement: Placement, ranks: RankCoordinates, batches: Batches) -> str:
-    """Returns what an engine says of itself when it is made: stage, ranks, elements, batch."""
+    """Returns what an engine logs about itself when it is made: stage, ranks, elements, batch."""
     layout = runtime.layout
     numel = sum(bucket.used_numel for bucket in layout.buckets)
     shared_by = {bucket.num_slices for bucket in layout.buckets if bucket.replicas > 1}

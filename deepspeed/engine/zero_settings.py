@@ -56,7 +56,7 @@ def precision_for(setup: EngineSetup) -> PrecisionPolicy:
 
 
 def placement_for(setup: EngineSetup) -> Placement:
-    """Returns where model states live, as the configuration says it.
+    """Returns where model states live by the configuration.
 
     Raises:
         DeepSpeedConfigError: The model was compiled into one graph, and parameters are gathered between its parts.

@@ -138,7 +138,7 @@ def _check(read: DeepSpeedInferenceConfig, findings: ConfigMessages) -> None:
             ("quant", "activation"), "activations stay in 16 bits; leave the section out (weights are quantised alone)"
         )
     if read.injection_policy_tuple is not None and read.injection_policy is not None:
-        findings.problem(("injection_policy_tuple",), "injection_policy says the same by class; give one of them")
+        findings.problem(("injection_policy_tuple",), "injection_policy gives the same by class; give one of them")
     if read.moe.ep_size > 1:
         findings.problem(("moe", "ep_size"), f"{read.moe.ep_size}: experts are not spread while generating; use 1")
     if read.zero.stage not in (0, 3):
@@ -154,7 +154,7 @@ def _effects(read: DeepSpeedInferenceConfig) -> list[str]:
     ]
     if not (read.tensor_parallel.enabled and read.tensor_parallel.tp_size > 1):
         unused = [name for name in ("injection_policy", "injection_policy_tuple") if getattr(read, name) is not None]
-        lines += [f"{name} has no effect: it says how layers are cut, and tp_size is 1" for name in unused]
+        lines += [f"{name} has no effect: it sets how layers are cut, and tp_size is 1" for name in unused]
     if read.moe.model_fields_set - {"ep_size"}:
         lines.append("moe has no effect: experts are the model's own")
     if "qkv" in read.quant.model_fields_set:

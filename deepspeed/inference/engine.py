@@ -88,7 +88,7 @@ class InferenceEngine(nn.Module):
             return self.module.generate(*args, **with_cache(kwargs))  # type: ignore[operator]
 
     def _check_prompt(self, prompt: Any) -> None:
-        """Says what is wrong with ids that the model would fail on inside, on a GPU beyond repair."""
+        """Raises for ids that the model would fail on inside, on a GPU beyond repair."""
         if prompt is None or main_input_of(self.module, "input_ids") != "input_ids":
             return
         at = "generate(input_ids=...)"

@@ -155,7 +155,7 @@ def _refuse(settings: InferenceSettings) -> None:
         )
     if read.injection_policy is not None and read.replace_with_kernel_inject:
         raise DeepSpeedConfigError(
-            "init_inference: injection_policy says how layers are cut, replace_with_kernel_inject that they are "
+            "init_inference: injection_policy states how layers are cut, replace_with_kernel_inject that they are "
             "replaced; give one of them"
         )
 

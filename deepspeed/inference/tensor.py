@@ -101,7 +101,7 @@ def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch
 
 
 def _group_of(tp_config: InferenceTp) -> Any:
-    """Returns the ranks that the program says share layers; None where it says nothing."""
+    """Returns the ranks that share layers, as the program passes them; None where it passes none."""
     if tp_config.tp_group is not None or tp_config.mpu is None:
         return tp_config.tp_group
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -170,7 +170,7 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
     """Writes the model's weights. Every rank must call it; ranks with the same part write it once.
 
     Args:
-        model: Cut as ``cut`` says, or whole.
+        model: Cut by ``cut``, or whole.
         folder: Made where it is missing.
         cut: What was done to the model; None: nothing.
         dtype: Of its weights, for the description.

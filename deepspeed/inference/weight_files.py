@@ -1,7 +1,7 @@
 """Tensors in files of weights, of which any part can be read without the rest.
 
 A file holds whole tensors (Transformers' files, those of ``save_16bit_model`` and ``zero_to_fp32.py``), or the parts of
-one tensor-parallel rank, as :mod:`deepspeed.inference.tensor` writes them: then the file's own header says of each
+one tensor-parallel rank, as :mod:`deepspeed.inference.tensor` writes them: then the file's own header lists for each
 tensor which part it is, so that ranks of any number find theirs.
 """
 

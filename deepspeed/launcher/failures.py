@@ -72,7 +72,7 @@ class ErrorStream(RankStream):
 
     def emit(self, text: bytes) -> None:
         """Shows a line, or holds it."""
-        if self.label:  # ours says the same
+        if self.label:  # our own line has the same
             text = _TORCH_LABEL.sub(b"", text)
         self._tail.append(text)
         if _REPORT_START.search(text):

@@ -282,7 +282,7 @@ def _check_script(args: argparse.Namespace) -> None:
 def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
     """The devices of each machine of the world."""
     if args.world_info is None:
-        raise LauncherError("--world_info is missing: it says which ranks to start; the deepspeed command passes it")
+        raise LauncherError("--world_info is missing: it lists the ranks to start; the deepspeed command passes it")
     hosts = list(decode_world_info(args.world_info).values())
     if not 0 <= args.node_rank < len(hosts):
         raise LauncherError(f"--node_rank {args.node_rank}: --world_info has {len(hosts)} host(s), counted from 0")

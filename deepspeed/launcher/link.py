@@ -386,8 +386,8 @@ class LauncherLink:
         if not self.me.is_genuine(messages[0], connection.nonce):
             self._drop(connection, selector)
             self._warn(
-                f"refused a process on host {hello.me.host} that says it is the launcher of node {hello.me.index}, but "
-                "does not know the secret of this run. If it is one of this run, give all launchers the same "
+                f"refused a process on host {hello.me.host} that calls itself the launcher of node {hello.me.index}, "
+                "but does not have the secret of this run. If it is one of this run, give all launchers the same "
                 "DS_RUN_SECRET"
             )
             return
@@ -545,7 +545,7 @@ class LauncherLink:
             return connection, None
         if not self.me.is_genuine(answer, nonce):
             self._warn(
-                f"what answers at {self._address}, port {port}, does not know the secret of this run. If it is the "
+                f"what answers at {self._address}, port {port}, does not have the secret of this run. If it is the "
                 "launcher of node 0, give all launchers the same DS_RUN_SECRET"
             )
             return connection, None

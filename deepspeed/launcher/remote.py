@@ -85,7 +85,7 @@ class RemoteRun:
         return sum(len(slots) for slots in self.hosts.values())
 
     def node_launcher(self, *place: str) -> list[str]:
-        """The command that starts ranks; ``place`` says which."""
+        """The command that starts ranks; ``place`` selects them."""
         return [
             sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encode_world_info(self.hosts)}",
             f"--master_addr={self.master_addr}", f"--master_port={self.master_port}", f"--run_id={self.run_id}",

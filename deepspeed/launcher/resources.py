@@ -16,7 +16,7 @@ Slots = Mapping[str, int]
 Selection = dict[str, list[int]]
 
 DLTS_HOSTFILE = "/job/hostfile"
-"""Where the host file is looked for unless ``--hostfile`` says otherwise; upstream's name."""
+"""Where the host file is looked for without ``--hostfile``; upstream's name."""
 
 # No option of ssh or pdsh, which begin with "-", and nothing that a shell or a list of hosts reads as more than a name.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][\w.:@-]*", re.ASCII)

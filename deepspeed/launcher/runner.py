@@ -245,7 +245,7 @@ def _fork_command(program: Sequence[str], environment: Mapping[str, str], output
 def _take_place_in_cluster(args: argparse.Namespace) -> None:
     """Starts only this machine's ranks where a cluster has started the command on each of several machines.
 
-    A host file, or an option that says which machines take part, counts more than the cluster's variables.
+    A host file, or an option that selects machines, counts more than the cluster's variables.
     """
     chooses_hosts = args.no_ssh or args.force_multi or args.include or args.exclude or args.num_nodes != -1
     if chooses_hosts or args.launcher != "pdsh" or os.path.isfile(args.hostfile):

@@ -229,10 +229,10 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
 
     Args:
         environment: Slurm's variables.
-        per_node: Ranks per machine; -1 for what the allocation says of devices or tasks.
+        per_node: Ranks per machine; -1 by the devices or tasks of the allocation.
 
     Raises:
-        LauncherError: This is no Slurm job, or nothing says how many ranks a machine gets.
+        LauncherError: This is no Slurm job, or the number of ranks per machine is unknown.
     """
     hosts = hosts_of_step(environment)
     count = per_node
@@ -244,7 +244,7 @@ def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[s
             break
     if count < 1:
         raise LauncherError(
-            f"--launcher slurm: nothing says how many ranks each of {len(hosts)} machine(s) gets; ask Slurm for "
+            f"--launcher slurm: the number of ranks on each of {len(hosts)} machine(s) is unknown; ask Slurm for "
             "--gpus-per-node or --ntasks-per-node, or give --num_gpus N"
         )
     return dict.fromkeys(hosts, count)

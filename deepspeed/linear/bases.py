@@ -16,7 +16,7 @@ _SHARE = "ds_base_offloaded_share"
 
 
 def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Says that each of ``ranks`` ranks keeps a slice of frozen parameters, which are gathered where they are used.
+    """Declares that each of ``ranks`` ranks keeps a slice of frozen parameters, which are gathered where they are used.
 
     Args:
         parameters: Before an engine takes them.
@@ -31,7 +31,7 @@ def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
 
 
 def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
-    """Says that frozen parameters live in host memory between uses.
+    """Declares that frozen parameters live in host memory between uses.
 
     Args:
         parameters: Before an engine takes them.
@@ -43,7 +43,7 @@ def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
 
 
 def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
-    """Puts the bases of ``model`` into their groups, and says which there are.
+    """Puts the bases of ``model`` into their groups, and returns them.
 
     Args:
         model: Before an engine takes its parameters.

@@ -22,7 +22,7 @@ class LoRAConfig:
             of it, so that it can be loaded and used. A model built inside ``deepspeed.zero.Init`` is cut from the
             start.
         offload: Base weights live in host memory at every ZeRO stage, and come to the device where they are used. All
-            data-parallel ranks share what is there, whatever ``base_weight_sharding`` says.
+            data-parallel ranks share what is there, regardless of ``base_weight_sharding``.
         offload_ratio: Share of the bytes of base weights that do so, 0 to 1: the first layers of the model. 0: all
             with ``offload``, otherwise none.
         delay_lora_init: Adapters are made by :meth:`LoRAOptimizedLinear.init_lora` instead of with the layer.

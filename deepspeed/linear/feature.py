@@ -1,4 +1,4 @@
-"""What the engine does for frozen weights: packs them as ``weight_quantization`` says, and shards the bases of LoRA."""
+"""What the engine does for frozen weights: packs them by ``weight_quantization``, and shards the bases of LoRA."""
 
 from __future__ import annotations
 

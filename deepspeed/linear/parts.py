@@ -1,4 +1,4 @@
-"""Weights of few bits for parts of a model, as the section ``weight_quantization`` says."""
+"""Weights of few bits for parts of a model, by the section ``weight_quantization``."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def input_embedding(model: Any) -> nn.Module | None:
 def _call_getter(model: Any, method: str) -> nn.Module | None:
     try:
         found: nn.Module | None = getattr(model, method, lambda: None)()
-    except (AttributeError, NotImplementedError):  # how the library says that a model has none
+    except (AttributeError, NotImplementedError):  # raised by the library where a model has none
         return None
     return found
 

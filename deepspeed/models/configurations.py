@@ -18,7 +18,7 @@ def text_config(config: Any) -> Any:
         return config
     try:
         return config.get_text_config()
-    except ValueError:  # how the library says that there are several
+    except ValueError:  # raised by the library where there are several
         return config
 
 
@@ -52,7 +52,7 @@ def kv_heads_of(config: Any) -> int | None:
 def head_dim_of(config: Any) -> int | None:
     """Returns the width of one head of every layer.
 
-    None where layers differ, or the configuration says neither it nor heads and hidden size.
+    None where layers differ, or the configuration has neither it nor heads and hidden size.
     """
     heads, text = heads_of(config), text_config(config)
     if _differs(text, "head_dim"):

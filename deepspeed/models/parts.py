@@ -55,7 +55,7 @@ class ModelPart:
         return module
 
     def tensor_plan(self, prefix: str) -> dict[str, str]:
-        """Returns what the model's tensor-parallel plan says of this part, by names that begin with ``prefix``.
+        """Returns the entries of the model's tensor-parallel plan for this part, by names that begin with ``prefix``.
 
         Empty if the plan cuts no block, as that of a model whose head alone has an entry.
         """

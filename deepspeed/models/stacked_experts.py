@@ -75,8 +75,8 @@ def lacks(module: nn.Module) -> str | None:
         return "an integer num_experts"
     if not takes_all(module) and not all(hasattr(module, name) for name in ("is_transposed", "_apply_gate")):
         return (
-            "transformers.integrations.use_experts_implementation on its class, which says how its weights lie and "
-            "what happens between the two products"
+            "transformers.integrations.use_experts_implementation on its class, which declares how its weights are "
+            "laid out and what happens between the two products"
         )
     return None
 

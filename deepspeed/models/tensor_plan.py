@@ -21,7 +21,7 @@ def plans_in(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def part_of_plan(model: Any, path: str, prefix: str) -> dict[str, str]:
-    """Returns what a model's plan says of the module at ``path``, by names that begin with ``prefix`` instead."""
+    """Returns the entries of a model's plan for the module at ``path``, by names that begin with ``prefix`` instead."""
     found = {}
     steps = path.split(".")
     for key, style in _plan_of(model).items():

@@ -29,7 +29,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 def may_pin(requested: bool) -> bool:
-    """Returns whether page-locking is requested and would speed anything up here; says so once where it would not."""
+    """Returns whether page-locking is requested and would speed anything up here; logs once where it would not."""
     if not requested:
         return False
     if get_accelerator().computes_in_host_memory:
@@ -117,7 +117,7 @@ def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
 def _advise_huge_pages(mapped: mmap.mmap) -> None:
     """Requests pages of 2 MiB: an update walks over seven streams at once, more than the page table's cache holds."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them says so here, and small pages work as well
+        with contextlib.suppress(OSError):  # raised by a kernel without them; small pages work as well
             mapped.madvise(mmap.MADV_HUGEPAGE)
 
 

@@ -74,7 +74,7 @@ def open_tiers(
     state_itemsizes: Sequence[int],
     is_trained: bool,
 ) -> OffloadTiers:
-    """Opens the tiers that ``placement`` uses. Files are made when the runtime says what they will hold.
+    """Opens the tiers that ``placement`` uses. Files are made when the runtime passes what they will hold.
 
     Args:
         root: The configuration.

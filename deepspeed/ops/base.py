@@ -96,7 +96,7 @@ class ElementwiseOptimizer(FlatByRule, KeepsStateDtypes):
 
 
 class ClearsGradients(ElementwiseOptimizer):
-    """An elementwise optimizer whose constructor says what ``zero_grad`` does."""
+    """An elementwise optimizer whose constructor chooses what ``zero_grad`` does."""
 
     _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "set_grad_none")
     set_grad_none: bool

@@ -4,7 +4,7 @@ The real engine runs one step as rank *r* of *N* on tensors without values, and 
 for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``simulation`` (the run), ``pipeline``
 and ``simulated_stage`` (what a rank does in a step), ``environment``, ``simulated_hardware``, ``values`` and
 ``autocasting`` (the world around it), ``memory`` (the counting), then ``planner``, ``simulated_step``, ``result`` and
-``show``. ``prediction`` says how long a step takes.
+``show``. ``prediction`` estimates how long a step takes.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class PlanOptions:
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
         fp8: Times are those of linear layers that multiply in fp8; memory and traffic stay as they are.
         rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
-        schedule: Of the pipeline; None: as the configuration says, or ``1f1b``.
-        num_chunks: Chunks per stage; None: as the configuration says, or as few as the schedule can have.
+        schedule: Of the pipeline; None: as configured, or ``1f1b``.
+        num_chunks: Chunks per stage; None: as configured, or as few as the schedule can have.
         longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the result, a
             multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
     """
@@ -77,7 +77,7 @@ class PlanOptions:
     longest: bool = False
 
     def request(self, model: Any, config: Any) -> Request:
-        """Returns what is to be planned, at the degrees that the configuration says.
+        """Returns what is to be planned, at the configured degrees.
 
         Args:
             model: What :func:`plan` takes.
@@ -130,7 +130,7 @@ def plan(model: Any, config: Any, **options: Any) -> Plan:
         config: The configuration: a dict, a path, or base64.
         **options: The attributes of :class:`PlanOptions`, and ranks along the axes by the names of
             :data:`~deepspeed.plan.degrees.DEGREES`: ``pipe`` (the model is a ``DecoderShape`` or a decoder-only one of
-            Transformers), ``tensor``, ``sequence``, ``ep``; None: as the configuration says.
+            Transformers), ``tensor``, ``sequence``, ``ep``; None: as configured.
 
     Raises:
         DeepSpeedConfigError: The configuration cannot run, the model cannot be built without values, or a quantity has

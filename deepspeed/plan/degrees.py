@@ -49,7 +49,7 @@ def _with_expert_ranks(request: Request, ranks: int) -> Request:
 
 
 _OF_THE_MODEL = {PIPE: _with_stages, EXPERT: _with_expert_ranks}
-"""Axes whose size more than a key says."""
+"""Axes whose size is set in another way than by one key of the configuration."""
 
 
 def _degree_row(row: AxisRow) -> DegreeRow:

@@ -68,7 +68,7 @@ class Machine:
 
     @property
     def link_domain(self) -> int:
-        """Accelerators that ``device.link`` joins: those of a node, or of more nodes where the device says so."""
+        """Accelerators that ``device.link`` joins: those of a node, or of several nodes where the device spans them."""
         return max(self.devices_per_node, min(self.device.domain, self.ranks))
 
     @property

@@ -83,7 +83,7 @@ def _in_flight(pipeline: Pipeline, micro_batches: int) -> tuple[int, ...]:
 def pipeline_of(
     config: Mapping[str, Any], stages: int = 1, schedule: str | None = None, num_chunks: int | None = None
 ) -> Pipeline:
-    """The pipeline that is requested; what is None is as ``config`` says, or as ``PipelineModule`` has it."""
+    """The pipeline that is requested; what is None is as in ``config``, or as ``PipelineModule`` has it."""
     section = config.get("pipeline") or {}
     chunks = num_chunks or (section.get("num_chunks") if schedule is None else None)
     return Pipeline(stages, schedule or section.get("schedule") or DEFAULT_SCHEDULE, chunks)

@@ -112,7 +112,7 @@ def simulate_step(
 
 
 def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
-    """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
+    """The rank that needs most memory, as far as that follows from its optimizer; else the one of ``part``."""
     with simulated_environment(part) as (count, disk, _):
         return _SimulatedRun(workload, part, count, disk).heaviest_rank()
 
@@ -428,7 +428,7 @@ class CurrentModule:
 
     @contextmanager
     def own_errors_named(self, circumstances: str) -> Iterator[None]:
-        """Turns an error of the model's own code into one that says under which circumstances it came.
+        """Turns an error of the model's own code into one that names the circumstances.
 
         Raises:
             DeepSpeedConfigError: The model's own code raised inside the block.

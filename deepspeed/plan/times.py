@@ -8,7 +8,7 @@ same the other way; an all-reduce counts as both. An exchange between all (all_t
 same node: what a device sends to others passes its link, or its network where it is alone on its node. Where links
 join several nodes (``Machine.link_domain``), these count as one node here.
 
-These are bounds at the makers' rates. ``plan.prediction.network_model`` says how long a collective really takes.
+These are bounds at the makers' rates. ``plan.prediction.network_model`` estimates how long a collective really takes.
 """
 
 from __future__ import annotations

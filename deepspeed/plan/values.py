@@ -310,7 +310,7 @@ def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _counts(_count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """How often each number occurs: as many as the program says there are at least."""
+    """How often each number occurs: at least as many as the program states."""
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if args[0].device.type != "meta" or not least:
         return NotImplemented

@@ -76,7 +76,7 @@ def signals_of(section: Preemption, further: str) -> list[str]:
 
     Args:
         section: The configuration.
-        further: What :data:`~deepspeed.config.sections.checkpoint.SIGNAL_VARIABLE` says; empty: nothing.
+        further: Value of :data:`~deepspeed.config.sections.checkpoint.SIGNAL_VARIABLE`; empty: not set.
 
     Raises:
         DeepSpeedConfigError: It names no signal that a program can wait for.

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 class PhaseClock(Protocol):
-    """Sets marks in the work of a rank, and says later how far apart they are."""
+    """Sets marks in the work of a rank, and measures later how far apart they are."""
 
     def mark(self) -> Any:
         """Returns a mark behind all work queued on the device so far."""

@@ -52,7 +52,7 @@ class StandbyWriter:
 
 
 def report_at_end(folder: Path, rank: int, has_failed: bool, standby: StandbyWriter | None = None) -> None:
-    """Writes the report of a run that ends, or says how to do so where reading the files would hold up the end.
+    """Writes the report of a run that ends, or prints how to do so where reading the files would hold up the end.
 
     Rank 0 does it, and a rank that has failed, as the others may be killed now.
 

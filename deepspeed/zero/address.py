@@ -22,7 +22,7 @@ from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 
 class State(Enum):
-    """Says where the values of a bucket's parameters are; see ``zero.bucket``."""
+    """Holds the addresses of the values of a bucket's parameters; see ``zero.bucket``."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -65,7 +65,7 @@ class BucketBase:
         shard: This rank's slice, 1-D; for a resident bucket a view of all values.
         loans: Parameters that ``GatheredParameters`` keeps full, by tile.
         pins: Contexts that keep the whole bucket full.
-        gatherer: Makes a parameter full if that is allowed now, and says whether it did; None: never.
+        gatherer: Makes a parameter full if that is allowed now, and returns whether it did; None: never.
     """
 
     layout: BucketLayout
@@ -145,7 +145,7 @@ _numbers = itertools.count()
 
 
 class Address:
-    """Says where a parameter's values are kept.
+    """Describes where a parameter's values are kept.
 
     Attributes:
         bucket: The bucket.

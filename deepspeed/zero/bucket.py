@@ -177,7 +177,7 @@ class Bucket(BucketBase):
         return transfer_key(self.transport.owner, self.index, _GATHER, self._gathers)
 
     def announce(self) -> None:
-        """Says that a gather comes soon."""
+        """Announces a gather."""
         if self.state is State.SHARDED:
             self.memory.announce(self.shard)
 

@@ -20,7 +20,7 @@ from deepspeed.zero.tiling.parts import has_part
 
 
 def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:
-    """For a model whose parameters are sharded: its state dict says what it is, loading one into it is refused."""
+    """Makes a model with sharded parameters log what its state dict contains, and refuse to load one."""
     for module in model.modules():
         mark_module(module)
     handles = [model.register_state_dict_post_hook(_note_placeholders)]
@@ -32,13 +32,13 @@ def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:
 
 
 def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """One line where a state dict is not what it looks like; a module that is nested in another says it too."""
+    """Logs one line where a state dict has placeholders of sharded parameters; also for a nested module."""
     if any(isinstance(value, torch.Tensor) and value.shape == (0,) for value in state.values()):
         note_placeholders("state_dict()")
 
 
 def guard_parts(model: nn.Module) -> list[RemovableHandle]:
-    """For a model of whose parameters this rank has a part: its state dict says so."""
+    """Makes a model of whose parameters this rank has a part log that its state dict is that part."""
     if not any(has_part(p) and describe(name, p).group != DATA for name, p in model.named_parameters()):
         return []
     return [model.register_state_dict_post_hook(_note_parts)]

@@ -196,7 +196,7 @@ class ModelStates:
         if bucket.is_sharded and not self._options.placement.shard_params:
             raise DeepSpeedConfigError(
                 f"the frozen parameters of {bucket.label} are shared by ranks or kept in host memory, as LoRAConfig's "
-                "base_weight_sharding or offload said; below stage 3 they cannot be trained from now on. Set "
+                "base_weight_sharding or offload requested; below stage 3 they cannot be trained from now on. Set "
                 "requires_grad to true before initialize, or use ZeRO stage 3"
             )
         if bucket.dtype.is_complex:

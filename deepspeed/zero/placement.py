@@ -17,7 +17,7 @@ Offload chooses another tier for what is sharded: masters, optimizer state and r
 stage 3 also the compute parameters (``param_tier``), and at every stage the frozen ones that are described so
 (``base_tier``). Code reads the placement, never the stage number or the config.
 
-"Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
+"Sharded" means over all data-parallel ranks, unless only ``shard_ranks`` neighbours share. The others
 then hold the same (``comm.job.grid``), and stage 3 has two more rows:
 
 +---------+---------------+--------------+----------------------------+
@@ -57,7 +57,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.FILE}
 
 @dataclass(frozen=True)
 class BucketPlacement:
-    """Says where the states of one bucket are kept.
+    """Lists where the states of one bucket are kept.
 
     Attributes:
         is_sharded: The full compute parameters exist only while they are used.
@@ -78,7 +78,7 @@ class BucketPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Says how the model states are placed over the data-parallel ranks.
+    """Describes how the model states are placed over the data-parallel ranks.
 
     Attributes:
         stage: The row of the table, for messages and for the ecosystem's queries only.
@@ -185,7 +185,7 @@ class Placement:
     def of_buckets(self, layout: ModelLayout) -> tuple[BucketPlacement, ...]:
         """Returns the placement of each bucket.
 
-        With several ranks a bucket is sharded where the stage says so, and at every stage if its parameters are
+        With several ranks a bucket is sharded where the stage shards, and at every stage if its parameters are
         described as shared or offloaded; with one, only where its parameters leave the device. Masters leave the device
         in model order until their share is reached; compute shards fill the allowed host memory in model order before
         they go into files.

@@ -56,7 +56,7 @@ class ModelChunk:
 class MicroBatch:
     """One backward of an update.
 
-    The engine counts calls of ``step``; a schedule that runs forwards and backwards in an order of its own says it.
+    The engine counts calls of ``step``; a schedule that runs forwards and backwards in an order of its own sets it.
 
     Attributes:
         index: Number of the micro-batch in its update, from 0. Several backwards may belong to one: those of the parts

@@ -71,7 +71,7 @@ class MemoryTracker:
             self.observer.booked(kind, tier, nbytes)
 
     def claim(self, tensor: torch.Tensor) -> None:
-        """Says that the memory of ``tensor`` (any shape) is what an entry stands for."""
+        """Records that an entry stands for the memory of ``tensor`` (any shape)."""
         if self.observer is not None:
             self.observer.claimed(tensor)
 

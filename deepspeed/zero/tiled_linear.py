@@ -108,7 +108,7 @@ class TiledLinear(nn.Module):
         if len(input_) != self.in_splits:
             raise DeepSpeedConfigError(
                 f"TiledLinear(input_is_already_split=True): expected the {self.in_splits} parts of the input, found "
-                f"{len(input_)}; cut it where in_parts says"
+                f"{len(input_)}; cut it as in_parts does"
             )
         return list(input_)
 

@@ -3,7 +3,7 @@
     deepspeed --num_gpus 2 cifar10.py --deepspeed --deepspeed_config ds_config.json
     torchrun --nproc-per-node 2 cifar10.py --deepspeed_config=./ds_config.json
 
-README.md in this folder says what one sees.
+README.md in this folder describes what one sees.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 2 train.py
 
-A transformer reads twelve words and says whether the first of them comes again. It is trained as it is; then training
-goes on under `compression_training` of ds_config.json; at the end `redundancy_clean` takes the pruned parts out and
-stores the weights in 8 bits. What is said at each stage: how often it is right, and how large it is.
+A transformer reads twelve words and predicts whether the first of them comes again. It is trained as it is; then
+training goes on under `compression_training` of ds_config.json; at the end `redundancy_clean` takes the pruned parts
+out and stores the weights in 8 bits. Printed at each stage: how often it is right, and how large it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Says whether the first word comes again."""
+    """Predicts whether the first word comes again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
     make quickstart      first: leaves the weights in runs/quickstart/model.safetensors
     make generate        this file
 
-Each row loads the same file with ``deepspeed.init_inference`` in another dtype, and says what the weights take, how
+Each row loads the same file with ``deepspeed.init_inference`` in another dtype, and prints what the weights take, how
 fast bytes come, and how well the model still predicts text (nats per byte, less is better).
 
 Keys and values of what was written are kept, so that a step multiplies every weight with one row. Such a step waits for

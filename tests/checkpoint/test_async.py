@@ -207,7 +207,7 @@ def rests_for_ever(folder: str) -> list[str]:
 
     def clock() -> float:
         resting.set()
-        return float(1 << 20)  # seconds that the first write is said to have taken
+        return float(1 << 20)  # seconds that the first write is set to have taken
 
     with mock.patch.object(saving, "SavePace", lambda: pace(clock)):
         run.save_checkpoint(folder, tag="beside", async_save=True)

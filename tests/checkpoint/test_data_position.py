@@ -114,7 +114,7 @@ def test_training_continues_with_the_same_data(tmp_path):
 
 
 class Counting:
-    """A loader of another library: it says where it stands."""
+    """A loader of another library: it reports its position."""
 
     def __init__(self) -> None:
         self.given = 0

@@ -263,7 +263,7 @@ def test_no_training_state_breaks_the_reader(data, original, tmp_path_factory):
 
 
 def test_a_zip_that_claims_to_be_large(folder):
-    """A torch file whose directory says more than there is."""
+    """A torch file whose directory lists more than there is."""
     buffer = io.BytesIO(torch_file({"x": torch.zeros(4)}))
     data = bytearray(buffer.getvalue())
     with zipfile.ZipFile(buffer) as archive:

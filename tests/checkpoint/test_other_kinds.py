@@ -111,7 +111,7 @@ def inferred(folder: str, kind: str, on_meta: bool) -> torch.Tensor:
 
 
 def logits(folder: str, kind: str, stages: int) -> torch.Tensor:
-    """Saves, and gives what the model that continues says."""
+    """Saves, and returns the outputs of the model that continues."""
     save(folder, kind, stages)
     engine = start(kind, 0, seed=2)
     engine.load_checkpoint(folder)

@@ -211,5 +211,5 @@ def test_the_universal_form_of_layers_that_tensor_parallel_ranks_cut(unpack):
 def test_cut_layers_without_a_description_are_refused(unpack):
     folder = unpack("pipe2-stage1-bf16")
     _cut(folder / "tag", None)
-    with pytest.raises(CheckpointError, match="nothing in it says how"):
+    with pytest.raises(CheckpointError, match="does not describe how"):
         open_source(folder, "tag")

@@ -1,4 +1,4 @@
-"""A command that takes long says what it does: in one line on a terminal, in lines elsewhere."""
+"""A command that takes long reports its progress: in one line on a terminal, in lines elsewhere."""
 
 from __future__ import annotations
 

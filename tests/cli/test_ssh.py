@@ -11,7 +11,7 @@ from tests.harness.programs import needs_program
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """An ssh that stays here and says where it should have gone; nothing else beyond the system's shell tools."""
+    """An ssh that stays here and prints where it should have gone; nothing else beyond the system's shell tools."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(

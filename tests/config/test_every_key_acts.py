@@ -1,4 +1,4 @@
-"""Generated from the declarations: a key that no code reads says so, or is refused, when it is given another value."""
+"""Generated from the declarations: setting a key that no code reads gets a notice or is refused."""
 
 from __future__ import annotations
 

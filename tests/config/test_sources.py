@@ -1,4 +1,4 @@
-"""Where a configuration may come from, and what is said when it cannot be read."""
+"""Where a configuration may come from, and which message appears when it cannot be read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Features of the engine on simulated devices between processes: ordered, bounded, and the losses of the CPU.
 
-What a step may hold is what ``deepspeed.plan`` says of the same configuration, kind by kind and in all; for inference,
-which is not planned, a formula.
+What a step may hold is what ``deepspeed.plan`` computes for the same configuration, kind by kind and in all; for
+inference, which is not planned, a formula.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the fenced blocks of a page, and what the comment above each says about running it.
+"""Reads the fenced blocks of a page, and the comment above each about running it.
 
     <!-- run -->  <!-- run ranks=2 -->     Python: run as that many ranks of the test harness
     <!-- file NAME -->                     written to NAME in the page's folder; with ranks=2 also run

@@ -76,7 +76,7 @@ def run_block(block: Block, folder: Path, with_slow: bool = True) -> str | None:
 
 
 def difference(block: Block, printed: str) -> str | None:
-    """What is wrong with what a block printed; None if it is as the page says."""
+    """What is wrong with what a block printed; None if it is as on the page."""
     assert block.output is not None
     checker = doctest.OutputChecker()
     if checker.check_output(block.output, printed, OPTIONS):

@@ -26,7 +26,7 @@ def test_every_block_says_how_it_is_run():
         is_code = block.language in (*RUNS, "bash", "console", "py", "shell", "yaml")
         if not block.directive:
             if is_code and block.language != "json":
-                wrong.append(f"{block}: a {block.language} block without a comment that says how it is run")
+                wrong.append(f"{block}: a {block.language} block without a comment about how it is run")
         elif block.directive.startswith("not run: "):
             if len(block.directive) < len("not run: ") + 10:
                 wrong.append(f"{block}: say why it is not run")
@@ -90,7 +90,7 @@ def test_quoted_messages_exist_in_the_code():
     assert len([path for path, _ in quoted if path.name == "troubleshooting.md"]) >= 30
     texts = corpus()
     missing = [f"{path.relative_to(ROOT)}: {message}" for path, message in quoted if not occurs(message, texts)]
-    assert not missing, "no code says:\n" + "\n".join(missing)
+    assert not missing, "not found in code:\n" + "\n".join(missing)
 
 
 def test_a_message_that_nothing_says_is_found():

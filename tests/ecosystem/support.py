@@ -1,6 +1,6 @@
 """What all tests with Accelerate, Transformers, PEFT and TRL share: the libraries on CPU ranks.
 
-Without a GPU accelerate counts one process in DeepSpeed mode, whatever WORLD_SIZE says, and the Trainer refuses bf16.
+Without a GPU accelerate counts one process in DeepSpeed mode, regardless of WORLD_SIZE, and the Trainer refuses bf16.
 These two answers are replaced here, and nothing else of the libraries: ``PartialState._prepare_backend`` (gloo on the
 CPU) and the Trainer's look for a GPU that knows bf16.
 """

@@ -120,7 +120,7 @@ def make_config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def order(position: int, seed: int = 0) -> int:
-    """The sample at a position of the run, as the documentation of ``ElasticSteps`` says."""
+    """The sample at a position of the run, as documented for ``ElasticSteps``."""
     epoch, place = divmod(position, SAMPLES)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return int(torch.randperm(SAMPLES, generator=generator)[place])

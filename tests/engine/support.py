@@ -46,7 +46,7 @@ def engine_of(
 
     Args:
         model: The model.
-        stage: ZeRO stage; stage 3 gets :data:`SHARDED` unless ``zero`` says otherwise.
+        stage: ZeRO stage; stage 3 gets :data:`SHARDED` unless ``zero`` has other keys.
         optimizer: Makes the client's optimizer from the model; None for none.
         zero: Further keys of ``zero_optimization``.
         accumulation: Micro-batches per step.

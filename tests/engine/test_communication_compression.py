@@ -1,4 +1,4 @@
-"""The section ``communication_compression``: what it makes of gradients and weights, when, and what it says."""
+"""The section ``communication_compression``: what it makes of gradients and weights, when, and what it logs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_codes_begin_at_their_step() -> None:
 
 
 def early_codes() -> None:
-    """Until start_step they travel as warm_up says, bit for bit as with that codec from the start."""
+    """Until start_step they are sent with the codec of warm_up, bit for bit as with that codec from the start."""
     both = {"gradients": "sign", "start_step": 2, "warm_up": "int8"}
     for stage in (0, 2):
         with Lines() as lines:
@@ -160,7 +160,7 @@ def test_contradictions_are_refused_by_name() -> None:
 
 
 def trial_of(seconds: dict[bool, float]) -> tuple[list[bool], Trial]:
-    """What a trial says for each update, where updates take so long."""
+    """What a trial reports for each update, where updates take so long."""
     now, texts = 0.0, []
     trial = Trial(lambda: now)
     for _ in range(UPDATES + 3):

@@ -134,7 +134,7 @@ def test_accumulation_with_no_sync() -> None:
 
 
 def moved(folder: str, saves: bool) -> None:
-    """Checkpoints between sizes and between with and without codes; what is lost of errors is said in one line."""
+    """Checkpoints between sizes and between with and without codes; what is lost of errors is logged in one line."""
     lines = Lines()
     logger.addHandler(lines)
     names = ["sign", "int4", "1-bit Adam"]

@@ -1,4 +1,4 @@
-"""What is configured and would do nothing says so: in a warning, or in an error that names the setting."""
+"""What is configured and would do nothing is reported: in a warning, or in an error that names the setting."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def mistakes_of_a_driver() -> None:
         counted.backward(counted(inputs(number)))
         counted.step()
     assert_states_equal(full_masters(engine), full_masters(counted))
-    for number in range(2):  # nobody says anything: steps are counted, from here
+    for number in range(2):  # no call marks the boundary: steps are counted, from here
         engine.backward(engine(inputs(number)))
         engine.step()
         assert engine.global_steps == 1 + number

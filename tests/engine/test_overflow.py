@@ -1,4 +1,4 @@
-"""A gradient that is not finite: the step is skipped on all ranks, nothing changes, one line says where."""
+"""A gradient that is not finite: the step is skipped on all ranks, nothing changes, one line shows where."""
 
 from __future__ import annotations
 

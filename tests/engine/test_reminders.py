@@ -30,7 +30,7 @@ class Logged:
 
 
 def heads(lines: list[str], end: str, *expected: str) -> None:
-    """The beginnings of what rank 0 has said are these; the others say nothing."""
+    """The beginnings of rank 0's lines are these; the other ranks log nothing."""
     assert [line.split(end)[0] for line in lines] == ([*expected] if rank() == 0 else [])
 
 

@@ -1,4 +1,4 @@
-"""Parameters that others replace after ``initialize``: their values are trained, or it is said that they are not."""
+"""Parameters that others replace after ``initialize``: their values are trained, or a warning is logged."""
 
 from __future__ import annotations
 

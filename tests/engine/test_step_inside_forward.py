@@ -12,7 +12,7 @@ from tests.harness import assert_states_equal, run_ranks
 
 
 class Net(nn.Module):
-    """Computes what ``step`` says; ``bias`` is the root's own parameter."""
+    """Computes what ``step`` requests; ``bias`` is the root's own parameter."""
 
     def __init__(self):
         super().__init__()

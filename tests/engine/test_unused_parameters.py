@@ -44,7 +44,7 @@ def strict(stage: int) -> None:
             engine.step()
     assert stage == 3 or engine.module.always.weight.sum().item() == before
     for parameter in engine.module.sometimes.parameters():
-        parameter.requires_grad_(False)  # as the message says
+        parameter.requires_grad_(False)  # as the message advises
     engine.backward(engine(inputs(6, rank), False))
     engine.step()
     assert engine.global_steps == 3

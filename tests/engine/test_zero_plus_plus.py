@@ -255,7 +255,7 @@ def sent_between_groups(neighbours: int, zero: dict[str, Any]) -> float:
         assert by_axis["replicate"] == sum(2 * part + coded_nbytes(Int4Codec(feeds_back=False), part) for part in parts)
         assert by_axis["data"] < 100 * ranks  # what ranks agree on in an update
     engine.destroy()
-    # Of all ranks each sends as much to every other one; with groups the axis says it.
+    # Of all ranks each sends as much to every other one; with groups it is on the axis.
     return by_axis.get("replicate") or by_axis["data"] * (ranks - neighbours) / (ranks - 1)
 
 

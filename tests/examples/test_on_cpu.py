@@ -1,4 +1,4 @@
-"""The helper that runs scripts written for GPUs says how it is called."""
+"""The helper that runs scripts written for GPUs prints its usage."""
 
 import subprocess
 import sys

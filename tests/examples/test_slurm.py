@@ -21,7 +21,7 @@ FOLDER = ROOT / "examples" / "slurm"
 SRUN = Path(__file__).with_name("fake_srun.py")
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sbatch"))
 
-# In place of a training: says where the rank stands, and waits to be told to stop where the test wants that.
+# In place of a training: prints where the rank stands, and waits for a signal to stop where the test wants that.
 TASK = """
 import importlib.util, json, os, signal, sys, time
 sys.path.insert(0, {root!r})

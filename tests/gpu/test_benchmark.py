@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` in its dry mode: every part runs, and says what it found."""
+"""``benchmarks/gpu.py`` in its dry mode: every part runs, and prints what it found."""
 
 from __future__ import annotations
 

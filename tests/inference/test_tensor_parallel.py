@@ -179,22 +179,24 @@ def test_files_of_more_families(tmp_path):
 def refused():
     plain = make("llama").state_dict()
 
-    def says(words, **config):
+    def fails_with(words, **config):
         model = make("llama")
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.init_inference(model, {"dtype": "fp32", **config})
         assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
 
     two = {"tensor_parallel": {"tp_size": 2}}
-    says("tp_size 4 does not divide the 2 ranks", tensor_parallel={"tp_size": 4})
-    says("the model has no GPT2Block; its classes are LlamaAttention", injection_policy={"GPT2Block": "c_proj"}, **two)
-    says("has a linear layer 'c_proj'; its layers are down_proj", injection_policy={"LlamaMLP": "c_proj"}, **two)
-    says("injection_policy_tuple: no module .* layer 'mlp.up'", injection_policy_tuple=["mlp.up"], **two)
+    fails_with("tp_size 4 does not divide the 2 ranks", tensor_parallel={"tp_size": 4})
+    fails_with(
+        "the model has no GPT2Block; its classes are LlamaAttention", injection_policy={"GPT2Block": "c_proj"}, **two
+    )
+    fails_with("has a linear layer 'c_proj'; its layers are down_proj", injection_policy={"LlamaMLP": "c_proj"}, **two)
+    fails_with("injection_policy_tuple: no module .* layer 'mlp.up'", injection_policy_tuple=["mlp.up"], **two)
     both = {"injection_policy_tuple": ["o_proj"], "injection_policy": {"LlamaMLP": "down_proj"}}
-    says("give one of them", **both, **two)
-    says("save_mp_checkpoint_path cannot be combined with zero", save_mp_checkpoint_path="x", zero={"stage": 3})
+    fails_with("give one of them", **both, **two)
+    fails_with("save_mp_checkpoint_path cannot be combined with zero", save_mp_checkpoint_path="x", zero={"stage": 3})
     group = dist.new_group([dist.get_rank()])
-    says("tp_size is 2, but tp_group has the 1 ranks", tensor_parallel={"tp_size": 2, "tp_group": group})
+    fails_with("tp_size is 2, but tp_group has the 1 ranks", tensor_parallel={"tp_size": 2, "tp_group": group})
     engine = deepspeed.init_inference(
         make("llama"), dtype="fp32", injection_policy_tuple=["o_proj", "down_proj"], **two
     )

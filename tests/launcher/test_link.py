@@ -133,7 +133,7 @@ def test_who_does_not_know_the_secret_or_is_of_another_run_is_refused(hub, who):
     events = hub.link.events()
     kinds = [event["event"] for event in events]
     assert kinds == ["notice"] * (who.run == ME.run and who.master_port == ME.master_port)
-    assert not events or "does not know the secret of this run" in events[0]["text"]
+    assert not events or "does not have the secret of this run" in events[0]["text"]
 
 
 def test_a_proof_of_another_challenge_is_worth_nothing(hub):
@@ -189,7 +189,7 @@ def test_what_others_say_cannot_write_to_the_terminal():
 
 
 def test_launchers_of_one_run_hear_of_each_other_and_not_of_an_impostor():
-    """The ports are tried in order; on the first one listens somebody who does not know the secret."""
+    """The ports are tried in order; on the first one listens somebody without the secret."""
     impostor, hub = Hub(replace(ME, secret="guessed")), Hub()
     other = LauncherLink(replace(ME, index=1), "127.0.0.1")
     other._ports = [*impostor.link._ports, *hub.link._ports]

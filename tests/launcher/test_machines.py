@@ -192,7 +192,7 @@ def test_machines_without_a_shared_folder_keep_their_own_ranks_files(stage, tmp_
         succeed(form.start(machines, [*arguments, "5", "8"], (0, 1)))
         for one in seen(tmp_path, 4):
             assert one["losses"] == pytest.approx(losses[5:], rel=1e-5)
-        # One machine alone has too little, and says what is missing.
+        # One machine alone has too little, and reports what is missing.
         ((code, _, err),) = [finish(one, 400) for one in form.start(machines, [*arguments, "8", "9"], (1,))]
         assert code != 0 and "found none of rank 0" in err and "ranks saved into 2 folders" in err
         union = tmp_path / "union"

@@ -101,7 +101,7 @@ def test_a_machine_that_is_lost_is_named_by_the_other(tmp_path, lost):
     first, second = err.splitlines()[-2:]
     assert re.match(rf"deepspeed: node {lost} \(rank {lost}, host {HOST}\) was lost: the connection to its", first), err
     assert re.match(rf"deepspeed: exit code 1; the ranks of host {HOST} \(1\) were stopped", second)
-    assert "Traceback" not in err  # what the rank said of its broken connection is one line
+    assert "Traceback" not in err  # what the rank printed about its broken connection is one line
     assert not nodes[1 - lost].processes() and not nodes[lost].processes()
     text = nodes[lost].finish()
     if lost == 1:

@@ -75,7 +75,7 @@ def test_allocations():
     assert slots_of_allocation(environment, -1) == {"n1": 3, "n2": 3}
     assert slots_of_allocation({**environment, "SLURM_GPUS_PER_NODE": "h100:8"}, -1) == {"n1": 8, "n2": 8}
     assert slots_of_allocation(environment, 1) == {"n1": 1, "n2": 1}
-    with pytest.raises(LauncherError, match="nothing says how many ranks each of 1 machine"):
+    with pytest.raises(LauncherError, match="the number of ranks on each of 1 machine"):
         slots_of_allocation({"SLURM_JOB_NODELIST": "n1"}, -1)
     with pytest.raises(LauncherError, match="there is no Slurm job here"):
         hosts_of_step({})

@@ -125,7 +125,7 @@ def test_slurm(capsys, monkeypatch):
 
 @pytest.mark.parametrize(("processors", "given"), [("1(x2)", True), ("8,1", True), ("2(x2)", False), ("", False)])
 def test_slurm_starts_more_ranks_than_processors(capsys, monkeypatch, processors, given):
-    """Else srun says "More processors requested than permitted" in an allocation by devices alone."""
+    """Else srun prints "More processors requested than permitted" in an allocation by devices alone."""
     for name, value in {
         "JOB_ID": "7",
         "JOB_NODELIST": "a,b",

@@ -1,4 +1,4 @@
-"""Frozen bases in host memory: training is what it is without, and the bytes are where the configuration says."""
+"""Frozen bases in host memory: training is what it is without, and the bytes are where configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each monitor alone: what it writes where, what it says when it cannot."""
+"""Each monitor alone: what it writes where, what it logs when it cannot."""
 
 from __future__ import annotations
 

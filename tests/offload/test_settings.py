@@ -72,7 +72,7 @@ def test_sub_group_size_bounds_the_chunks(tmp_path: Path) -> None:
 
 
 def requests(folder: str) -> None:
-    """Sizes of requests, threads that serve them, and what the log says."""
+    """Sizes of requests, threads that serve them, and what is logged."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -496,7 +496,7 @@ def test_runs_that_do_not_fit_the_table_are_refused():
     optimizer = Muon([{"params": [run], "use_muon": True}])
     shared = (SharedTensor("w", 0, (8, 16), 0, 0, range(0, 129, 64)),)
     segments = (Segment("w", 0, 0, 64, 64, (8, 16)),)
-    with pytest.raises(ValueError, match=r"matrix 0 .* hold the elements \(64, 128\), .* says \(0, 64\)"):
+    with pytest.raises(ValueError, match=r"matrix 0 .* hold the elements \(64, 128\), .* has \(0, 64\)"):
         optimizer.attach_segments(SegmentTable({id(run): segments}, 1, None, shared, range(2), 0))
 
 

@@ -152,7 +152,7 @@ def planned(cell: Cell, ranks: int, folder: str, rank: int | None = None) -> Any
 
 
 def assert_true(plan: Any, real: dict[str, Any], tolerance: float = 0.05) -> None:
-    """Fails unless a plan says what a real rank counted."""
+    """Fails unless a plan has what a real rank counted."""
     found = plan.simulated
     kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == real["kinds"].keys(), (kinds, real["kinds"])

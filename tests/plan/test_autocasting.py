@@ -1,4 +1,4 @@
-"""Autocast without values: what torch itself makes of the same operations, and what its documentation says of CUDA."""
+"""Autocast without values: what torch itself makes of the same operations, and what it documents for CUDA."""
 
 from __future__ import annotations
 

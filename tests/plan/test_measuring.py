@@ -102,16 +102,16 @@ def test_devices_by_the_names_of_their_makers():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--layers", "2"], "leave the model and the configuration out"),
         (["--predict"], "leave the model and the configuration out"),
         (["--devices", "0"], "expected 1 or more"),
     ],
 )
-def test_measuring_is_refused_beside_a_plan(arguments, says, tmp_path, capsys):
+def test_measuring_is_refused_beside_a_plan(arguments, message, tmp_path, capsys):
     assert main(["--measure", str(tmp_path / "m.json"), *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):

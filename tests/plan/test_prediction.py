@@ -255,15 +255,15 @@ def test_a_layout_is_what_the_configuration_means():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"recompute": "some"}, "recompute"),
         ({"data": 8, "experts": 3}, "ep=3"),
         ({"data": 8, "stage": 3, "shard_ranks": 3}, "shard"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(wrong, says):
-    with pytest.raises(DeepSpeedConfigError, match=says):
+def test_layouts_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
         ParallelLayout(**wrong)
 
 
@@ -315,7 +315,7 @@ def test_a_machine_of_ones_own(tmp_path):
     assert mine.efficiency == replace(DEVICES["a100"].efficiency, matmul=0.5)
     write_machine_file(mine, path)
     assert read_machine_file(path) == mine
-    for text, says in (
+    for text, message in (
         ("[]", "JSON object"),
         ('{"like": "a100", "speed": 3}', "speed"),
         ('{"flops": 1e12}', "memory, memory_bandwidth"),
@@ -323,7 +323,7 @@ def test_a_machine_of_ones_own(tmp_path):
         ('{"like": "a100", "efficiency": {"luck": 1}}', "luck"),
     ):
         path.write_text(text)
-        with pytest.raises(DeepSpeedConfigError, match=says):
+        with pytest.raises(DeepSpeedConfigError, match=message):
             read_machine_file(path)
 
 
@@ -366,7 +366,7 @@ def test_search_from_the_command_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --compiled", "--compiled: only with --predict"),
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --device a100 --fp8", "'a100' has no fp8"),
@@ -375,9 +375,9 @@ def test_search_from_the_command_line(capsys):
         ("--layers 2 --hidden 64 --heads 4 --vocab 128 --predict --network fast", "network"),
     ],
 )
-def test_command_lines_that_are_refused(arguments, says, capsys):
+def test_command_lines_that_are_refused(arguments, message, capsys):
     assert main(arguments.split()) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.project import graph
 PAGE = graph.ROOT / "docs" / "design" / "other-libraries.md"
 LIBRARIES = frozenset({"torch", "transformers", "accelerate"})
 NO_PATCH = ("torch.utils._python_dispatch.*",)
-"""Extension points, as the page says."""
+"""Extension points, as the page lists them."""
 
 BY_TEXT = {
     "deepspeed.models.construction": ("transformers", "setattr(kind, name, wrap"),
@@ -170,15 +170,15 @@ def _accelerate_keeps_a_loader() -> bool:
 
 
 STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
-    "a storage says how many owners it has": (
+    "a storage returns how many owners it has": (
         ("torch._C._storage_Use_Count",),
         lambda: _has_public(torch.UntypedStorage, "use", "count"),
     ),
-    "autograd says whether a backward runs": (
+    "autograd returns whether a backward runs": (
         ("torch._C._current_graph_task_id",),
         lambda: _has_public(torch.autograd.graph, "task"),
     ),
-    "torch.func says whether a transform runs": (
+    "torch.func returns whether a transform runs": (
         ("torch._C._functorch.*",),
         lambda: any(_has_public(torch.func, word) for word in ("level", "active", "running", "transform")),
     ),
@@ -275,7 +275,7 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         ("torch._C._disabled_torch_function_impl",),
         lambda: _has_public(torch.overrides, "disabled"),
     ),
-    "an operation says whether it is composed of others": (
+    "an operation returns whether it is composed of others": (
         ("torch._C.DispatchKey.CompositeImplicitAutograd",),
         lambda: _has_public(torch.ops.aten.add.Tensor, "composite"),
     ),

@@ -56,7 +56,7 @@ def test_torch_is_pinned_exactly_and_bounded_only_from_below():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", ["3.10.2", "3.11.2", "3.12.1", "3.13.0"])
 def test_every_pin_exists_for_every_python(tmp_path, python):
-    """Of a pin without a version for its Python, pip only says that it looks for others, for an hour."""
+    """Of a pin without a version for its Python, pip only prints that it looks for others, for an hour."""
     given = {"python_version": python.rpartition(".")[0], "python_full_version": python}
     lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     pins = [Requirement(line) for line in lines if line]

@@ -1,4 +1,4 @@
-"""The set-up that `make` does: one line per step, and everything that a failing step said."""
+"""The set-up that `make` does: one line per step, and everything that a failing step printed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MACHINE = {
 
 def tracked_files() -> list[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("needs the git checkout: it says which files belong to the project")
+        pytest.skip("needs the git checkout: it lists the files that belong to the project")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

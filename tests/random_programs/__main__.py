@@ -35,7 +35,7 @@ def main() -> int:
             print(program.describe(), flush=True)
         try:
             outcome = attempt(program, arguments.limit)
-        except Exception:  # the program's own side failed: said like every other end
+        except Exception:  # the program's own side failed: reported like every other end
             outcome = Outcome("failed", traceback.format_exc(), 0.0)
         ends[outcome.kind] += 1
         _say(seed, outcome, program.describe(), arguments.log, everything=len(seeds) == 1)

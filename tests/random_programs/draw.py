@@ -211,7 +211,7 @@ def _phase(dice: random.Random, model: Model, layout: Layout, steps: int, before
     if model.given.get("recomputed") == "reentrant":
         names = [name for name in names if name != "two forwards"]  # gradients arrive twice: refused by name
     if any(action.name == "freeze" for phase in before for action in phase.actions):
-        # What is frozen when a checkpoint is loaded gets no state of it, which a warning says.
+        # What is frozen when a checkpoint is loaded gets no state of it, which a warning states.
         names = [name for name in names if name != "unfreeze"]
     actions = []
     for step in range(steps):

@@ -17,7 +17,7 @@ MANY = tuple(range(100, 160))
 
 
 def check(seed: int) -> None:
-    """Runs the program of a seed; a failure says how to run it alone."""
+    """Runs the program of a seed; a failure prints how to run it alone."""
     program = draw(seed)
     outcome = attempt(program, timeout=120)
     print(f"seed {seed}: {outcome.kind} after {outcome.seconds:.1f} s")

@@ -1,4 +1,4 @@
-"""Runs one program on its ranks and says how it ended."""
+"""Runs one program on its ranks and returns how it ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Outcome:
 
     Attributes:
         kind: One of these.
-        said: The refusal, why nothing is decided, the differences, or the failure of the ranks.
+        text: The refusal, why nothing is decided, the differences, or the failure of the ranks.
         seconds: How long it took.
     """
 

@@ -124,13 +124,13 @@ def test_loads_of_experts_and_recoveries_are_curves_and_marks(tmp_path):
     assert "recovery: seconds 1.25, ranks_before 3, ranks_now 2, repeated_steps 1, the slowest rank" in page
 
 
-@pytest.mark.parametrize(("plan", "says"), [({"flops": 5e9, "device_flops": 1e11}, "10.0%"), ({"flops": 5e9}, "")])
-def test_the_share_of_the_devices_rate_is_by_the_plan(plan, says, tmp_path):
+@pytest.mark.parametrize(("plan", "figure"), [({"flops": 5e9, "device_flops": 1e11}, "10.0%"), ({"flops": 5e9}, "")])
+def test_the_share_of_the_devices_rate_is_by_the_plan(plan, figure, tmp_path):
     write_rank(tmp_path, 0, [step_line(n, seconds=0.5) for n in range(1, 6)])
     assert "No MFU" in write_report(tmp_path).read_text()
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     page = write_report(tmp_path).read_text()
-    assert says in page and ("MFU, by the plan" in page) == bool(says)
+    assert figure in page and ("MFU, by the plan" in page) == bool(figure)
 
 
 def test_what_the_model_was_counted_to_take_gives_the_mfu(tmp_path):
@@ -157,7 +157,7 @@ def test_the_command_prints_where_the_page_is(folder, capsys):
 
 
 def _show_in_a_browser(page, *options):
-    """Returns what chromium shows: the picture's file, the page's elements as text, and what its console said."""
+    """Returns what chromium shows: the picture's file, the page's elements as text, and the lines of its console."""
     picture = page.parent / "seen.png"
     base = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=960,2600"]
     base += [f"--user-data-dir={page.parent / 'profile'}", "--enable-logging=stderr"]

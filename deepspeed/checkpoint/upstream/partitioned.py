@@ -42,7 +42,7 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
 def _read_rank(
     folder: Path, files: Files, trust: bool, trained: Sequence[Sequence[str]]
 ) -> tuple[CheckpointValues, Mapping[str, Any] | None]:
-    """Returns what one model-parallel rank saved, and what it says of slices."""
+    """Returns what one model-parallel rank saved, and its description of slices."""
     model = [load(path, trust=trust) for path in files.model]
     optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
     if files.experts:
@@ -283,7 +283,7 @@ def take_frozen(content: CheckpointValues, model: list[dict[str, Any]], where: s
 
 
 def _stage_0(content: CheckpointValues, model: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
-    """Weights in training precision; the optimizer's state if ``trained`` says which parameter is which."""
+    """Weights in training precision; the optimizer's state if ``trained`` maps its entries to parameters."""
     module = model["module"]
     _tie(content, module)
     take_module(content, module, list(model.get("buffer_names") or []))

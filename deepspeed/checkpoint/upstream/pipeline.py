@@ -4,7 +4,7 @@ Weights are named inside their layer; in the model, layer 3's are ``3.<name>`` a
 ``tied_modules.<key>.<name>``. Each stage with a tied layer has its masters and moments, which are equal.
 
 Tensor-parallel ranks have files of their own for each layer and stage; how their slices fit together is what the
-checkpoint says of them (:mod:`deepspeed.checkpoint.upstream.slices`).
+checkpoint has of them (:mod:`deepspeed.checkpoint.upstream.slices`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _read_tensor_rank(
     layer_names: Mapping[int, str],
     trained: Sequence[Sequence[str]],
 ) -> tuple[CheckpointValues, Mapping[str, Any] | None]:
-    """Returns what one tensor-parallel rank of all stages saved, and what it says of slices."""
+    """Returns what one tensor-parallel rank of all stages saved, and its description of slices."""
     content: CheckpointValues | None = None
     buffers: set[str] = set()
     info: Mapping[str, Any] | None = None

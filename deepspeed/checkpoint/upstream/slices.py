@@ -1,4 +1,4 @@
-"""Parameters that model-parallel ranks saved in slices, put together again by what the checkpoint says of them.
+"""Parameters that model-parallel ranks saved in slices, joined by the checkpoint's description of them.
 
 Every model-parallel rank of the original package has files of its own, with the slices that it trained. How they fit
 together is in ``universal_checkpoint_info``, which AutoTP and Megatron-like programs store: either where every element
@@ -131,17 +131,17 @@ def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | 
 
     Args:
         contents: Of every rank.
-        info: What the checkpoint says of the slices.
+        info: The checkpoint's description of the slices.
         where: For messages.
 
     Raises:
-        CheckpointError: It says nothing, or the slices do not fit together as it says.
+        CheckpointError: There is no such description, or the slices do not fit it.
     """
     if len(contents) == 1:
         return contents[0]
     if not info:
         raise CheckpointError(
-            f"{where}: the checkpoint was saved by {len(contents)} model-parallel ranks, and nothing in it says how "
+            f"{where}: the checkpoint was saved by {len(contents)} model-parallel ranks, but does not describe how "
             f"their slices fit together (there is no {INFO}); such checkpoints cannot be read. Convert it with the "
             "program that wrote it, or export the whole model there"
         )
@@ -173,18 +173,18 @@ def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any]
     Args:
         name: Of the parameter.
         shapes: Of the slices, by rank.
-        info: What the checkpoint says.
+        info: The checkpoint's description of the slices.
         where: For messages.
 
     Raises:
-        CheckpointError: It says something that does not fit the shapes.
+        CheckpointError: It does not fit the shapes.
     """
     whole = _by_map(name, shapes, info.get("affine_map")) or _by_patterns(name, shapes, info, where)
     fits = all(run.fits(prod(whole.shape), prod(shapes[run.rank])) for run in whole.runs)
     if whole.runs and (not fits or sum(prod(run.shape) for run in whole.runs) != prod(whole.shape)):
         raise CheckpointError(
             f"{where}: the slices {[tuple(shape) for shape in shapes]} of {name!r} do not make up {whole.shape} as "
-            f"{INFO} says; the files are damaged, or of a version that this release cannot read"
+            f"{INFO} states; the files are damaged, or of a version that this release cannot read"
         )
     return whole
 
@@ -216,8 +216,8 @@ def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, 
     first = tuple(int(extent) for extent in shapes[0])
     if _named(name, info.get("autotp_unsupported_parameter_patterns") or ()):
         raise CheckpointError(
-            f"{where}: the program that wrote the checkpoint says that the slices of {name!r} cannot be joined; export "
-            "the model there"
+            f"{where}: the program that wrote the checkpoint marks the slices of {name!r} as not joinable; export the "
+            "model in that program"
         )
     if _named(name, info.get("tp_replicated_parameter_patterns") or ()):
         return SlicedParam(first)

@@ -1,6 +1,6 @@
 """Reductions of buffers most rows of which are zeros: the numbers of the others are sent, and their values.
 
-The gradient of an embedding is zero in every row that no sample names. Each rank says which rows it has, and sends
+The gradient of an embedding is zero in every row that no sample names. Each rank announces its rows, and sends
 these; what arrives is summed in rank order in the dtype of the result, as a reduction of the whole buffer does. Where
 the rows of all ranks together would take more bytes than that reduction, the whole buffer is sent.
 """

@@ -43,7 +43,7 @@ def connect_on_host(
     Args:
         transport: Between the ranks.
         make: Makes the result of connections by rank, in the order of ranks; it may raise OSError, which is None on all
-            ranks. A wait on them has :data:`_MEETING` seconds until :func:`limit_waits` says otherwise.
+            ranks. A wait on them has :data:`_MEETING` seconds until :func:`limit_waits` sets another limit.
         label: What for, for whoever waits in vain.
     """
     if transport.watched is None or not isinstance(transport, GlooTransport):

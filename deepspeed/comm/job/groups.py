@@ -57,7 +57,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 def set_mpu(unit: Any) -> None:
     """Registers the program's model-parallel unit; None forgets it.
 
-    This module itself, given as one, is none; nor is a unit that only passes on what the registered mesh says.
+    This module itself, given as one, is none; nor is a unit that only passes on the values of the registered mesh.
     """
     is_ours = unit is sys.modules[__name__] or getattr(unit, "speaks_for_the_mesh", False)
     Job.current().mpu = None if is_ours else unit

@@ -87,7 +87,7 @@ class JobMesh:
 
     @property
     def is_ours(self) -> bool:
-        """Whether no unit of the program's own says it: that one's program cuts its sequences itself."""
+        """Whether it is set by no unit of the program's own: that one's program cuts its sequences itself."""
         return self._of_mpu is None
 
     def data_size(self, root: Root) -> int:
@@ -117,7 +117,7 @@ class JobMesh:
                 continue
             if self._of_mpu is not None or found.size(axis) > 1:
                 raise DeepSpeedConfigError(
-                    f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along "
+                    f"{KEYS[axis]} {size}, but {self._source} gives {found}, with {found.size(axis)} along "
                     f"{axis!r}; leave the key out, or make them agree"
                 )
             if axis == EXPERT and found.size(DATA) % size and found.size(DATA) * found.size(SEQUENCE) % size == 0:
@@ -125,7 +125,7 @@ class JobMesh:
             if found.size(DATA) % size:
                 raise DeepSpeedConfigError(
                     f"{KEYS[axis]} {size}: expected a divisor of the {found.size(DATA)} data-parallel rank(s) of the "
-                    f"{found}, which {self._source} says. Choose another size, or give {self._source} more "
+                    f"{found}, from {self._source}. Choose another size, or give {self._source} more "
                     "data-parallel ranks"
                 )
             # Cut out of the data-parallel ranks: neighbours among them, so that no rank changes its other coordinates.
@@ -134,7 +134,7 @@ class JobMesh:
         return found
 
     def settle(self, root: Root) -> RankCoordinates:
-        """Registers what was found for ``utils.groups`` and says where this rank stands. Every rank must call it.
+        """Registers what was found for ``utils.groups`` and logs where this rank stands. Every rank must call it.
 
         Where all ranks are data-parallel nothing is registered, so that a second model of a process (a teacher, a
         reference) does not undo what the first one registered.

@@ -1,6 +1,6 @@
 """The ranks of a job along named axes: pure arithmetic, without torch and without processes.
 
-``deepspeed/axes.py`` says what each axis means. The last axis is the fastest: its ranks are neighbours, most often on
+``deepspeed/axes.py`` describes each axis. The last axis is the fastest: its ranks are neighbours, most often on
 one node, so the axis with most communication comes last.
 
 A program that numbers its ranks otherwise (an ``mpu``, a torch ``DeviceMesh``) gives the ranks in the order of the
@@ -200,13 +200,13 @@ def data_mesh(world_size: int) -> Mesh:
 
 
 def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
-    """The mesh in which every rank has the place that it says it has.
+    """The mesh in which every rank has the place that it reports.
 
     The axes are put in the order in which ranks are numbered as usual, if there is one; else in that of ``AXES``.
 
     Args:
         places: By rank: its place on every axis. All name the same axes.
-        source: Who says so, for messages.
+        source: Where the places come from, for messages.
 
     Raises:
         DeepSpeedConfigError: The places are not those of a mesh: one is taken twice or not at all.
@@ -232,7 +232,7 @@ def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
     sized = ", ".join(f"{name} {size}" for name, size in sizes.items())
     raise DeepSpeedConfigError(
         f"{source} does not lay the {len(places)} ranks out as a mesh: the sizes of its groups make "
-        f"{math.prod(sizes.values())} places ({sized}), and every rank needs one of its own. It says {shown}"
+        f"{math.prod(sizes.values())} places ({sized}), and every rank needs one of its own. They are {shown}"
         f"{'; ...' if len(places) > 8 else ''}. Check the ranks and sizes that it answers"
     )
 

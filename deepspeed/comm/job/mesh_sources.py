@@ -27,7 +27,7 @@ _SHORT_NAMES = tuple(row.aliases[0] for row in ROWS if row.aliases)
 
 
 def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
-    """The mesh in which every rank has the place that its ``mpu`` says. Every rank of the job must call it.
+    """The mesh in which every rank has the place that its ``mpu`` returns. Every rank of the job must call it.
 
     An mpu has the coordinates of its own rank only, so the ranks exchange them.
 
@@ -133,7 +133,7 @@ def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
 
 
 def mesh_of_param(mesh_param: Any) -> Mesh:
-    """The mesh that ``initialize(mesh_param=...)`` says.
+    """The mesh of ``initialize(mesh_param=...)``.
 
     Args:
         mesh_param: A torch ``DeviceMesh``, a :class:`~deepspeed.comm.job.mesh.Mesh`, or the sizes ``(data, sequence)``.

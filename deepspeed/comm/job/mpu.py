@@ -101,7 +101,7 @@ def zero_group(mpu: Any) -> Any:
 
 
 def place_of(mpu: Any) -> dict[str, int]:
-    """This rank's place on the axes of a mesh, as ``mpu`` says.
+    """This rank's place on the axes of a mesh, as ``mpu`` returns it.
 
     Raises:
         DeepSpeedConfigError: It lacks a required method, or its sizes do not make up the job.

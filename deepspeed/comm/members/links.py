@@ -482,7 +482,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process of this host is stopped by a signal (``SIGSTOP``), where the system says so."""
+    """Returns whether a process of this host is stopped by a signal (``SIGSTOP``), where the system reports it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -3,8 +3,8 @@
 Two runs need only a port in common for their processes to connect to one store, and there rank 1 of the one looks like
 rank 1 of the other. So nothing is put under a name that two of them could share before rank 0, the host, has seen who
 is there. Every other process takes a number, posts who it is, and waits for the reply under its number. The host lets
-in one process per rank, and refuses by name who belongs to another run: there the whole run knows, here a line says so.
-Admitted processes are sent the prefix of the run's keys, which contains a secret word.
+in one process per rank, and refuses by name who belongs to another run: there the whole run knows, here a line is
+logged. Admitted processes are sent the prefix of the run's keys, which contains a secret word.
 
 Most starters give a run a name (``Place.run``). Where none does, whoever runs something else on rank 0's machine, and
 was not started together with it, counts as a stranger. If two processes connect as the same rank and nothing decides
@@ -429,7 +429,7 @@ def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta,
                 ):
                     raise CommunicationError(reason)
             if now > impatient_at and (rendezvous is None or is_over):
-                impatient_at = math.inf  # said once
+                impatient_at = math.inf  # logged once
                 logger.warning(
                     f"{joining.name}: rank 0 has not answered at {where} yet; the store there may belong to another run"
                 )

@@ -1,7 +1,7 @@
 """Where this process stands among the others, read from the environment.
 
-Every way of starting a distributed job leaves its own variables. :func:`find_place` reads them in this order and says
-which it believed:
+Every way of starting a distributed job leaves its own variables. :func:`find_place` reads them in this order and
+returns which it believed:
 
 1. ``RANK`` and ``WORLD_SIZE`` (the ``deepspeed`` command, torchrun, Accelerate, Lightning),
 2. Open MPI's ``OMPI_COMM_WORLD_*``, MVAPICH's ``MV2_COMM_WORLD_*``,
@@ -259,8 +259,8 @@ def _rendezvous_point(
 
 
 def _run_of(environ: Mapping[str, str], way: str, node: ClusterNode | None = None) -> str:
-    """The run that a process belongs to: what its starter says, or ``DS_RUN_ID``."""
-    if way.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # what torchrun says without --rdzv-id
+    """The run that a process belongs to: what its starter set, or ``DS_RUN_ID``."""
+    if way.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # torchrun's value without --rdzv-id
         return f"torchrun run {environ['TORCHELASTIC_RUN_ID']}"
     if way.startswith("Open MPI") and _open_mpi_job(environ):
         return f"Open MPI job {_open_mpi_job(environ)}"
@@ -299,7 +299,7 @@ def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address:
     if address is None or address in _LOOPBACK:
         return rank
     raise CommunicationError(
-        f"LOCAL_RANK is not set on rank {rank} of {world_size}, with rendezvous at {address}, and nothing else says "
+        f"LOCAL_RANK is not set on rank {rank} of {world_size}, with rendezvous at {address}, and nothing else shows "
         "how many processes run per host. Set LOCAL_RANK to the number of the process on its own host, counted from 0, "
         "or start the script with `deepspeed` or `torchrun`"
     )
@@ -311,7 +311,7 @@ def local_rank_of(environ: Mapping[str, str], rank: int, world_size: int, device
 
 
 def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: int) -> int:
-    """How many ranks this process's host has: as the starter says, else one per device, else all of them.
+    """How many ranks this process's host has: as the starter set it, else one per device, else all of them.
 
     Args:
         environ: The environment variables.

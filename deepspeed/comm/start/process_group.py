@@ -71,7 +71,7 @@ def init_distributed(
 
     Where this process stands is read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
     written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One line on rank 0
-    says which way it was. A single process needs no rendezvous, so it opens no port.
+    states which way it was. A single process needs no rendezvous, so it opens no port.
 
     Where the backend serves the accelerator, the device of this process is made the current one before the group is
     started: the one that the program has set, else the one of its local rank (``comm.start.device.local_device``).
@@ -106,7 +106,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise CallOrderError(
-            "dist_init_required=False says that the process group exists, but there is none. Call "
+            "dist_init_required=False requires that the process group exists, but there is none. Call "
             "torch.distributed.init_process_group first, or leave dist_init_required at None"
         )
     place = find_place(

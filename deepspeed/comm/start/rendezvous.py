@@ -129,7 +129,8 @@ def _wait_for_listener(name: str, port: int, timeout: timedelta) -> str:
     The name is resolved again each time: a cluster's name server may learn it after the ranks have started.
 
     Raises:
-        RuntimeError: Nobody listens there within ``timeout``; says what the name means on this machine.
+        RuntimeError: Nobody listens there within ``timeout``; the message has what the name resolves to on this
+            machine.
     """
     started = time.monotonic()
     impatient_at = started + _IMPATIENT_SECONDS
@@ -141,7 +142,7 @@ def _wait_for_listener(name: str, port: int, timeout: timedelta) -> str:
             if now - started > timeout.total_seconds():
                 raise RuntimeError(f"rank 0 was not reached within {timeout}: {why_not_reached(name, error)}") from None
             if now > impatient_at:
-                impatient_at = math.inf  # said once
+                impatient_at = math.inf  # logged once
                 logger.warning(f"still waiting for rank 0 at {name}:{port}: {why_not_reached(name, error)}")
         time.sleep(_RETRY_SECONDS)
 

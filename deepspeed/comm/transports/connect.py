@@ -180,7 +180,7 @@ class Connector:
 
         Returns:
             The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which
-            one line says, or where no rank is waited for.
+            is logged in one line, or where no rank is waited for.
 
         Raises:
             DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.

@@ -259,12 +259,12 @@ class Transport:
         self._peers, self.owner = peers, peers.owner
 
     def joins(self, watched: WatchedGroup) -> None:
-        """Says as which process group of the job it is watched."""
+        """Registers as which process group of the job it is watched."""
         self.ranks, self.scope, self.watched = watched.ranks, watched.scope, watched
         self.is_watched_by(watched.watch)
 
     def is_watched_by(self, watch: Watch | None) -> None:
-        """Says which watch supervises its waits; it leaves the job when that ends."""
+        """Sets the watch that supervises its waits; it leaves the job when that ends."""
         self.watch = watch
         if watch is not None:
             watch.members.add(self)
@@ -423,7 +423,7 @@ class Transport:
             source: Contiguous; its rows are along the first dimension.
             sent: How many rows go to each rank, in order; together they are all.
             out: Contiguous, of the same dtype and row length; not ``source``.
-            received: How many rows come from each rank: what that rank says it sends.
+            received: How many rows come from each rank: as that rank announces.
             label: What is transferred, for error messages.
         """
         raise NotImplementedError
@@ -450,7 +450,7 @@ class Transport:
 
         Args:
             leaving: By rank, tensors of any strides; there may be none.
-            arriving: By rank, memory for as many elements as that rank says leave for this one; for those of this rank
+            arriving: By rank, memory for as many elements as that rank announces for this one; for those of this rank
                 itself, tensors of the same shapes as leave.
             like: Has the dtype in which they are sent, which is that of ``arriving``, and their device.
             label: What is transferred, for error messages.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_ADVICE = " | "  # in a label: the text after it says what to change if ranks wait for each other
+_ADVICE = " | "  # in a label: the text after it names what to change if ranks wait for each other
 _ALIKE = (
     "Every rank must use the same modules and make the same calls. Make the branch depend on data that is equal on all "
     "ranks, or mark the module that holds both branches with deepspeed.utils.set_z3_leaf_modules, so that it is "

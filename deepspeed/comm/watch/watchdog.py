@@ -170,7 +170,7 @@ class Watch:
         self._at_exit_of_fork = Finalize(None, self._at_exit, exitpriority=0)
 
     def stop(self) -> None:
-        """Ends the watching thread, and says nothing at the program's end: the process groups are gone."""
+        """Ends the watching thread, and logs nothing at the program's end: the process groups are gone."""
         self._end_thread(timedelta(0))
         atexit.unregister(self._at_exit)
         self._at_exit_of_fork.cancel()
@@ -200,7 +200,7 @@ class Watch:
 
         Args:
             channel: Of the transfer.
-            key: Equal on all ranks for this transfer; None: its number says all there is to say.
+            key: Equal on all ranks for this transfer; None: its number identifies it.
         """
         self._issued[channel] += 1
         index = self._issued[channel]

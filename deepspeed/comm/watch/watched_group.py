@@ -4,9 +4,9 @@ Ranks are numbered as the job numbers them, whatever the group: so a cycle of wa
 several groups, and messages name ranks as the launcher does.
 
 At exit the groups wait until gloo's threads have released the program's tensors. A thread that has carried out a
-collective says so first and drops its tensors then. If it is held up in between, as on a machine with more to do than
-processors, the program may have come to its end meanwhile; a tensor that Python knows can then be dropped no more, as
-the interpreter has gone, and the process is ended by signal 6, after all its work is done. Torch waits for these
+collective reports it first and drops its tensors then. If it is held up in between, as on a machine with more to do
+than processors, the program may have come to its end meanwhile; a tensor that Python knows can then be dropped no more,
+as the interpreter has gone, and the process is ended by signal 6, after all its work is done. Torch waits for these
 threads where the last reference to a group goes before the program ends, but engines and wrapped models keep theirs.
 """
 

@@ -44,7 +44,7 @@ class ExpertParallel(Section):
     router_pattern: str | None = key(None, "Names of the routers.", no_effect=_READ)
     expert_w1: str | None = key(None, "Name of the first weight; not empty, without dots.", no_effect=_READ)
     expert_w2: str | None = key(None, "Name of the second weight; not empty, without dots.", no_effect=_READ)
-    expert_w3: str | None = key(None, "Name of the third weight; null says there is none.", no_effect=_READ)
+    expert_w3: str | None = key(None, "Name of the third weight; null: there is none.", no_effect=_READ)
     num_experts_attr: str | None = key(None, "Attribute with the number of experts.", no_effect=_READ)
     top_k_attr: str | None = key(None, "Attribute with the experts per token.", no_effect=_READ)
     has_shared_experts: Bool | None = key(None, "Shared experts exist.", no_effect=_READ)

@@ -72,7 +72,7 @@ class Quantization(Section):
 
 
 class InferenceCheckpoint(Section):
-    """Says where the weight files are."""
+    """Lists the weight files."""
 
     checkpoint_dir: FilePath = key(None, "Folder of the weights.")
     save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")

@@ -67,7 +67,7 @@ class RunReport(Section):
     )
 
 
-_ONE_STEP = "one step is profiled; profile_step says which"
+_ONE_STEP = "one step is profiled; profile_step chooses it"
 
 
 class FlopsProfilerSection(Section):

@@ -80,7 +80,7 @@ class OffloadOptimizer(Section):
         minimum=0,
         maximum=1,
         since="0.18.0",
-        no_effect="the update runs in the rank's own process, on as many threads as torch.get_num_threads() says",
+        no_effect="the update runs in the rank's own process, on as many threads as torch.get_num_threads() returns",
     )
     buffer_size: Int | None = key(
         None,

@@ -74,7 +74,7 @@ class Bf16(Section):
     check_grad_overflow: Bool = key(
         True,
         "Check gradients for inf and NaN at each step; if there are any, skip the step on all ranks. "
-        "max_consecutive_skipped_steps says when training stops.",
+        "max_consecutive_skipped_steps sets when training stops.",
         since="0.17.1",
     )
     bf16_master_weights_and_grads: Bool = key(

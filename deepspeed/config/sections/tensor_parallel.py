@@ -18,7 +18,7 @@ class TpGroup(Section):
 
 
 class LayerPartition(Section):
-    """Says how one kind of layer is split."""
+    """Describes how one kind of layer is split."""
 
     patterns: TextList = key(None, "Regular expressions for parameter names.", factory=list)
     partition_type: Annotated[Literal["column", "row", "skip"], AnyCase] = key("column", "How the layer is split.")
@@ -90,7 +90,7 @@ class TensorParallel(Section):
         None,
         "Split the output layer over the vocabulary; logits stay split, and the loss is computed from their parts.",
         since="0.19.8",
-        null_means="split if the model's tensor-parallel plan says so, and gather the logits",
+        null_means="split if the model's tensor-parallel plan splits it, and gather the logits",
     )
     vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AnyCase] = key(
         "torch", "Loss for a split output layer.", since="0.19.8", no_effect="there is one loss, written in torch"

@@ -73,9 +73,9 @@ _AGREED = "the order of gathers is agreed between ranks in every run, and a chan
 
 
 class ZeroOptimization(Section):
-    """ZeRO. The stage says which model states are sharded; the other keys say how much is communicated at once.
+    """ZeRO. The stage determines which model states are sharded; the other keys set how much is communicated at once.
 
-    Sizes are in elements, not in bytes: of one collective or of one rank's memory, as each key says.
+    Sizes are in elements, not in bytes: of one collective or of one rank's memory, as each key's description states.
     """
 
     place = ("zero_optimization",)
@@ -156,7 +156,7 @@ class ZeroOptimization(Section):
     save_muon_momentum_buffer_in_memory: Bool = key(
         False,
         "Keep Muon's momentum on the device (stage 3).",
-        no_effect="optimizer state is kept where offload_optimizer says",
+        no_effect="offload_optimizer determines where optimizer state is kept",
     )
     pipeline_loading_checkpoint: Bool = key(
         False,

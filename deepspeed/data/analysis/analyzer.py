@@ -212,7 +212,7 @@ def walk(source: SampleSource, share: range, metrics: Metrics) -> list[MetricVal
     """Computes every metric of the samples of a share.
 
     Samples count by the rows that come of them, never by the fields of a batch. A batch that is a mapping with
-    ``index`` says by itself which samples it has.
+    ``index`` itself lists its samples.
     """
     found = [MetricValues(kind) for kind in metrics.kinds]
     part = Subset(source.dataset, share)

@@ -1,4 +1,4 @@
-"""The loader and the schedule of batches by tokens, as ``data_sampling.dynamic_batching`` says."""
+"""The loader and the schedule of batches by tokens, by ``data_sampling.dynamic_batching``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         The loader over this rank's micro-batches, the schedule, and the loader's arguments.
 
     Raises:
-        DeepSpeedConfigError: The section is not enabled, or says neither lengths nor where to find them.
+        DeepSpeedConfigError: The section is not enabled, or has neither lengths nor where to find them.
         ValueError: No batch can be made.
     """
     section, seed = _settings(engine)

@@ -25,7 +25,7 @@ def batch_by_seqlens(
 ) -> tuple[list[tuple[int, list[int]]], list[int], list[int]]:
     """Packs sequences, one after the other, into micro-batches of at most ``max_tokens``; pure, equal on all ranks.
 
-    Left out, with a line that says how many: sequences longer than ``max_tokens``, micro-batches of fewer than
+    Left out, with a line that counts them: sequences longer than ``max_tokens``, micro-batches of fewer than
     ``min_batch_size`` sequences, and at the end micro-batches that do not fill a batch.
 
     Args:

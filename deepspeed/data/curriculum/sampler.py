@@ -207,7 +207,7 @@ class DeepSpeedDataSampler(BatchSampler):
         """Goes to where :meth:`state_dict` was, also with other numbers of ranks or samples per batch.
 
         A state of the published package has no generator that could continue; then the curriculum continues at its step
-        with new draws, and a line says so.
+        with new draws, and a line in the log states this.
         """
         self._forget_clusters()
         self.consumed_samples = int(state_dict["consumed_samples"])

@@ -20,7 +20,7 @@ def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any
 class CurriculumScheduler:
     """The difficulty at each step, by one of the published shapes.
 
-    ``fixed_linear`` and ``fixed_root`` grow as :func:`~deepspeed.data.curriculum.scheduler.grown` says;
+    ``fixed_linear`` and ``fixed_root`` grow by :func:`~deepspeed.data.curriculum.scheduler.grown`;
     ``fixed_discrete`` is a list of difficulties and the last step of each but the last; ``custom`` is a function.
 
     Args:

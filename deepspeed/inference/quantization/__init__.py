@@ -1,1 +1,1 @@
-"""Weights of few bits for parts of a model, as the section ``weight_quantization`` says."""
+"""Weights of few bits for parts of a model, by the section ``weight_quantization``."""

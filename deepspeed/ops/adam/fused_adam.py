@@ -12,7 +12,7 @@ from deepspeed.ops.flat import AdamRule, UpdateRule
 
 
 class AdamOptimizer(ElementwiseOptimizer):
-    """Adam or AdamW, as ``adam_w_mode`` says.
+    """Adam or AdamW, depending on ``adam_w_mode``.
 
     The groups carry torch's key ``decoupled_weight_decay`` with the same value, so that torch's classes understand
     our state dictionaries; a group or state dictionary with another value does not change ours.

@@ -109,7 +109,7 @@ class FusedLamb(KeepsStateDtypes):
         torchs(super().add_param_group)(param_group)
 
     def attach_segments(self, table: SegmentTable) -> None:
-        """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
+        """Sets which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
         Args:
             table: Segments start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
@@ -188,7 +188,7 @@ def _add_over_parts(squares: Tensor, table: SegmentTable) -> None:
 
     Args:
         squares: 2 x num_tensors, of this rank's parts; completed in place.
-        table: Says which tensors are parts.
+        table: Lists which tensors are parts.
     """
     if table.cut is None:
         return

@@ -92,7 +92,7 @@ class FragmentExchange:
 
     Raises:
         ValueError: The same on every rank: a tensor that is no matrix. On this rank: the runs do not hold what the
-            table says of its position.
+            table lists for its position.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class FragmentExchange:
         if wrong:
             raise ValueError(
                 f"Muon: of matrix {wrong[0]} the runs of the matrix groups hold the elements {present.get(wrong[0])}, "
-                f"but the segment table says {wanted.get(wrong[0])}; attach_segments must be called again after the "
+                f"but the segment table has {wanted.get(wrong[0])}; attach_segments must be called again after the "
                 "runs have changed"
             )
 

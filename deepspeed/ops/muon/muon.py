@@ -43,11 +43,11 @@ class Muon(KeepsStateDtypes):
     a convolution, further dimensions count as columns) is scaled by ``sqrt(max(1, m / n))``; weight decay is decoupled.
     A stack of matrices, such as the weights of stacked experts, is so many matrices.
 
-    The key ``use_muon`` of a group says which part it belongs to. A group without the key is divided: a parameter is
+    The key ``use_muon`` of a group selects the part it belongs to. A group without the key is divided: a parameter is
     a matrix if it has an attribute ``use_muon`` that is true (:func:`~deepspeed.ops.muon.set_optimizer_flags`), or
-    no such attribute and at least two dimensions. Likewise its key ``stacked`` says whether the parameters of a matrix
-    group are stacks of matrices. A matrix group without it is divided: a parameter with three dimensions is a stack,
-    unless its attribute ``muon_stacked`` says otherwise.
+    no such attribute and at least two dimensions. Likewise its key ``stacked`` states whether the parameters of a
+    matrix group are stacks of matrices. A matrix group without it is divided: a parameter with three dimensions is a
+    stack, unless its attribute ``muon_stacked`` is set otherwise.
 
     Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs holding segments of tensors: each matrix
     is gathered to one rank, orthogonalised there, and its segments are sent back. State is elementwise:
@@ -136,9 +136,9 @@ class Muon(KeepsStateDtypes):
             return
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
-        key, says = ("stacked", is_stack_of_matrices) if "use_muon" in param_group else ("use_muon", _is_flagged)
+        key, is_member = ("stacked", is_stack_of_matrices) if "use_muon" in param_group else ("use_muon", _is_flagged)
         order = (False, True) if key == "stacked" else (True, False)
-        parts = [(value, [param for param in params if says(param) is value]) for value in order]
+        parts = [(value, [param for param in params if is_member(param) is value]) for value in order]
         if not params:
             parts = [(order[0], params)]
         for value, part in parts:
@@ -146,7 +146,7 @@ class Muon(KeepsStateDtypes):
                 self.add_param_group({**param_group, "params": part, key: value})
 
     def attach_segments(self, *tables: SegmentTable) -> None:
-        """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
+        """Sets which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
         Every rank of a table's group must call it with its own table; they need not do it at the same time.
 
@@ -156,7 +156,7 @@ class Muon(KeepsStateDtypes):
 
         Raises:
             ValueError: On every rank alike: a tensor of a matrix group is no matrix. On this rank: the runs do not hold
-                what the table says they do.
+                what the table lists.
             KeyError: A parameter is not in a table.
         """
         settings = self._part_defaults[True]

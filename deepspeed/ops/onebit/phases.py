@@ -20,7 +20,7 @@ from deepspeed.logging import logger
 
 
 class Phase(Enum):
-    """Says what an update does with the gradients of the ranks."""
+    """Chooses what an update does with the gradients of the ranks."""
 
     WARM_UP = "warm-up"  #: their mean, as every optimizer gets it
     LOCAL = "local"  #: each rank's own, which stays its own until ranks come together
@@ -36,7 +36,7 @@ class ExchangesMomentum(Protocol):
     precondition: bool
     """Whether what is sent is divided by the root of the variance, bounded, and multiplied by it as it arrives."""
     reminder: PhaseCheck
-    """Says at the end that nothing was compressed, where that is so."""
+    """Logs at the end that nothing was compressed, where that is so."""
 
     def begin_update(self, before: int) -> None:
         """Prepares the phase of the next update.
@@ -100,7 +100,7 @@ _UNCOMPRESSED = (
 
 
 class PhaseCheck:
-    """Says at the end of a run that it never reached its compression phase.
+    """Logs at the end of a run that it never reached its compression phase.
 
     Args:
         optimizer: Whose run; the line comes when it is collected, or when the process ends.

@@ -1,7 +1,7 @@
 """Builders of operators: programs use them to check whether an operator works here, and to load it.
 
 Nothing is compiled. What upstream builds as a native operator is Python here, or missing. So ``load()`` of a builder
-returns the package that does the operator's work, and ``is_compatible()`` says whether there is one. Functions of
+returns the package that does the operator's work, and ``is_compatible()`` returns whether there is one. Functions of
 upstream's compiled modules are not imitated.
 """
 

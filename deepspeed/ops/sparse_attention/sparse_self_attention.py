@@ -32,7 +32,7 @@ class SparseSelfAttention(nn.Module):
         attn_mask_mode: The same two modes, for the attention mask.
         max_seq_length: Tokens of the layout that is kept.
         dropout: Probability with which a probability is dropped in training.
-        is_causal: No token sees one after it, in addition to what the pattern says.
+        is_causal: No token sees one after it, in addition to the pattern.
         mpu: Accepted for programs that pass one; nothing depends on it.
 
     Raises:

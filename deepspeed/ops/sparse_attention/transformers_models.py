@@ -115,7 +115,7 @@ def _attention(
         attention_mask: Of :func:`_mask`, or a 4-D one of the caller's: where it is False is hidden, or values to add.
         scaling: Of the scores.
         dropout: Of the probabilities.
-        is_causal: None: as the layer says.
+        is_causal: None: as in the layer.
         position_bias: Added to the scores.
         **kwargs: What does not change the scores.
 

@@ -211,7 +211,7 @@ def _state(module: nn.Module) -> Spread:
 
 
 class _ExpertAssignment:
-    """Says which rank keeps which experts.
+    """Describes which rank keeps which experts.
 
     Attributes:
         ep_size: Ranks that share them.

@@ -44,7 +44,7 @@ def from_pretrained(
     Args:
         folder: With ``config.json`` and ``*.safetensors``, as ``save_pretrained`` writes it or as the hub has it.
         config: The configuration that ``initialize`` gets, with ``expert_parallel`` enabled.
-        dtype: Of floating weights; None: as the folder says.
+        dtype: Of floating weights; None: as in the folder.
         model_class: A class of the library; None: ``AutoModelForCausalLM``.
 
     Returns:

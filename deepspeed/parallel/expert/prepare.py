@@ -22,7 +22,7 @@ from deepspeed.zero.tiling.tiles import TilePart
 def prepare_expert_layers(
     model: nn.Module, device: torch.device, *, data_first: bool = False, timed: bool = False
 ) -> None:
-    """Makes the groups of the expert layers of ``model``, and says which expert is which.
+    """Makes the groups of the expert layers of ``model``, and numbers the experts.
 
     Every rank of the job must call it, with the same model.
 
@@ -68,7 +68,7 @@ def _is_cut(parameter: torch.Tensor) -> bool:
 
 
 def _name_experts(name: str, layer: MOELayer) -> None:
-    """Says of every expert's parameters which expert of all it is: its own numbers begin at 0 on every rank."""
+    """Marks every expert's parameters with its number among all experts; modules count from 0 on every rank."""
     if layer.ep_size == 1:
         return
     sharing, _ = Job.current().experts.ranks_of(group_name(layer.ep_size))

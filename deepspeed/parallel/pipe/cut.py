@@ -83,7 +83,8 @@ def best_cut(
         limit: Bytes that a stage may use; None: any number.
 
     Raises:
-        ValueError: There are fewer layers than chunks, or no cut was found that fits; says how much is missing.
+        ValueError: There are fewer layers than chunks, or no cut was found that fits; the message has how much is
+            missing.
     """
     costs = [*layers[:-1], layers[-1] + loss] if loss else list(layers)
     search = _Search(costs, make_schedule(schedule, stages, micro_batches, num_chunks), transfer, limit)

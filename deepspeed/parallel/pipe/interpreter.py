@@ -1,7 +1,7 @@
 """Runs a schedule: one method per instruction, on the buffers of one stage.
 
-:class:`StageCompute` says what an instruction computes. The interpreter says where values come from, where they go and
-when they are freed. Receives are posted before the step begins and ahead of those that are waited for. Sends are
+:class:`StageCompute` has what an instruction computes. The interpreter determines where values come from, where they go
+and when they are freed. Receives are posted before the step begins and ahead of those that are waited for. Sends are
 started and left alone until the receiver has confirmed them or the step ends.
 """
 

@@ -252,7 +252,7 @@ class PipelineModule(PlainAttributes, nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Returns the layer with the weight of the head; None where this stage has none, or it is not known.
 
-        A last layer that is from no Transformers model says which it is by a method of the same name.
+        A last layer that is from no Transformers model names it by a method of the same name.
         """
         last = self._num_layers - 1
         if self.stage_owner(last) != self.stage_id:

@@ -209,7 +209,7 @@ def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> d
 
 
 class _Plan:
-    """Says where the parts of a model are."""
+    """Lists where the parts of a model are."""
 
     def __init__(self, skeleton: Any, model: Any) -> None:
         self._skeleton, self._model = skeleton, model
@@ -359,7 +359,7 @@ class _Block(nn.Module):
     """One block, called as the model would call it."""
 
     part: Any
-    _tp_plan: Mapping[str, str] = {}  # where tensor parallelism looks for what the model says of its cut
+    _tp_plan: Mapping[str, str] = {}  # where tensor parallelism looks for the model's own plan
 
     def __init__(self, part: ModelPart, number: int, routers: Routers | None = None) -> None:
         super().__init__()

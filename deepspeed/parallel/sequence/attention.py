@@ -28,7 +28,7 @@ class DistributedAttention(nn.Module):
             that ``batch_dim_idx`` names), contiguous, and the further arguments; returns the same layout.
         sequence_process_group: Torch process group of the ranks that share a sequence.
         scatter_idx: Axis of heads.
-        gather_idx: Axis of tokens; what ``batch_dim_idx`` says overrules it.
+        gather_idx: Axis of tokens; ``batch_dim_idx`` overrules it.
         sp_stream: A stream for the exchanges, so that they run beside the projections. Each starts when its input is
             there: at the event ``done_event`` of the tensor where it has one, else behind the current stream.
         num_kv_heads: Checked against the key, where given.

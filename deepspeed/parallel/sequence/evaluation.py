@@ -134,7 +134,7 @@ def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tens
         return f"it has {', '.join(sorted(rest))}", {}, {}
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(model.config, name, False):
-            return f"the model's configuration says {name}", {}, {}
+            return f"the model's configuration has {name}", {}, {}
     positions = _positions_by_mask(batch, model)
     if positions is not None:
         batch["position_ids"] = positions

@@ -32,7 +32,7 @@ def mean_loss(
     """Returns the mean over all counted tokens of the sequences that the ranks of a group share.
 
     Every rank of the group must call it; so must they run its backward. Its gradient is that of the unsharded loss
-    where ``sequence_parallel.loss`` is what ``own_share`` says.
+    where ``sequence_parallel.loss`` is ``own_share``.
 
     Args:
         loss: This rank's: a mean over its counted tokens (0-dim; of no meaning, also NaN, where none counts), or one

@@ -45,7 +45,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Says which queries see which keys.
+    """Describes which queries see which keys.
 
     Attributes:
         is_causal: Tokens see none that come later.

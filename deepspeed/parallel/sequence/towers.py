@@ -37,7 +37,7 @@ def cut_at_decoder(entered: list[nn.Module], decoder: nn.Module) -> None:
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of a call by name; None where they do not fit, which ``forward`` itself says."""
+    """Returns the arguments of a call by name; None where they do not fit, for which ``forward`` itself raises."""
     try:
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except TypeError:

@@ -137,7 +137,7 @@ def attention(
         attention_mask: The result of :func:`mask`, or this rank's part of a padding mask, ``[batch, tokens]``.
         scaling: Factor of the scores; None: one over the root of the width.
         dropout: Probability with which attention probabilities are dropped.
-        is_causal: None: as the layer says.
+        is_causal: None: as in the layer.
         position_ids: Of this rank's tokens, ``[batch or 1, tokens]``; a document begins wherever they begin again.
         **kwargs: For the implementation that attends.
 

@@ -109,7 +109,7 @@ class UlyssesSPAttentionHF:
                 f"equal parts; choose a multiple of {sequence_parallel_size}"
             )
         if size_of() % sequence_parallel_size:
-            state.initialize_sequence_parallel(sequence_parallel_size)  # says so
+            state.initialize_sequence_parallel(sequence_parallel_size)  # raises with the reason
         if not hasattr(model_name_or_path, "config"):
             _check_by_name(model_name_or_path, core_attn_implementation, sequence_parallel_size)
             state.initialize_sequence_parallel(sequence_parallel_size)
@@ -188,7 +188,7 @@ def adopt_model(
     recompute_exchange: bool = False,
     whole: nn.Module | None = None,
 ) -> None:
-    """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
+    """Shares the sequences of a Transformers model that ``initialize`` got, as configured.
 
     Every rank of the job must call it. A model that was not registered is registered here, also one inside a module of
     one's own, and the layers of one in a pipeline. What has no Transformers model in it is left to its own code; its
@@ -217,7 +217,7 @@ def adopt_model(
         if mode != "ulysses":
             raise DeepSpeedConfigError(
                 f'sequence_parallel.mode "{mode}": {type(model).__name__} is no Transformers model, so its own code '
-                "says how it attends (deepspeed.sequence.ring_attention); leave the key out"
+                "chooses its attention (deepspeed.sequence.ring_attention for rings); leave the key out"
             )
         if recompute_exchange:
             raise DeepSpeedConfigError(

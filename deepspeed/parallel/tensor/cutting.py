@@ -204,7 +204,7 @@ _WRITE_RULES = (
 
 
 class _NoPlanError(DeepSpeedConfigError):
-    """Nothing says how a model is cut; a stage of a pipeline may have no layers to cut."""
+    """No rule cuts the model; a stage of a pipeline may have no layers to cut."""
 
 
 def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
@@ -260,15 +260,13 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
     """
     own = rules_module.of_user(model, section, used_elsewhere)
     found: dict[str, CutRule] = {}
-    if all(
-        rule.way in (CutStyle.WHOLE, CutStyle.SUMMED) for rule in own.values()
-    ):  # exceptions from what the model says
+    if all(rule.way in (CutStyle.WHOLE, CutStyle.SUMMED) for rule in own.values()):  # exceptions from the model's plan
         found = rules_module.of_plan(model) if section.injection_policy_tuple is None else {}
         try:
             found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
         except SmallForwardError as error:
             raise DeepSpeedConfigError(
-                f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; "
+                f"tensor_parallel.autotp_size {section.autotp_size}: no rule cuts {type(model).__name__}; "
                 f"it brings no tensor-parallel plan, and its structure was not read, as it does not run on "
                 f"{', '.join(inputs_of(model) or ())} alone ({error}). {_WRITE_RULES}"
             ) from error
@@ -283,7 +281,7 @@ def rules_for(model: nn.Module, section: TensorParallel, used_elsewhere: Collect
             else "its structure shows no pair of layers around a residual sum"
         )
         raise _NoPlanError(
-            f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "
+            f"tensor_parallel.autotp_size {section.autotp_size}: no rule cuts {type(model).__name__}; it "
             f"brings no tensor-parallel plan, and {structure}. {_WRITE_RULES}"
         )
     if section.vocab_parallel_lm_head is not None:

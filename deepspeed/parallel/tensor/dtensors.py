@@ -1,7 +1,7 @@
 """Models that were cut before they came here, by torch's ``parallelize_module`` or Transformers' ``tp_plan``.
 
 Their parameters are ``DTensor`` objects, which cannot lie in flat buffers. Each is replaced by an ordinary parameter
-with the local tensor, which says by its placement which part of the whole it is. Only while its module computes does it
+with the local tensor, whose placement states which part of the whole it is. Only while its module computes does it
 look like a ``DTensor`` again, so that the plan of the program works as it was written, with torch's own collectives.
 """
 
@@ -66,7 +66,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
         The new parameters by the ``id`` of the old ones.
 
     Raises:
-        DeepSpeedConfigError: They lie on another group of ranks than the mesh says; nothing was changed.
+        DeepSpeedConfigError: They lie on another group of ranks than that of the mesh; nothing was changed.
         NotYetSupportedError: A placement is neither ``Shard`` nor ``Replicate``.
     """
     found = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}

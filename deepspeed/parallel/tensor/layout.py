@@ -54,11 +54,11 @@ class LayerCut:
     Attributes:
         name: Qualified.
         way: The way.
-        source: Who says so.
+        source: Where the rule comes from.
         split: Of the dimension that is cut; None where none is.
         parameters: Those of which every rank gets a part.
         adapters: Adapter layers beside it, with their ways.
-        note: Why it is not what the rule says, or empty.
+        note: Why it differs from the rule, or empty.
     """
 
     name: str
@@ -100,7 +100,7 @@ def layout_of(model: nn.Module, rules: Mapping[str, CutRule], size: int, *, grai
         grain: Output features of a linear layer outside attention that stay together.
 
     Raises:
-        DeepSpeedConfigError: A layer cannot be cut into so many parts; names it and says what to write.
+        DeepSpeedConfigError: A layer cannot be cut into so many parts; names it and what to write.
     """
     return _Builder(model, rules, size, grain).build()
 
@@ -319,7 +319,7 @@ class _Builder:
         inner: nn.Module = getattr(module, "base_layer", module)  # type: ignore[assignment]
         weight = getattr(inner, "weight", None)
         if not is_linear(module) or not isinstance(weight, torch.Tensor) or len(full_shape(weight)) != 2:
-            raise self._error(name, f"is a {type(inner).__name__}, which is not cut as {rule.source} says")
+            raise self._error(name, f"is a {type(inner).__name__}, which cannot be cut by {rule.source}")
         plain = type(inner).forward is nn.Linear.forward or type(inner).__name__ in _PLAIN or is_transposed(inner)
         if not plain:
             raise self._error(name, f"is a {type(inner).__name__} with a forward of its own")
@@ -342,7 +342,7 @@ class _Builder:
     def _error(self, name: str, problem: str) -> DeepSpeedConfigError:
         origin = self.rules[name].source if name in self.rules else "the model's heads"
         return DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size {self.size}: {name!r} {problem} (said by {origin}). Choose another "
+            f"tensor_parallel.autotp_size {self.size}: {name!r} {problem} (from {origin}). Choose another "
             f"autotp_size, or leave the layer whole: tensor_parallel.partition_config.layer_specs with the pattern "
             f'{".*" + re.escape(name.rpartition(".")[2])!r} and partition_type "skip", for it and the layers that it '
             "works with"

@@ -34,7 +34,7 @@ from deepspeed.zero.tiling.tiles import TilePart
 def cut_parameter(
     parameter: nn.Parameter, cut: ParameterCut, logical: str, channel: Channel, group: str | None, data: Transport
 ) -> None:
-    """Leaves this rank's part in a parameter and says so.
+    """Leaves this rank's part in a parameter and marks the parameter as a part.
 
     Args:
         parameter: Whole on every rank; or sharded by ``zero.Init``, then every rank that shares it must call this.
@@ -147,7 +147,7 @@ class Maker:
         if width is not None:
             return width
         raise DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size: the plan says that some outputs of {name!r} are rotary and go to all heads, "
+            f"tensor_parallel.autotp_size: by the plan, some outputs of {name!r} are rotary and go to all heads, "
             "but neither the module above it nor the configuration has qk_rope_head_dim; leave its attention whole"
         )
 

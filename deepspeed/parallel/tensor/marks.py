@@ -1,6 +1,6 @@
 """Parameters that a program with tensor parallelism of its own has cut, and marked as Megatron-LM marks them.
 
-``tensor_model_parallel`` (or ``model_parallel``) alone says that tensor ranks have different parts. Which part it is,
+``tensor_model_parallel`` (or ``model_parallel``) alone means that tensor ranks have different parts. Which part it is,
 ``partition_dim`` and ``partition_stride`` say beside it: along that dimension the whole is ``stride`` equal blocks,
 each shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors use whole parameters.
 """

@@ -97,7 +97,7 @@ def enter_shared(values: torch.Tensor, shared: SharedInput) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SplitParts:
-    """Parts along the last dimension as a :class:`Split` says, uneven or not contiguous.
+    """Parts along the last dimension as in a :class:`Split`, uneven or not contiguous.
 
     Attributes:
         split: Of the last dimension.

@@ -44,7 +44,7 @@ def tp_model_init(
     Args:
         model: The model.
         tp_size: Ranks that share a layer, neighbours in the job.
-        dtype: What the model computes in; it must be what the configuration says.
+        dtype: What the model computes in; it must be the configured one.
         config: The configuration, or its ``tensor_parallel`` section; completed by that of ``initialize``.
         tp_group: Torch process group of the ranks that share layers with this one; it must be the ``tp_size``
             neighbours.
@@ -131,5 +131,5 @@ def _check_dtype(root: Root, request: TensorParallelRequest) -> None:
     wanted = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else None
     if wanted is not None and request.dtype is not None and request.dtype not in (wanted, torch.float32):
         raise DeepSpeedConfigError(
-            f"tp_model_init(dtype={request.dtype}): the configuration says {wanted}; give the same, or leave dtype out"
+            f"tp_model_init(dtype={request.dtype}): the configuration has {wanted}; give the same, or leave dtype out"
         )

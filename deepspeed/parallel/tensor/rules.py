@@ -1,7 +1,7 @@
-"""Which layers are cut, and how: what the user writes, what the model's own plan says, what its structure shows.
+"""Which layers are cut, and how: by the user's rules, the model's own plan, or its structure.
 
 Sources are tried in that order, and the first one that has rules decides. A user's rules are completed by a preset
-where both are given; rules that only leave layers whole are exceptions from what the model says. The result is a rule
+where both are given; rules that only leave layers whole are exceptions from the model's plan. The result is a rule
 for every module or parameter that is not left whole, by its name.
 """
 
@@ -54,11 +54,11 @@ class CutStyle(Enum):
 
 @dataclass(frozen=True)
 class CutRule:
-    """Says how one layer or parameter is cut.
+    """Describes how one layer or parameter is cut.
 
     Attributes:
         way: The way.
-        source: Who says so, for messages.
+        source: Where the rule comes from, for messages.
         parts: Extents of the tensors that are packed along the cut dimension; ``(2,)`` or ``(3,)`` for that many of
             equal extent; empty: not packed, or as the heads show.
     """
@@ -179,7 +179,7 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
             style = plan[key]
             if style not in _STYLES:
                 raise DeepSpeedConfigError(
-                    f"tensor_parallel.autotp_size: the plan of {type(model).__name__} says {key!r}: {style!r}, a style "
+                    f"tensor_parallel.autotp_size: the plan of {type(model).__name__} has {key!r}: {style!r}, a style "
                     f"that is not known here; known are {', '.join(_STYLES)}. Write a layer_specs entry for "
                     f"{name!r} in tensor_parallel.partition_config"
                 )

@@ -204,11 +204,11 @@ def layout_of(
         config: The ds_config as a dict.
         ranks: All of them.
         pipeline: Stages and schedule.
-        tensor: Ranks that share layers; None: as the configuration says.
-        sequence: Ranks that share sequences; None: as the configuration says.
-        ep: Ranks that share experts; None: as the configuration says.
-        micro_batch: Samples of a forward; None: as the configuration says.
-        accumulation: Micro-batches of a step; None: as the configuration says.
+        tensor: Ranks that share layers; None: as configured.
+        sequence: Ranks that share sequences; None: as configured.
+        ep: Ranks that share experts; None: as configured.
+        micro_batch: Samples of a forward; None: as configured.
+        accumulation: Micro-batches of a step; None: as configured.
         **options: Further fields of :class:`ParallelLayout`.
 
     Raises:

@@ -29,7 +29,7 @@ class ModuleProfile:
     Attributes:
         name: Its name in its parent; empty for the model.
         kind: Its class.
-        description: What its ``extra_repr`` says.
+        description: Its ``extra_repr``.
         depth: 0 for the model.
         own_params: Elements of its own parameters; a shared parameter counts where it comes first.
         own_flops: Operations that ran in it outside its children.

@@ -34,7 +34,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Says whether a parameter's values are on this rank."""
+    """The states of a parameter: whether its values are on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

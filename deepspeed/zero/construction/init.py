@@ -57,17 +57,17 @@ class Init:
         data_parallel_group: Process group that shares the parameters; None: all processes.
         mem_efficient_linear: Accepted; has no effect.
         remote_device: ``cpu`` keeps the shards in host memory until ``initialize``; None: where the configuration's
-            ``offload_param`` says, as a rule on the device.
+            ``offload_param`` places them, as a rule on the device.
         pin_memory: Accepted; shards wait in ordinary host memory.
         config_dict_or_path: The configuration; only the ZeRO, offload, precision and dtype sections are read.
         config: Old name of ``config_dict_or_path``.
         enabled: False: do nothing.
-        dtype: Of floating parameters; None: bf16 or fp16 as the configuration says, else fp32; without a configuration
+        dtype: Of floating parameters; None: bf16 or fp16 as configured, else fp32; without a configuration
             each keeps its own.
         mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
         zero_quantized_weights: Accepted; has no effect here, where nothing computes. The configuration of
-            ``initialize`` says how weights are sent from then on.
+            ``initialize`` determines how weights are sent from then on.
         zero_quantized_nontrainable_weights: As ``zero_quantized_weights``.
         sequence_data_parallel_group: Used as ``data_parallel_group`` where that is None.
         param_swapper: Not supported; parameters are offloaded by the configuration.

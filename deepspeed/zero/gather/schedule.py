@@ -56,7 +56,7 @@ class GatherLimits:
 
 
 _ANNOUNCED = 2
-_LEAST_LIVE = 1_000_000_000  # elements that may be gathered at once where the configuration says nothing
+_LEAST_LIVE = 1_000_000_000  # elements that may be gathered at once where nothing is configured
 
 _UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
 

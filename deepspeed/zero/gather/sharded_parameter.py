@@ -167,7 +167,7 @@ class ShardedParameter(torch.nn.Parameter):
 
 
 def note_placeholders(call: str) -> None:
-    """Says once that what ``call`` returned holds empty tensors for sharded parameters."""
+    """Warns once that what ``call`` returned holds empty tensors for sharded parameters."""
     warn_once(
         f"placeholders:{call}",
         f"{call}: parameters are sharded (ZeRO stage 3), so it holds an empty tensor of size 0 for each of them. For "

@@ -85,7 +85,7 @@ _REDUCTION = 1  # kind of transfer, see transfer_key
 
 
 class GradientState(Enum):
-    """Says where the gradients of a bucket are in the present backward."""
+    """Tracks where the gradients of a bucket are in the present backward."""
 
     IDLE = "idle"
     FILLING = "filling"
@@ -119,7 +119,7 @@ class GradientBucket:
         feedback: What reductions have lost of this rank's gradients so far; None where they lose nothing, or it is not
             kept.
         writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
-        is_coded: Reductions are as ``reduce_codec`` of their group says; otherwise as ``early_codec`` does.
+        is_coded: Reductions use ``reduce_codec`` of their group; otherwise ``early_codec``.
     """
 
     def __init__(

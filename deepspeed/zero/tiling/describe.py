@@ -1,14 +1,14 @@
-"""What a parameter says of itself: which ranks it is shared by.
+"""Marks of a parameter: which ranks share it.
 
 Called by all code that lays parameters out (an engine's buckets, ``zero.Init``) before anything moves. A parameter
-says it by a mark:
+carries one of these marks:
 
 - ``put_in_group(parameters, name)``, or being built inside ``in_group(name)``, names a group that was declared with
   ``comm.job.declared_groups.define_group`` (this package's own layers do so);
 - ``allreduce = False`` and ``group_name``, as mixture-of-experts programs set them, names a group in the same way;
-- ``tensor_model_parallel`` or ``model_parallel``, as programs with tensor parallelism of their own set them, says that
+- ``tensor_model_parallel`` or ``model_parallel``, as programs with tensor parallelism of their own set them, means that
   other ranks have other parts of the same parameter;
-- ``parts.say_part`` says the same, and which part it is;
+- ``parts.say_part`` does the same, and records which part it is;
 - a parameter without any of them is the same on all ranks that hold this part of the model.
 """
 
@@ -58,7 +58,7 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
 
     Args:
         name: Of the parameter, for messages.
-        parameter: The parameter, of any shape; what :func:`in_group` says of it is noted on it.
+        parameter: The parameter, of any shape; the group of :func:`in_group` is noted on it.
 
     Raises:
         DeepSpeedConfigError: The marks contradict each other.
@@ -90,7 +90,7 @@ def cut_experts(name: str) -> str:
 
 
 def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
-    """Says that a group of their own shares ``parameters``; before ``zero.Init`` or an engine takes them.
+    """Marks that a group of their own shares ``parameters``; before ``zero.Init`` or an engine takes them.
 
     Args:
         parameters: The parameters.

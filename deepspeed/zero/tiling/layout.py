@@ -25,7 +25,7 @@ BLOCK = 64
 """Elements per block: the unit of alignment, of rank boundaries, and of norms (``zero.gradient.gradient_sum``)."""
 
 DATA = "data"
-"""Name of the group of every parameter that says nothing else: all ranks that hold the same part of the model."""
+"""Name of the group of every parameter without another mark: all ranks that hold the same part of the model."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -236,7 +236,7 @@ Kind = tuple[str, bool, str]
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """Says how a group cuts its buckets into slices.
+    """Describes how a group cuts its buckets into slices.
 
     Attributes:
         ranks: Ranks that share a bucket.

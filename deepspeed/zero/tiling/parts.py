@@ -1,7 +1,7 @@
-"""Which part of a logical parameter a parameter is: what it says itself, and what placements on a mesh say.
+"""Which part of a logical parameter a parameter is: by its own mark, and by placements on a mesh.
 
-A layer that holds a part says so of its parameter (:func:`say_part`) before ``zero.Init`` or an engine takes it. A
-parameter that says nothing is whole.
+A layer that holds a part marks its parameter (:func:`say_part`) before ``zero.Init`` or an engine takes it. A
+parameter without such a mark is whole.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def say_part(parameter: torch.Tensor, part: TilePart) -> None:
 
 
 def has_part(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter (any shape) says that it is a part."""
+    """Returns whether a parameter (any shape) is marked as a part."""
     return hasattr(parameter, _MARK)
 
 

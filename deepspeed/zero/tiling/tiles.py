@@ -53,7 +53,7 @@ def _slices(first: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TilePart:
-    """Says which part of its logical parameter a tile is.
+    """Describes which part of its logical parameter a tile is.
 
     Attributes:
         name: Of the logical parameter; the same for all of its tiles.

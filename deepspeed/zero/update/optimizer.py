@@ -267,7 +267,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def flat_update(self) -> FlatUpdate | None:
-        """The fused update of the torch optimizer, which also says what state a run needs; None if it has none."""
+        """The fused update of the torch optimizer, which also lists the state that a run needs; None if it has none."""
         return self._flat
 
     @property

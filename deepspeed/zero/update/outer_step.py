@@ -167,7 +167,7 @@ class OuterStep(UpdateDriver):
 
 
 def bits_sent(wire: str) -> float:
-    """Returns the bits of an element that is sent as the key ``communication_compression.islands.wire`` says."""
+    """Returns the bits of an element that is sent, by the key ``communication_compression.islands.wire``."""
     codec = _codec_of(wire)
     return 8.0 * _dtype_of(wire).itemsize if codec is None else bits_of(codec)
 

@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_so(kind: type[BlockCodec], bad: float) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_for_good(kind: type[BlockCodec]) -> None:
-    """What was said so far and the error together are what there was; without the error it drifts away."""
+    """What was sent so far and the error together are what there was; without the error it drifts away."""
     made = torch.Generator().manual_seed(6)
     bias = torch.randn(1000, generator=made)
     error, total, decoded, without = (torch.zeros(1000) for _ in range(4))

@@ -82,7 +82,7 @@ def check_mpu_is_asked() -> None:
         assert groups.get_model_parallel_world_size() == size and groups.get_model_parallel_rank() == rank
         assert groups.get_tensor_model_parallel_src_rank() == 0
         assert groups.get_data_parallel_group() is groups._get_sequence_data_parallel_group() is unit.data_group
-        # What the mpu does not say follows from what it says.
+        # What the mpu does not return follows from what it returns.
         assert groups._get_data_parallel_world_size() == 1 and groups._get_data_parallel_rank() == 0
         assert groups._get_broadcast_src_rank() == rank
     finally:
@@ -94,7 +94,7 @@ def test_mpu_is_asked():
 
 
 class PipelineGrid:
-    """What a grid of 2 stages x 2 data-parallel ranks answers; ``stages_first`` says which are neighbours."""
+    """What a grid of 2 stages x 2 data-parallel ranks returns; ``stages_first`` chooses which are neighbours."""
 
     def __init__(self, stages_first: bool) -> None:
         rank = torch_dist.get_rank()

@@ -1,4 +1,4 @@
-"""How `initialize` learns how the ranks are laid out, and who is told: one mesh, whoever says it."""
+"""How `initialize` learns how the ranks are laid out, and where that is registered: one mesh from every source."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _by_a_device_mesh(rank):
 
 
 def _by_the_model(rank):
-    """A model that is cut into stages says so itself; its stages have different parameters."""
+    """A model that is cut into stages determines them itself; its stages have different parameters."""
     model = tower(2 + rank // 2)
     model.mesh = Mesh((("pipe", 2), ("data", 2)))
     engine = _engine(model, 1)
@@ -113,7 +113,7 @@ def _beside_the_configuration():
     assert JobMesh(None, stages, None, PATIENCE).mesh(tensor) == Mesh((("pipe", 2), ("data", 1), ("tensor", 2)))
     assert JobMesh(None, (2, 2), None, PATIENCE).mesh(Root(sequence_parallel_size=2)).size("data") == 2
     with pytest.raises(
-        DeepSpeedConfigError, match=r"sequence_parallel_size 2, but mesh_param says mesh of data 1 x seq"
+        DeepSpeedConfigError, match=r"sequence_parallel_size 2, but mesh_param gives mesh of data 1 x seq"
     ):
         JobMesh(None, (1, 4), None, PATIENCE).mesh(Root(sequence_parallel_size=2))
     with pytest.raises(DeepSpeedConfigError, match="laid out in different ways .the model: .*; mesh_param: .*give one"):

@@ -200,7 +200,11 @@ def test_two_runs_at_one_port_do_not_mix():
     ("code", "environ", "words"),
     [
         ("dist.init_distributed()", {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
-        ("dist.init_distributed(dist_init_required=False)", {}, "dist_init_required=False says that the process group"),
+        (
+            "dist.init_distributed(dist_init_required=False)",
+            {},
+            "dist_init_required=False requires that the process group",
+        ),
         (
             "import warnings; warnings.simplefilter('ignore'); dist.init_distributed('mpi')",
             {},

@@ -24,7 +24,7 @@ LIMIT = 60.0  # seconds; below the time limit of the ranks' group
 
 
 def _complaint(action):
-    """What the call says, and whether it said so in time."""
+    """What the call raises, and whether it raised in time."""
     started = time.monotonic()
     try:
         action()

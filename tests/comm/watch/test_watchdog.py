@@ -373,7 +373,7 @@ def test_what_others_post_cannot_write_to_the_terminal():
 
 @pytest.mark.parametrize(("cycle", "looks"), [((0, 1), 1), ((1, 2), 2)])
 def test_a_cycle_counts_once_its_ranks_have_looked_again(cycle, looks):
-    """One look that is read twice says nothing; of a cycle of other ranks two are needed."""
+    """One look that is read twice reports nothing; of a cycle of other ranks two are needed."""
     watch = Watch(torch_dist.HashStore(), "here", 0, 3)
 
     def seen(look):

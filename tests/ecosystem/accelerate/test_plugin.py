@@ -31,7 +31,7 @@ def _prepared(plugin, *loaders, net=None, **more):
 
 
 def _trains(accelerator, engine, optimizer, batches):
-    """Trains, and says of which model states there are bytes where."""
+    """Trains, and prints which model states have bytes where."""
     first, second = (loops.accelerated(accelerator, engine, optimizer, batches) for _ in range(2))
     assert sum(second.losses) < sum(first.losses)
     kinds = {kind for kind, counted, *_ in engine.memory_report() if counted}

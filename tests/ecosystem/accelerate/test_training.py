@@ -167,7 +167,7 @@ def test_half_precision(stage, precision):
 
 @on_cpu_ranks
 def _overflow():
-    """Updates that the loss scale skips: the optimizer says so and no schedule advances."""
+    """Updates that the loss scale skips: the optimizer reports it and no schedule advances."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     config = {

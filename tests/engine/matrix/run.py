@@ -43,7 +43,7 @@ NORM_TOLERANCE = 1e-6
 
 
 class Homemade(torch.optim.Optimizer):
-    """A class the package cannot know: elementwise, but nobody said so."""
+    """A class the package cannot know: elementwise, but not declared as such."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

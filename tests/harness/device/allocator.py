@@ -26,7 +26,7 @@ _SMALL_REQUEST, _SMALL_SEGMENT = MIB, 2 * MIB
 _OWN_SEGMENT, _LARGE_SEGMENT, _LARGE_ROUNDING = 10 * MIB, 20 * MIB, 2 * MIB
 
 Reached = Callable[[], bool]
-"""Says whether the work that was queued on a stream at one moment is over, without waiting for it."""
+"""Tells whether the work that was queued on a stream at one moment is over, without waiting for it."""
 
 
 def _rounded(nbytes: int, to: int) -> int:
@@ -94,7 +94,7 @@ class DeviceAllocator:
     """Hands out blocks of device memory.
 
     Args:
-        event: Returns what says whether the work queued on a stream until now is over.
+        event: Returns a function that returns whether the work queued on a stream until now is over.
 
     Attributes:
         allocated: Bytes of blocks in use.
@@ -232,7 +232,7 @@ class PinnedAllocator:
     """Hands out blocks of page-locked host memory.
 
     Args:
-        event: Returns what says whether the work queued on a stream until now is over.
+        event: Returns a function that returns whether the work queued on a stream until now is over.
 
     Attributes:
         allocations: Blocks that were ever asked of the driver.

@@ -1,6 +1,6 @@
 """Who works when, as vector clocks: the host, every stream of the device, every buffer's transfers to the disk.
 
-An *actor* does its work in one order. Its clock says, for every actor, how much of that one's work is certainly over
+An *actor* does its work in one order. Its clock has, for every actor, how much of that one's work is certainly over
 before its own next piece of work begins. Two pieces of work are ordered if the later one's clock contains the earlier
 one; nothing is measured, so one run stands for every speed that the actors may have.
 """
@@ -88,7 +88,7 @@ class Clocks:
         return Event(self)
 
     def over_on(self, stream: Stream) -> Callable[[], bool]:
-        """Returns what says whether the work queued on ``stream`` until now is over, without ordering anything."""
+        """Returns a test of whether the work queued on ``stream`` until now is over; orders nothing."""
         return stream.record_event().is_reached
 
     def nap(self, seconds: float) -> None:

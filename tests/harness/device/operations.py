@@ -90,7 +90,7 @@ def ranges_of(tensor: torch.Tensor) -> Ranges:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a schema says.
+    """Contents of a schema.
 
     Attributes:
         written: Names and positions of the arguments that are written.
@@ -132,7 +132,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self._clocks = clocks
         self._memory = memory
-        self._asked: bool | None = None  # where a new tensor is requested: on the device or not; None: not said
+        self._asked: bool | None = None  # where a new tensor is requested: on the device or not; None: not given
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

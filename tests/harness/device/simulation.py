@@ -90,7 +90,7 @@ def simulated_device(*, ranks: int = 1, rank: int = 0, quick: bool = False) -> I
     Args:
         ranks: Ranks that the package finds; more than one are mirrors of this one.
         rank: This one.
-        quick: An event that nobody has waited for says that it was reached when it is asked, instead of not yet.
+        quick: An event without a wait is reported as reached at a query, instead of as pending.
 
     Raises:
         OrderError: Some work was not ordered.

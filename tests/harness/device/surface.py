@@ -119,14 +119,14 @@ class _Surface:
             wanted = {"cpu": False, "cuda": True}.get(name)
             rest = [] if wanted is not None else list(args)
             for index, value in enumerate(rest):
-                says = _wants_device(value)
-                if says is not None:
-                    wanted, rest[index] = says, HOST
+                on_device = _wants_device(value)
+                if on_device is not None:
+                    wanted, rest[index] = on_device, HOST
                 elif isinstance(value, torch.Tensor):
                     wanted, rest[index : index + 1] = self._operations.is_on_device(value), [HOST, value.dtype]
-            says = _wants_device(kwargs.get("device"))
-            if says is not None:
-                wanted, kwargs["device"] = says, HOST
+            on_device = _wants_device(kwargs.get("device"))
+            if on_device is not None:
+                wanted, kwargs["device"] = on_device, HOST
             if wanted is None or tensor.is_meta or wanted == self._operations.is_on_device(tensor):
                 return real(tensor, *rest, **kwargs) if rest or kwargs else tensor
             if not rest and "device" not in kwargs:

@@ -1,4 +1,4 @@
-"""The published patterns said once more, entry by entry, and dense attention under a mask: both slow and plain."""
+"""The published patterns written once more, entry by entry, and dense attention under a mask: both slow and plain."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_who_must_have_the_same():
     assert text == "the ranks 0 and 1 share the layers of stage 0, but have different inputs"
     text = different_samples([_row(one), _row(one), _row(one), _row((one[0], two[1]))], shared)
     assert text == "the ranks 2 and 3 share the layers of stage 1, but have different labels"
-    # Copies of the model have samples of their own, and a rank without items says nothing.
+    # Copies of the model have samples of their own, and a rank without items logs nothing.
     assert different_samples([_row(one), _row(two), _row(one), _row(two)], Mesh((("pipe", 2), ("data", 2)))) is None
     assert different_samples([_row(one), (*fingerprints([two]), False)], stages) is None
 

@@ -1,4 +1,4 @@
-"""What a pipeline says of the mistakes of a first program, and the mean of outputs over the copies of the model."""
+"""Messages about mistakes in a first pipeline program, and the mean of outputs over the copies of the model."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ def raised_by(call: Any) -> tuple[str, float]:
         text = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
     store, world = torch.distributed.distributed_c10d._get_default_store(), int(os.environ["WORLD_SIZE"])
-    number = store.add(f"said by {os.environ['RANK']}", 1)
+    number = store.add(f"reported by {os.environ['RANK']}", 1)
     deadline = time.monotonic() + 2 * SOON
-    while any(store.add(f"said by {rank}", 0) < number for rank in range(world)) and time.monotonic() < deadline:
+    while any(store.add(f"reported by {rank}", 0) < number for rank in range(world)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return text, seconds
 

@@ -19,7 +19,7 @@ COUNT = 4
 
 
 class _Note(published.PipeInstruction):
-    """Said by the schedule below; nobody knows it but the program."""
+    """An instruction of the schedule below, defined by the program only."""
 
 
 class _Annotated(published.TrainSchedule):

@@ -62,7 +62,7 @@ def unnested(layer: Any, value: Any) -> torch.Tensor:
 
 
 def of_another_form(layer: Any, x: torch.Tensor) -> Any:
-    """As many tensors, with gradients or not, as the number of rows says."""
+    """As many tensors, with gradients or not, as the number of rows determines."""
     y = layer.one(x)
     return [(y,), (y, None), (y.detach(), y)][len(x) % 3]
 

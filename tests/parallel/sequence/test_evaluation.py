@@ -94,7 +94,7 @@ def test_every_stage_evaluates(ranks, stage):
 
 
 def _alone():
-    """Where not all ranks evaluate, the configuration says so."""
+    """Where not all ranks evaluate, the configuration states it."""
     engine = _engine(2, 0, evaluation="whole")
     engine.eval()
     if dist.get_rank() == 0:

@@ -154,14 +154,14 @@ def _refused():
     fails("'\\[' is no regular expression", llama, partition_config={"layer_specs": [{"patterns": ["["]}]})
     strict = {"layer_specs": specs[:1], "strict_mode": True}
     fails("strict_mode: no pattern fits 'model.layers.0.self_attn.k_proj'", llama, partition_config=strict)
-    fails("nothing says how Sequential is cut; .* its structure was not read", nn.Sequential(nn.Linear(4, 4)))
+    fails("no rule cuts Sequential; .* its structure was not read", nn.Sequential(nn.Linear(4, 4)))
     silent = _model("bloom", BY_STRUCTURE["bloom"])
     silent.transformer.word_embeddings.register_forward_pre_hook(_raise)
     fails("does not run on input_ids, use_cache alone .KeyError: 'sound'.*layer_specs", silent)
     few = _model("llama", {**LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1})
     fails("'model.layers.0.self_attn' cannot be cut: 1 query heads are fewer than the 2 ranks", few)
     skip = {"layer_specs": [{"patterns": [".*self_attn"], "partition_type": "skip"}]}
-    _cut(few, 2, partition_config=skip)  # as the message says
+    _cut(few, 2, partition_config=skip)  # as the message advises
     assert few.model.layers[0].self_attn.q_proj.weight.shape == (8, 32)
     assert few.model.layers[0].mlp.up_proj.weight.shape == (22, 32)
     # A rule that is wrong for the model: the output of every layer would be a part of the stream.

@@ -117,7 +117,7 @@ def _families(size: int, everything: bool) -> None:
             _compare(label, kind, sizes, size)
         except (
             DeepSpeedConfigError
-        ) as error:  # heads that so many ranks cannot share: says which layer and what to write
+        ) as error:  # heads that so many ranks cannot share: the message names the layer and what to write
             words = str(error)
             assert size > 2 and "autotp_size" in words and "layer_specs" in words, (label, words)
 

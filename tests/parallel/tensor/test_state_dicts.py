@@ -1,4 +1,4 @@
-"""A state dict of a model whose layers or experts ranks share is this rank's part, and says so."""
+"""A state dict of a model whose layers or experts ranks share is this rank's part, and this is logged."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_slices_that_do_not_fit_together_are_refused():
     ones = [_content({"norm": torch.zeros(3)}), _content({"norm": torch.ones(3)})]
     with pytest.raises(CheckpointError, match="should have the same master of 'norm', but they differ"):
         join_slices(ones, INFO, "here")
-    with pytest.raises(CheckpointError, match="nothing in it says how their slices fit together"):
+    with pytest.raises(CheckpointError, match="does not describe how their slices fit together"):
         join_slices(ones, None, "here")
     run = {"shape": [3], "source": [4, [1]], "dest": [0, [1]], "locations": [1]}
     ranks = {0: {"shard_shape": [3], "pieces": []}, 1: {"shard_shape": [3], "pieces": [run]}}

@@ -49,7 +49,7 @@ FAMILIES = {
     },
     # a buffer in a dtype of its own
     "recurrent_gemma": {**TEXT, "lru_width": 32, "head_dim": 8, "attention_window_size": 8},
-    # transposed if the shape in the model says so
+    # transposed if the shape in the model requires it
     "qwen3_vl_moe": {
         "text_config": {**EXPERTS, "num_local_experts": 4},
         "vision_config": {

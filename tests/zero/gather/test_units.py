@@ -115,7 +115,7 @@ def test_a_call_that_is_too_late_raises():
 
 
 class Experts(nn.Module):
-    """A leaf of several buckets; which of its experts run is said from outside, for every rank."""
+    """A leaf of several buckets; which of its experts run is set from outside, for every rank."""
 
     def __init__(self) -> None:
         super().__init__()

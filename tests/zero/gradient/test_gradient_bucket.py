@@ -72,7 +72,7 @@ class Filling:
         return found
 
     def mean(self, *steps: int, absent: tuple[int, ...] = ()) -> torch.Tensor:
-        """What plain arithmetic says, of this rank's part."""
+        """The result of plain arithmetic, of this rank's part."""
         total = torch.zeros(self.bucket.layout.numel)
         for step in steps:
             for rank in range(self.transport.size):
