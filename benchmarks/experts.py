@@ -29,11 +29,11 @@ PEER = ("upstream", "upstream-drop")
 RIVALS = {"ours": ("upstream", "loop", "grouped", "masked"), "ours-drop": ("upstream-drop",)}
 
 
-# -- one contestant: a process that computes when it is told to --------------------------------------------------------
+# -- one contestant: a process that computes on request --------------------------------------------------------
 
 
 def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
-    """Answers every line on standard input with the seconds of one forward and backward: wall and processor time."""
+    """For every line on standard input, prints the seconds of one forward and backward: wall and processor time."""
     import torch
 
     torch.set_num_threads(1)

@@ -33,10 +33,10 @@ class AxisRow:
         aliases: Other names in a torch ``DeviceMesh``; the first one is the usual short one.
         key: The configuration key of its size. None: no key requests it. ``data`` has the ranks that are left,
             and the model itself has the number of its stages.
-        counts: What its size counts, as messages and help texts say it.
+        counts: What its size counts, for messages and help texts.
         option: The keyword of ``deepspeed.plan`` and the option of ``ds_plan`` for its size; None: there is none.
         feature: The module of its feature, which a mesh with several ranks along it loads; None: it needs none.
-        advice: How to make its collectives cost less, as reports of a run say it.
+        advice: How to make its collectives cost less, for reports of a run.
     """
 
     name: str

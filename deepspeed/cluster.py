@@ -1,6 +1,6 @@
 """Finds which machine of a cluster this is, from the variables of the program that starts the commands.
 
-Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and say in the
+Kubernetes' torch runtimes (``PET_*``), SkyPilot and SageMaker start the same command on every machine and set in the
 environment which machine it is. Schedulers that start one process per rank are read by
 :mod:`deepspeed.comm.start.environment`.
 """

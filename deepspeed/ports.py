@@ -83,7 +83,7 @@ def why_not_reached(name: str, error: OSError) -> str:
     try:
         addresses = addresses_of(name)
     except OSError as unknown:
-        return f"host {here} does not know the name {name} ({unknown.strerror or unknown})"
+        return f"host {here} cannot resolve the name {name} ({unknown.strerror or unknown})"
     meaning = "" if addresses == [name] else f", which is {' or '.join(addresses)} on host {here}"
     return f"nobody listens at {name}{meaning} ({error.strerror or error})"
 

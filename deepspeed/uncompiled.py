@@ -1,9 +1,9 @@
 """Marks functions that ``torch.compile`` leaves alone, without loading the compiler.
 
 ``torch.compiler.disable``, and each method of ``torch.optim.Optimizer`` that torch keeps out of graphs by itself,
-import ``torch._dynamo`` on the way: 800 modules and 0.7 s, more than all else that ``initialize`` does. What they say
-in the end is two marks: one on the function, where the compiler meets a call of it, and one on its code, where the
-interpreter is about to run it. Both can be set when the function is defined, and cost nothing per call.
+import ``torch._dynamo`` on the way: 800 modules and 0.7 s, more than all else that ``initialize`` does. What they
+decide in the end is two marks: one on the function, where the compiler meets a call of it, and one on its code, where
+the interpreter is about to run it. Both can be set when the function is defined, and cost nothing per call.
 """
 
 from __future__ import annotations

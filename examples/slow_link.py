@@ -76,14 +76,14 @@ def main() -> None:
     why = links.can_shape()
     print(f"{RANKS} ranks, {MEGABITS:g} Mbit/s" + (f", by a throttled transport ({why})" if why else ""))
     for way in options.ways:
-        told = json.dumps({"way": way, "updates": options.updates, "throttle": MEGABITS if why else 0.0})
+        options_json = json.dumps({"way": way, "updates": options.updates, "throttle": MEGABITS if why else 0.0})
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         with nullcontext([""] * RANKS) if why else links.namespaces(RANKS, MEGABITS) as spaces:
             started = []
             for rank, space in enumerate(spaces):
-                words = [sys.executable, __file__, "--rank", told]
+                words = [sys.executable, __file__, "--rank", options_json]
                 environment = {
                     **os.environ,
                     **links.environment(rank, RANKS, port, shaped=not why),

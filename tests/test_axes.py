@@ -31,7 +31,7 @@ def test_no_name_means_two_axes() -> None:
 
 
 @pytest.mark.parametrize("row", axes.ROWS, ids=lambda row: row.name)
-def test_a_row_says_what_others_read(row: axes.AxisRow) -> None:
+def test_a_row_has_what_others_read(row: axes.AxisRow) -> None:
     assert row.counts
     assert analysis._AXIS_ADVICE[row.name] == row.advice
     assert (row.option in DEGREES) == (row.option is not None)
@@ -47,7 +47,7 @@ def test_a_row_says_what_others_read(row: axes.AxisRow) -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, axes.TENSOR),
     ],
 )
-def test_the_key_of_a_row_asks_for_its_ranks(config: dict[str, object], axis: str) -> None:
+def test_the_key_of_a_row_requests_its_ranks(config: dict[str, object], axis: str) -> None:
     root = Root.model_validate(config)
     assert degrees(root) == {name: 2 if name == axis else 1 for name in axes.KEYS}
     assert data_parallel_size(root, 8) == (8 if axis in axes.SAMPLES else 4)

@@ -30,7 +30,7 @@ SAGEMAKER = {
 }
 
 
-def test_every_cluster_says_which_machine_this_is():
+def test_every_cluster_identifies_this_machine():
     way = "PET_* variables of a torch runtime"
     assert find_cluster_node(PET) == ClusterNode(1, 2, 1, "job-node-0-0.job", 29400, (), way)
     sky = find_cluster_node(SKY)
@@ -48,7 +48,7 @@ def test_one_machine_is_no_cluster():
 
 
 @pytest.mark.parametrize("devices", ["0", "", "auto"])
-def test_a_number_of_devices_that_says_nothing_is_none(devices):
+def test_an_unusable_number_of_devices_is_none(devices):
     for environ, name in ((PET, "PET_NPROC_PER_NODE"), (SKY, "SKYPILOT_NUM_GPUS_PER_NODE"), (SAGEMAKER, "SM_NUM_GPUS")):
         if not (environ is PET and devices == "0"):
             assert find_cluster_node({**environ, name: devices}).devices is None

@@ -379,7 +379,7 @@ class DeepSpeedAccelerator(ABC):
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """Names of the environment variables that say which devices a process sees."""
+        """Names of the environment variables that select the devices of a process."""
         return []
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:

@@ -255,7 +255,7 @@ def device_of_product(product: str, memory: float | None = None) -> Device | Non
 
     Args:
         product: The name, as drivers and publications write it.
-        memory: Bytes of the device, where the name does not say them; None: not known.
+        memory: Bytes of the device, where the name does not include them; None: not known.
     """
     words = re.split(r"[^A-Z0-9]+", product.upper())
     found = next((name for name in _PRODUCTS if name in words), None)

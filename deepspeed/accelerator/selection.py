@@ -16,7 +16,7 @@ from deepspeed.logging import log_dist_once
 SUPPORTED = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 
 # This vendor's torch build uses the CUDA names.
-_SPEAKS_CUDA = ("cuda", "klxpu")
+_USES_CUDA_NAMES = ("cuda", "klxpu")
 
 _current: DeepSpeedAccelerator | None = None
 
@@ -81,7 +81,7 @@ def _not_seen(name: str) -> str:
 
 
 def _create(name: str) -> DeepSpeedAccelerator:
-    if name in _SPEAKS_CUDA:
+    if name in _USES_CUDA_NAMES:
         return CUDAAccelerator()
     if name == "mps":
         return MPSAccelerator()

@@ -133,7 +133,7 @@ class _CheckpointedBlock:
 
 @contextmanager
 def _measured(name: str, options: Settings) -> Iterator[None]:
-    """Labels the block for the profiler; waits for the device around it and logs its time, if the options say so."""
+    """Labels the block for the profiler; waits for the device around it and logs its time, if configured."""
     waits = options.synchronize or options.profile
     if waits:
         get_accelerator().synchronize()

@@ -54,7 +54,7 @@ class Autotuner:
 
     Args:
         args: The parsed command line of ``deepspeed`` (:func:`deepspeed.launcher.runner.parse_args`). Its options that
-            say where ranks start, ``start_options``, go to each start of the script.
+            select where ranks start, ``start_options``, go to each start of the script.
         active_resources: Slots by host, of the job.
 
     Raises:
@@ -215,7 +215,7 @@ class Autotuner:
         if metrics.exists() and not code:
             facts = json.loads(metrics.read_text(encoding="utf-8"))
             low, high = facts["latency_quartiles"]
-            # Other work on the machine only lengthens updates, so that the short ones say which candidate is faster.
+            # Other work on the machine only lengthens updates, so that the short ones show which candidate is faster.
             seconds = low / 1e3
             write_json(metrics, {**facts, "FLOPS_per_gpu": metric_of("flops", row, seconds, self._samples)})
             queue.measured[row.name] = seconds

@@ -42,7 +42,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _name_file(error: BaseException, path: Path) -> None:
-    """Lets an error of the system say which file it is about: errors of writes name only a descriptor."""
+    """Adds the file's name to an error of the system: errors of writes name only a descriptor."""
     if isinstance(error, OSError) and error.filename is None:
         error.filename = str(path)
 

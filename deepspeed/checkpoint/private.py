@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def private_tensors(run_state: RunState) -> list[tuple[str, torch.Tensor]]:
-    """Returns the private state of this rank, by names that say which places it belongs to; views of live tensors."""
+    """Returns the private state of this rank, by names that state which places it belongs to; views of live tensors."""
     return [(_name(state), state.tensor) for state in _states(run_state)]
 
 

@@ -256,7 +256,7 @@ def all_to_all_single(
 ) -> Handle:
     """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders.
 
-    Parts are along the first dimension: of equal size, or as the lists of split sizes say.
+    Parts are along the first dimension: of equal size, or by the lists of split sizes.
     """
     exchange = _operations().all_to_all_single
     start = partial(exchange, output, tensor, output_split_sizes, input_split_sizes, group=group)

@@ -268,7 +268,7 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
     """Replaces transformers' ``Conv1D`` layers by ``nn.Linear`` with the transposed weight, in place.
 
-    Compression knows ``Conv1D`` itself; this is for programs that want linear layers.
+    Compression supports ``Conv1D`` itself; this is for programs that want linear layers.
 
     Args:
         model: The model, or one with an attribute ``module``.

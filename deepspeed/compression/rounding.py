@@ -5,7 +5,7 @@ offset`` with whole codes. At 3 bits and more codes are the nearest ones (ZeroQu
 ternary (TWN, arXiv 1605.04711), 1 bit is the sign (BWN, arXiv 1603.05279; zero counts as positive, since a bit has two
 values), as in XTC (arXiv 2206.01859).
 
-Masks of pruning say which weights, rows, heads or channels are kept.
+Masks of pruning determine which weights, rows, heads or channels are kept.
 
 ``l1`` keeps what is largest when the technique is installed, for good. ``topk`` keeps what has the largest scores,
 which are trained with the rest (movement pruning, arXiv 2005.07683): the gradient of the mask is that of the scores.

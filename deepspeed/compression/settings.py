@@ -153,7 +153,7 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
 
 
 def is_snip(technique: str, shared: Any) -> bool:
-    """Returns whether a technique's shared settings say SNIP with momentum."""
+    """Returns whether a technique's shared settings select SNIP with momentum."""
     return technique == "sparse_pruning" and shared.method == "snip_momentum"
 
 

@@ -48,12 +48,12 @@ class LayerWeights:
                 if selection.technique == "activation_quantization":
                     continue
                 tied = [other for other in self.of(name)[1:] if kind_of(self.modules[other]) is None]
-                knows_ties = selection.technique in ("weight_quantization", "sparse_pruning")
-                others = [] if knows_ties else self.of(name)[1:]
+                handles_ties = selection.technique in ("weight_quantization", "sparse_pruning")
+                others = [] if handles_ties else self.of(name)[1:]
                 if tied or others:
                     raise DeepSpeedConfigError(
                         f"{selection.key('modules')}: {name} shares its weight with {', '.join(tied or others)}, which "
-                        f"{selection.technique} does not know; untie them, or leave {name} out"
+                        f"{selection.technique} does not support; untie them, or leave {name} out"
                     )
                 self._check_sizes(name, selection)
 

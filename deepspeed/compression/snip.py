@@ -110,7 +110,7 @@ class SnipPruner:
 
     @torch.no_grad()
     def look(self) -> None:
-        """Before an update: takes what the gradients say. Every rank must call it."""
+        """Before an update: accumulates the scores of the gradients. Every rank must call it."""
         self._fresh = [self._of_blocks(users[0]) for users in self._layers]
 
     def _of_blocks(self, layer: Any) -> torch.Tensor:

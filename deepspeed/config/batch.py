@@ -46,7 +46,7 @@ def batch_mismatch(total: int | None, micro: int | None, accumulation: int | Non
     With ``ranks`` None only what holds for every number of ranks is checked.
     """
     if total is None and micro is None:
-        given = f"; {ACCUMULATION} alone does not say how many samples a step has" if accumulation else ""
+        given = f"; {ACCUMULATION} alone does not determine how many samples a step has" if accumulation else ""
         return f"expected {TOTAL} or {MICRO}, found neither{given}; set one of them"
     if total is None:
         return None
@@ -113,7 +113,7 @@ def resolve_batch(
         dp_world_size: Data-parallel ranks.
 
     Raises:
-        DeepSpeedConfigError: The numbers contradict each other, or say too little.
+        DeepSpeedConfigError: The numbers contradict each other, or do not suffice.
     """
     wrong = batch_mismatch(train_batch_size, micro_batch_size, accumulation_steps, dp_world_size)
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""What the section ``elasticity`` must say, and the batch keys that it puts in place of the caller's."""
+"""What the section ``elasticity`` must contain, and the batch keys that it puts in place of the caller's."""
 
 from __future__ import annotations
 

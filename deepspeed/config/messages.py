@@ -32,7 +32,7 @@ class ConfigMessages:
 
     Attributes:
         notices: One line each, in the order found.
-        warnings: Those of them that say that something requested does not happen.
+        warnings: Those of them for requests that have no effect.
         failed: Paths whose value was refused; rules that depend on one of them stay silent.
         spelled: For a path that the caller wrote differently (old name, alias), the path as written.
     """

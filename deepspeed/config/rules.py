@@ -78,7 +78,9 @@ def _neighbours(zero: ZeroOptimization, findings: ConfigMessages) -> None:
     is_hpz, is_mics = zero.zero_hpz_partition_size > 1, zero.mics_shard_size > 0
     if is_hpz and is_mics:
         findings.problem(
-            mics, "zero_hpz_partition_size and mics_shard_size both say which ranks share the parameters; keep one", hpz
+            mics,
+            "zero_hpz_partition_size and mics_shard_size both choose which ranks share the parameters; keep one",
+            hpz,
         )
     if (is_hpz or is_mics) and zero.offload_param is not None and zero.offload_param.device != "none":
         findings.problem(

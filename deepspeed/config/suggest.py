@@ -281,7 +281,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "pp_size": ("pipeline.stages",),
     "torch_compile": ("compile",),
 }
-"""By a name that is unknown where it stands: the keys that may be meant, best first; after a bar, what else to say."""
+"""By a name that is unknown where it stands: the keys that may be meant, best first; after a bar, further advice."""
 
 
 def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[str, str] | None:

@@ -69,7 +69,7 @@ class RandomLayerTokenDrop(nn.Module):
             scheduler: Its ``get_current_seq()`` is called at each call.
             random_ltd_layer_id: Accepted for programs of old.
         """
-        self._token_drop = _AskedSchedule(scheduler, config)
+        self._token_drop = _ConfiguredSchedule(scheduler, config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's result for all tokens."""
@@ -107,7 +107,7 @@ class RandomLayerTokenDrop(nn.Module):
         return (positions.put_back(hidden, answer[0]), *answer[1:])
 
 
-class _AskedSchedule(TokenDrop):
+class _ConfiguredSchedule(TokenDrop):
     """Calls the program's own schedule at each call."""
 
     def __init__(self, scheduler: Any, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a script's command line and the arguments of ``initialize`` say about training."""
+"""What a script's command line and the arguments of ``initialize`` set for training."""
 
 from __future__ import annotations
 

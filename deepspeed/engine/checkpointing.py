@@ -1,4 +1,4 @@
-"""What an engine has to say about its checkpoints; the work is done by :mod:`deepspeed.checkpoint`."""
+"""An engine's calls for checkpoints; the work is done by :mod:`deepspeed.checkpoint`."""
 
 from __future__ import annotations
 

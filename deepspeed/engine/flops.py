@@ -108,5 +108,5 @@ class FlopsCounter:
 
 def _is_compiled(model: Any) -> bool:
     if not isinstance(model, nn.Module):
-        return True  # a function of the program's own, of which torch does not say it
+        return True  # a function of the program's own, of which torch does not report it
     return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())

@@ -217,7 +217,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
         return False
     remedy = "use ZeRO stage 0, where it gets whole parameters, or an elementwise optimizer such as AdamW"
     if verdict.kind is OptimizerKind.UNKNOWN:
-        remedy += "; if it is elementwise, say so with zero_allow_untested_optimizer: true"
+        remedy += "; if it is elementwise, declare it with zero_allow_untested_optimizer: true"
     raise DeepSpeedConfigError(
         f"optimizer {name} with zero_optimization.stage {placement.stage}: it {verdict.reason}, but this stage cuts "
         f"parameters into fragments; {remedy}"

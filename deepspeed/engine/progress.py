@@ -58,7 +58,7 @@ class ProgressLog:
         self._collectives = is_rank_0 and root.comms_logger.enabled
         self._throughput = root.timers.throughput
         tracks_loss = any(tracker.uses_loss for tracker in trackers)
-        self._wants_loss = is_rank_0 and (monitor.writes or self._every > 0 or tracks_loss)
+        self._needs_loss = is_rank_0 and (monitor.writes or self._every > 0 or tracks_loss)
         self.uses_events = monitor.writes or any(tracker.uses_events for tracker in trackers)
         self.is_silent = not trackers and not (is_rank_0 and (monitor.writes or self._every or self._breakdown))
         self._watches = SynchronizedWallClockTimer()
@@ -120,7 +120,7 @@ class ProgressLog:
             loss: What is backpropagated, after the division by the accumulation steps and without the loss scale; it
                 counts if it has one element, in any shape.
         """
-        if self._wants_loss and loss.numel() == 1:
+        if self._needs_loss and loss.numel() == 1:
             part = loss.detach().float().reshape(())
             self._loss = part if self._loss is None else self._loss + part
 

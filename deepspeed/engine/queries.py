@@ -20,7 +20,7 @@ from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 class EngineQueries:
-    """Mixin of the engine: read-only answers."""
+    """Mixin of the engine: read-only queries."""
 
     _parts: EngineParts
     _batches: Batches

@@ -32,7 +32,7 @@ class MissingStep:
             self._is_logged = True
             log_dist(
                 f"engine.step has not been called in {_PATIENCE} backwards: until it is, gradients are added up and "
-                "nothing is trained. Call engine.step() after each engine.backward(loss); it knows which of them end "
+                "nothing is trained. Call engine.step() after each engine.backward(loss); it counts which of them end "
                 "in an update. The step() of a torch optimizer that was given to initialize updates nothing",
                 level=logging.WARNING,
             )

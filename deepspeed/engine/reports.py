@@ -1,4 +1,4 @@
-"""What the engine can say about itself: memory beside its formula, dtypes per param group."""
+"""Reports of the engine: memory beside its formula, dtypes per param group."""
 
 from __future__ import annotations
 

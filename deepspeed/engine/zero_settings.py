@@ -201,7 +201,7 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
 
 @torch.no_grad()
 def _spread_buffers(model: nn.Module, transport: Transport) -> None:
-    """Gives all ranks the buffers of rank 0, as bytes: backends know neither all dtypes nor strides."""
+    """Gives all ranks the buffers of rank 0, as bytes: backends support neither all dtypes nor strides."""
     for buffer in model.buffers():
         values = distinct(buffer)
         dense = values.contiguous()

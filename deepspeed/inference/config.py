@@ -25,7 +25,7 @@ _POINTLESS = {
     "return_tuple": "layers return what the model's own return",
     "transposed_mode": "weights are the model's own",
     "min_out_tokens": "caches are the model's own",
-    "training_mp_size": "checkpoints say themselves how they are cut",
+    "training_mp_size": "checkpoints record how they are cut",
     "config": "the model has its configuration",
     "set_empty_params": "a model on the meta device is filled from its checkpoint",
 }

@@ -108,7 +108,7 @@ class InferenceEngine(nn.Module):
         least, most = int(prompt.min()), int(prompt.max())
         if isinstance(known, int) and (least < 0 or most >= known):
             raise DeepSpeedConfigError(
-                f"{at}: found the id {least if least < 0 else most}; the model knows 0 to {known - 1}. "
+                f"{at}: found the id {least if least < 0 else most}; the vocabulary has 0 to {known - 1}. "
                 "Take the tokenizer that belongs to it"
             )
 

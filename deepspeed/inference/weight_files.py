@@ -217,7 +217,7 @@ def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
     with safe_open(path, framework="pt") as opened:
         described = json.loads((opened.metadata() or {}).get(PARTS, "null"))
         if is_part and described is None:
-            raise CheckpointError(f"init_inference: {path} does not say which parts of tensors it holds")
+            raise CheckpointError(f"init_inference: {path} does not list which parts of tensors it holds")
         for name in opened.keys():  # noqa: SIM118 - no mapping
             shape = tuple(opened.get_slice(name).get_shape())
             part = None

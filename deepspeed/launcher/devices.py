@@ -43,7 +43,7 @@ class LocalDevices:
     Attributes:
         kind: The accelerator's name; ``"cpu"`` if there is none.
         ids: One per device, as the visible-device variable spells it; empty on the CPU, that takes any number of them.
-        visible_variables: The variables that say which devices a process sees.
+        visible_variables: The variables that select the devices a process sees.
     """
 
     kind: str

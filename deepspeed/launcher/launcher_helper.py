@@ -1,4 +1,4 @@
-"""``python -m deepspeed.launcher.launcher_helper``: runs a script as the rank that MPI's or Slurm's variables say.
+"""``python -m deepspeed.launcher.launcher_helper``: runs a script as the rank of MPI's or Slurm's variables.
 
 For mpirun lines of your own: it sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` from the variables of the program
 that started it, and then executes the script. The line must set ``MASTER_ADDR`` and ``MASTER_PORT``.
@@ -63,7 +63,7 @@ def _become(args: argparse.Namespace) -> NoReturn:
     if args.bind_cores_to_rank or args.bind_core_list:
         if placed.local_rank is None or local_size is None:
             raise LauncherError(
-                f"--bind_cores_to_rank: {args.launcher} does not say how many ranks run on this machine; export one of "
+                f"--bind_cores_to_rank: {args.launcher} does not set how many ranks run on this machine; export one of "
                 f"{', '.join(_LOCAL_SIZES)}, or leave the option out"
             )
         cores = share_cores(args.bind_core_list, int(local_size))[placed.local_rank]

@@ -37,7 +37,7 @@ from deepspeed.ports import why_not_reached
 
 LONGEST_MESSAGE = 1 << 16
 # The longest wait for a message, and for free space in the socket when sending.
-ANSWER_SECONDS = 5.0
+REPLY_SECONDS = 5.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
 _Place = tuple[socket.AddressFamily, tuple[Any, ...]]
 _ANYWHERE: list[list[_Place]] = [[(socket.AF_INET6, ("::",))], [(socket.AF_INET, ("0.0.0.0",))]]
@@ -74,7 +74,7 @@ class JsonConnection:
         self.nonce = ""
         self._received = b""
         self._waiting: list[dict[str, Any]] = []  # came together with one that was waited for
-        peer.settimeout(ANSWER_SECONDS)
+        peer.settimeout(REPLY_SECONDS)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE.items():
             if hasattr(socket, option):  # macOS lacks some
@@ -285,7 +285,7 @@ class LauncherLink:
         self.send(event="bye")
         self._is_closing.set()
         _wake(self._wake_writer)
-        self._thread.join(ANSWER_SECONDS)
+        self._thread.join(REPLY_SECONDS)
         for end in (self._event_reader, self._event_writer, self._wake_reader, self._wake_writer):
             os.close(end)
 
@@ -360,7 +360,7 @@ class LauncherLink:
         connection = JsonConnection(peer)
         connection.nonce = new_nonce()
         connection.send(challenge(connection.nonce))
-        self._unnamed[connection] = time.monotonic() + ANSWER_SECONDS
+        self._unnamed[connection] = time.monotonic() + REPLY_SECONDS
         selector.register(peer, selectors.EVENT_READ, connection)
 
     def _drop(
@@ -535,17 +535,17 @@ class LauncherLink:
             peer.close()
             return None, None
         connection = JsonConnection(peer)
-        hub_nonce = nonce_of(connection.receive_one(ANSWER_SECONDS))
+        hub_nonce = nonce_of(connection.receive_one(REPLY_SECONDS))
         if hub_nonce is None:
             return connection, None
         nonce = new_nonce()
         connection.send(self.me.hello(hub_nonce, nonce))
-        answer = connection.receive_one(ANSWER_SECONDS)
+        answer = connection.receive_one(REPLY_SECONDS)
         if answer is None or answer["event"] not in ("welcome", "wrong"):
             return connection, None
         if not self.me.is_genuine(answer, nonce):
             self._warn(
-                f"what answers at {self._address}, port {port}, does not have the secret of this run. If it is the "
+                f"the program at {self._address}, port {port}, does not have the secret of this run. If it is the "
                 "launcher of node 0, give all launchers the same DS_RUN_SECRET"
             )
             return connection, None

@@ -49,9 +49,9 @@ _DRAIN_READS = 32
 # How long a launcher waits for the hub's message about the first failure, and for launchers that have not connected yet
 # to receive it.
 _VERDICT_SECONDS = 6.0
-_TELL_SECONDS = 10.0
+_EXIT_NOTE_SECONDS = 10.0
 _PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this one
-_TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or was refused
+_SHORT_EXIT_NOTE_SECONDS = 1.0  # the peer waits for this launcher to end, or was refused
 _REPORT_SECONDS = 120.0
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -490,7 +490,7 @@ class LocalRun:
         if self._link is not None:
             # Unheard, a machine that comes late would wait for this one until torch's time-out.
             must_hurry = self._signal is not None or (self._first is not None and self._first.was_seen_from_outside)
-            self._link.close(_TELL_SECONDS_IN_A_HURRY if must_hurry else _TELL_SECONDS if code else _PART_SECONDS)
+            self._link.close(_SHORT_EXIT_NOTE_SECONDS if must_hurry else _EXIT_NOTE_SECONDS if code else _PART_SECONDS)
         return code
 
     def _have_saved(self) -> bool:

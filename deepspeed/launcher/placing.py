@@ -29,7 +29,7 @@ class LaunchedProcess:
     Attributes:
         rank: Its number.
         world_size: How many there are.
-        local_rank: Its number on its machine; None where the program does not say.
+        local_rank: Its number on its machine; None where the program does not pass it.
     """
 
     rank: int

@@ -35,7 +35,7 @@ class RemoteRun:
 
     Attributes:
         hosts: Slots of each machine, in the order of the ranks.
-        master_addr: Where rank 0 is reached; empty to let Slurm say.
+        master_addr: Where rank 0 is reached; empty to let Slurm choose.
         master_port: Its port.
         exports: Variables that the ranks must see.
         folder: The working directory.

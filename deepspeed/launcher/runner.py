@@ -83,7 +83,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _start_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the options that say where and how ranks start, for a command that starts the script several times."""
+    """Returns the options for where and how ranks start, for a command that starts the script several times."""
     options = []
     for action in parser._actions:
         if not action.option_strings or action.dest in ("autotuning", "dry_run", "help"):
@@ -115,7 +115,7 @@ def _set_node_numbers(args: argparse.Namespace) -> None:
         return
     if max(args.min_elastic_nodes, args.max_elastic_nodes) != -1:
         raise LauncherError(
-            f"--num_nodes {least}:{args.num_nodes} and --min_elastic_nodes/--max_elastic_nodes say the same; use one "
+            f"--num_nodes {least}:{args.num_nodes} and --min_elastic_nodes/--max_elastic_nodes set the same; use one "
             "of them"
         )
     args.min_elastic_nodes, args.max_elastic_nodes = least, args.num_nodes
@@ -269,7 +269,7 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     if args.no_ssh and args.node_rank < 0:
         raise LauncherError(
-            f"--no_ssh: --node_rank {args.node_rank} does not say which machine this is; give --node_rank 0 on the "
+            f"--no_ssh: --node_rank {args.node_rank} does not identify this machine; give --node_rank 0 on the "
             "first, 1 on the second, and so on"
         )
     if args.no_ssh and args.force_multi:

@@ -75,7 +75,7 @@ def _slots_of_a_name(args: argparse.Namespace, environment: MutableMapping[str, 
     if args.num_gpus > 0:
         return int(args.num_gpus)
     count = max(len(find_devices(environment).ids), 1)
-    logger.info(f"{args.hostfile} does not say slots=N: {count} rank(s) on each machine, as this one has devices")
+    logger.info(f"{args.hostfile} has no slots=N: {count} rank(s) on each machine, as this one has devices")
     return count
 
 

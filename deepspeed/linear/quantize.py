@@ -1,4 +1,4 @@
-"""Replacing the linear layers of a model by ones with weights of 8 or 4 bits, and saying what that saved."""
+"""Replacing the linear layers of a model by ones with weights of 8 or 4 bits, and logging what that saved."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class AttentionHeads:
     Attributes:
         query: Query heads.
         key_value: Key/value heads.
-        width: Of one head, or 0 where the module does not say.
+        width: Of one head, or 0 where the module does not have it.
     """
 
     query: int

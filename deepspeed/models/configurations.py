@@ -74,7 +74,7 @@ def _common(config: Any, name: str) -> Any:
 
 
 def vocabulary_of(config: Any) -> int | None:
-    """Returns the number of tokens in the vocabulary; None where the configuration does not say it."""
+    """Returns the number of tokens in the vocabulary; None where the configuration does not have it."""
     size = getattr(text_config(config), "vocab_size", None)
     return size if isinstance(size, int) else None
 
@@ -100,7 +100,7 @@ def layer_types_of(config: Any) -> tuple[str, ...]:
 
 
 def rotary_width_of(*sources: Any) -> int | None:
-    """Returns how many of a latent attention's outputs are rotary; the first of modules or configurations to say it."""
+    """Returns how many of a latent attention's outputs are rotary, by the first module or configuration that has it."""
     found = (getattr(source, "qk_rope_head_dim", None) for source in sources)
     return next((width for width in found if isinstance(width, int)), None)
 

@@ -2,7 +2,7 @@
 
 The owner holds an advisory lock on a file beside the directory for as long as it lives; the kernel drops the lock when
 the process dies, however it dies. So if a later run can take the lock, the owner has certainly ended, and its files are
-removed. It touches directories of this kernel, which the boot identifier in the name tells, and of this host name:
+removed. It touches directories of this kernel, by the boot identifier in the name, and of this host name:
 containers of one machine have names of their own but one kernel. It touches none of other machines: on a shared file
 system their locks may not reach us. What a container left before the machine was started again must be removed by hand.
 

@@ -222,7 +222,7 @@ def coded_costs(
         codecs: The other ways; those that are not in ``comm.codecs.table.CODECS`` are left out.
     """
     sums = [one for one in sums if len(one.members) > 1]
-    if not sums or not all(_knows_links(one, machine) for one in sums):
+    if not sums or not all(_has_links(one, machine) for one in sums):
         return []
     bandwidth = machine.device.memory_bandwidth if native else None
     plain = [_plain(one, machine, native=native) for one in sums]
@@ -277,5 +277,5 @@ def _by_ring(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, flo
     return nbytes * (len(one.members) - 1) / len(one.members), busiest_seconds(inside, between, machine)
 
 
-def _knows_links(one: PlannedSum, machine: Machine) -> bool:
+def _has_links(one: PlannedSum, machine: Machine) -> bool:
     return machine.network > 0 and (span(one.members, machine)[1] == 1 or machine.device.link > 0)

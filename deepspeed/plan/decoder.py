@@ -130,7 +130,7 @@ _BLOCK_PLAN = {
 }
 _EMBEDDING_PLAN = {"embedding": "embedding_rowwise"}
 _HEAD_PLAN = {"head": "colwise_gather_output"}
-"""How tensor parallelism cuts the layers, as Transformers' plans say it."""
+"""How tensor parallelism cuts the layers, as in Transformers' plans."""
 
 
 class _DecoderAttention(nn.Module):

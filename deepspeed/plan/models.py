@@ -65,7 +65,7 @@ class ModelSource:
         build: Makes a fresh workload.
         row: The model as a row of layers; None: it cannot be cut into stages here.
         spread: From a number of ranks that share experts to the same model with layers of that size; None: the model's
-            own layers say it, or the configuration (``expert_parallel``).
+            own layers have it, or the configuration (``expert_parallel``).
     """
 
     name: str
@@ -196,7 +196,7 @@ def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
     """Refuses what cannot be called without arguments."""
     try:
         parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
@@ -340,7 +340,7 @@ def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> d
         made["return_loss"] = True
     if len(made) < 2 or not {"labels", "return_loss"} & made.keys():
         raise DeepSpeedConfigError(
-            f"{type(model).__name__}.forward takes ({', '.join(accepted)}), not input_ids and labels; say what it "
+            f"{type(model).__name__}.forward takes ({', '.join(accepted)}), not input_ids and labels; pass what it "
             "gets: plan(inputs=...), or let the callable that makes the model return (model, inputs)"
         )
     if "use_cache" in accepted:

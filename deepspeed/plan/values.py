@@ -8,7 +8,7 @@ of a result, its strides, its dtype and the arithmetic behind it depend on nothi
 So each is worked out once, by torch, and a layer that is like the layer before it costs only what its own code and the
 engine's cost. What is not provably so is run: views, results that share storage, operations that are not torch's own,
 arguments with values or of a class of their own, and single numbers (which take part in type promotion as numbers of
-Python, or not, and do not say which).
+Python, or not, and do not state which).
 
 This is on the way of every operation, about 2,000 of them per layer, so it is written to be fast.
 """

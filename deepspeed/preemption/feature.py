@@ -117,11 +117,11 @@ class PreemptionHooks(EngineHooks):
     def after_step(self, global_steps: int) -> None:
         assert self._exchange is not None, "the engine stands"
         mine = self._request.reason
-        answers = self._exchange.gather(
+        reasons_by_rank = self._exchange.gather(
             None if mine is None else f"{mine} on rank {self._exchange.rank} (host {socket.gethostname()})",
-            "the question whether a rank was told to stop (preemption)",
+            "the question whether a rank got a signal to stop (preemption)",
         )
-        reasons = [reason for reason in answers if reason is not None]
+        reasons = [reason for reason in reasons_by_rank if reason is not None]
         if reasons:
             self._leave(reasons[0], global_steps)
 

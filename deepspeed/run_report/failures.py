@@ -40,7 +40,7 @@ def describe_exception(ignored: BaseException | None) -> dict[str, Any]:
 def find_failures(run: RunData) -> list[Line]:
     """Returns the failures of all starts: each has ``time``, ``rank``, ``text`` and, if known, ``step``.
 
-    By time, but exceptions come first unless they only say that another rank is gone: launchers kill the other ranks
+    By time, but exceptions come first unless they only report that another rank is gone: launchers kill the other ranks
     after one. A failure of an earlier start that only the next start shows has ``restarted``.
     """
     found = [

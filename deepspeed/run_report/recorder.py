@@ -134,7 +134,7 @@ class StepRecorder(StepTracker):
         file.flush()
         self._phases: list[tuple[str, Any]] = []  # of those that are open, outermost first
         self._tokens = 0
-        self._wants_memory = has_file and rank == 0  # once
+        self._records_memory = has_file and rank == 0  # once
         self._sent = _bytes_by_axis()
         self._step = _OpenStep(self._clock.mark())
         self._writer = _StepWriter(file, self._clock, on_close)
@@ -208,8 +208,8 @@ class StepRecorder(StepTracker):
 
     @override
     def take_memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
-        if self._wants_memory:
-            self._wants_memory = False
+        if self._records_memory:
+            self._records_memory = False
             self.event("memory", rows=list(rows()))
 
     @override

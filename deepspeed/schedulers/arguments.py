@@ -132,7 +132,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
     """The rate that an optimizer should be made with for a ``scheduler`` section.
 
     Returns:
-        The rate and an empty text, or None and the reason why the section does not say.
+        The rate and an empty text, or None and the reason why the section does not determine it.
     """
     for key in ("type", "params"):
         if key not in config:

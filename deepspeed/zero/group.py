@@ -255,7 +255,7 @@ class Groups:
 
         Args:
             parameter: Its name, for messages.
-            described: What its marks say.
+            described: Its marks.
 
         Raises:
             DeepSpeedConfigError: They name a group that is not defined.
@@ -272,7 +272,7 @@ class Groups:
         return name
 
     @property
-    def knows_everything(self) -> bool:
+    def has_all_flags(self) -> bool:
         """Returns whether every rank has the flags of gradients of every other one."""
         return self.job is self.peers and len(self.by_name) == 1
 

@@ -1,7 +1,7 @@
-"""What both training scripts share: text, tokens, masks, the model and the arguments. Nothing here knows DeepSpeed.
+"""What both training scripts share: text, tokens, masks, the model and the arguments. Nothing here uses DeepSpeed.
 
 The text is the library of the Python that runs it, so nothing is downloaded. A token is a word or a sign; the
-vocabulary holds the most frequent ones. Of every sequence some tokens are hidden, and the model learns to tell them
+vocabulary holds the most frequent ones. Of every sequence some tokens are hidden, and the model learns to predict them
 from the rest.
 """
 
@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 PAD, START, END, MASK, UNKNOWN = range(5)  # the first numbers of the vocabulary
 NUM_SPECIAL = 5
-NOT_ASKED = -100  # label of a token that the loss leaves out
+NOT_PREDICTED = -100  # label of a token that the loss leaves out
 
 
 class Corpus:
@@ -56,15 +56,15 @@ class Corpus:
         edges = torch.full((len(tokens), 1), START), torch.full((len(tokens), 1), END)
         requested = torch.rand(tokens.shape, generator=dice) < mask_prob
         requested[:, 0] |= ~requested.any(dim=1)  # a loss over nothing is not a number
-        labels = torch.where(requested, tokens, NOT_ASKED)
+        labels = torch.where(requested, tokens, NOT_PREDICTED)
         how = torch.rand(tokens.shape, generator=dice)
         anything = torch.randint(NUM_SPECIAL, self.vocabulary_size, tokens.shape, generator=dice)
         seen = torch.where(requested & (how < 0.8), MASK, tokens)
         seen = torch.where(requested & (how > 0.9), anything, seen)
-        not_asked = torch.full((len(tokens), 1), NOT_ASKED)
+        not_predicted = torch.full((len(tokens), 1), NOT_PREDICTED)
         return {
             "input_ids": torch.cat((edges[0], seen, edges[1]), dim=1),
-            "labels": torch.cat((not_asked, labels, not_asked), dim=1),
+            "labels": torch.cat((not_predicted, labels, not_predicted), dim=1),
         }
 
 

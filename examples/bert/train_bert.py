@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def step_of(path):
-    """The step that a checkpoint's name tells."""
+    """The step in a checkpoint's name."""
     return int(path.stem.rpartition("_")[2])
 
 

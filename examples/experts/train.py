@@ -4,8 +4,8 @@
     python train.py                             one rank has all
 
 The text is made up: sixteen languages, each with a rule of its own for the next word, and the first word of a sentence
-tells the language. Both models see the same sentences and multiply as many numbers per word; the one with experts has
-eight times as many weights in its feed-forward layers to remember rules with. Writes losses.svg.
+determines the language. Both models see the same sentences and multiply as many numbers per word; the one with experts
+has eight times as many weights in its feed-forward layers to remember rules with. Writes losses.svg.
 """
 
 from __future__ import annotations

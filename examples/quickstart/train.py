@@ -5,8 +5,8 @@
     python examples/quickstart/train.py                          one rank
 
 The model reads text one byte at a time and learns to predict the next byte. Its text is the library of the Python that
-runs it, so nothing is downloaded. At the start it knows nothing: any of 256 bytes may come, which costs ln(256) = 5.5
-nats per byte. After half a minute on two cores it needs about 2.3.
+runs it, so nothing is downloaded. At the start it has learnt nothing: any of 256 bytes may come, which costs ln(256) =
+5.5 nats per byte. After half a minute on two cores it needs about 2.3.
 
 Read from the top: 1. text, 2. model, 3. training, 4. what came of it. Only part 3 is about DeepSpeed.
 """
@@ -63,7 +63,7 @@ class Text(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = index * CONTEXT
         sample = torch.frombuffer(self.content, dtype=torch.uint8, count=CONTEXT + 1, offset=start).long()
-        return sample[:-1], sample[1:]  # what the model sees, and what it should say after each byte of it
+        return sample[:-1], sample[1:]  # what the model sees, and what it should predict after each byte of it
 
 
 # --- 2. The model: a plain transformer, 3.3 million parameters -------------------------------------------------------
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Tells each head where a byte stands by turning pairs of its features (RoPE, arXiv:2104.09864)."""
+    """Gives each head the position of a byte by turning pairs of its features (RoPE, arXiv:2104.09864)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)

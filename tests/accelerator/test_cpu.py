@@ -193,7 +193,7 @@ def test_typed_constructors(cpu):
         lambda cpu: cpu.replay_graph(None),
     ],
 )
-def test_what_does_not_exist_says_so_in_one_sentence(cpu, call):
+def test_what_does_not_exist_raises_with_one_sentence(cpu, call):
     with pytest.raises(NotYetSupportedError) as raised:
         call(cpu)
     assert "\n" not in str(raised.value) and "; " in str(raised.value)

@@ -90,7 +90,7 @@ def test_every_kind_is_complete(kind):
     assert issubclass(kind, DeepSpeedAccelerator)
 
 
-def test_a_module_without_a_function_says_so(monkeypatch):
+def test_a_module_without_a_function_raises(monkeypatch):
     class Module:
         @staticmethod
         def mem_get_info(index):
@@ -128,7 +128,7 @@ def test_choosing_prints_one_line_and_starts_no_context():
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_cuda_tells_emulated_bf16_from_native(monkeypatch, native):
+def test_cuda_distinguishes_emulated_bf16_from_native(monkeypatch, native):
     """Volta computes bf16 without instructions for it; torch calls that supported."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
     gpu = CUDAAccelerator()

@@ -182,7 +182,7 @@ def test_profile_logs_both_runs(lines):
     assert sum("checkpoint recomputation: " in line for line in lines) >= 2
 
 
-def test_contiguous_buffers_say_that_they_change_nothing(monkeypatch):
+def test_contiguous_buffers_get_a_notice_of_no_effect(monkeypatch):
     warnings: list[str] = []
     monkeypatch.setattr(settings_module, "warn_once", lambda key, line: warnings.append(line))
     checkpointing.configure(None, contiguous_checkpointing=False)

@@ -78,7 +78,7 @@ def test_run_tunes_a_dict_of_the_script_and_then_trains_with_the_best(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_with_a_batch_of_its_own_says_so_and_keeps_its_micro_batch(tmp_path):
+def test_a_script_with_a_batch_of_its_own_keeps_its_micro_batch_and_logs_it(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({**ADAM, "zero_optimization": {"stage": 1}}))
     arguments = ["--batch", "4", "--deepspeed_config", "ds.json"]
     code, text = tune(tmp_path, "--num_gpus=1", arguments=arguments)
@@ -97,7 +97,7 @@ def test_a_script_that_fails_is_quoted(tmp_path):
     assert not (tmp_path / "autotuning_results" / "ds_config_optimal.json").exists()
 
 
-def test_a_script_that_ends_early_says_what_to_change(tmp_path):
+def test_a_script_that_ends_early_gets_advice(tmp_path):
     short = SCRIPT.replace("range(20 * engine.gradient_accumulation_steps())", "range(1)")
     code, text = tune(tmp_path, "--num_gpus=1", config=ADAM, script=short)
     assert code != 0
@@ -198,7 +198,7 @@ def test_a_search_that_is_stopped_names_the_fastest_so_far(tmp_path, monkeypatch
     assert "stopped after 1 trials; the fastest so far is a" in caplog.text
 
 
-def test_a_killed_trial_says_what_the_launcher_has_seen(tmp_path, monkeypatch):
+def test_a_killed_trial_reports_what_the_launcher_has_seen(tmp_path, monkeypatch):
     def outcome(name, path):
         if name == "b":
             return 200.0

@@ -21,7 +21,7 @@ def test_the_shortest_predicted_step_is_tried_first_and_what_does_not_fit_never(
     assert found.next().name == "c1"
 
 
-def test_it_is_over_when_the_error_bar_says_that_no_other_can_win():
+def test_it_is_over_when_no_other_can_win_by_the_error_bar():
     found = queue(1.0, 1.2, 1.5)
     found.measured["c0"] = 1.1  # the prediction was 10 % short, so the next is expected at 1.32 +- 25 %
     assert found.next().name == "c1"

@@ -175,7 +175,7 @@ def test_a_save_in_the_background_leaves_the_processor_to_training(tmp_path):
     assert after == before
 
 
-def test_a_long_save_says_how_far_it_is(tmp_path, monkeypatch):
+def test_a_long_save_logs_its_progress(tmp_path, monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(saving.logger, "info", lambda text, *values: lines.append(text % values))
     times = iter([0.0, 5.0, 16.0, 20.0, 40.0])

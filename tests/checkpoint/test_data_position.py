@@ -161,7 +161,7 @@ def load_on_other_ranks(folder):
     return loader.given, [record for record in lines.buffer if "the position in the data is not" in record.getMessage()]
 
 
-def test_a_loader_of_others_continues_where_it_stood_or_a_line_says_that_it_does_not(tmp_path):
+def test_a_loader_of_others_continues_where_it_stood_or_logs_that_it_does_not(tmp_path):
     assert run_ranks(save_with_a_loader_of_others, 2, str(tmp_path)) == [(3, [4.0, 4.0])] * 2
     ((given, lines),) = run_ranks(load_on_other_ranks, 1, str(tmp_path))
     assert given == 0

@@ -204,7 +204,7 @@ def _copies(folder: str):
     assert not list(Path(folder).iterdir())
 
 
-def test_cut_parameters_that_do_not_say_their_part_are_not_saved_as_copies(tmp_path):
+def test_cut_parameters_without_a_mark_of_their_part_are_not_saved_as_copies(tmp_path):
     run_ranks(_copies, 2, str(tmp_path))
 
 

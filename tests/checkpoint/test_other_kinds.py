@@ -92,7 +92,7 @@ def of_no_kin(folder: str) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_loaded_says_which_kind_it_is_and_how_to_convert_it(tmp_path):
+def test_other_kinds_raise_with_their_name_and_how_to_convert_them(tmp_path):
     run_ranks(save, 1, str(tmp_path), "llama", 0)
     text = run_ranks(of_no_kin, 1, str(tmp_path))[0]
     assert (

@@ -156,7 +156,7 @@ def test_conversion_to_our_format(name, unpack, capsys):
     assert_states_equal([list(part) for part in results[0].values()], [list(part) for part in original[0].values()])
 
 
-def test_conversion_of_stage_0_says_what_is_lost(unpack, capsys):
+def test_conversion_of_stage_0_prints_what_is_lost(unpack, capsys):
     """Its files do not say which optimizer state belongs to which parameter; only a model does."""
     folder = unpack("1-stage0-fp32")
     assert ds_to_universal.main(["--input_folder", f"{folder}/tag", "--output_folder", f"{folder}/made"]) == 0

@@ -33,7 +33,7 @@ def fake_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool = Fal
     return log
 
 
-def test_both_are_asked_for_the_same(tmp_path, monkeypatch, capsys):
+def test_both_get_the_same_requests(tmp_path, monkeypatch, capsys):
     log = fake_fio(tmp_path, monkeypatch)
     place = tmp_path / "disk"
     sizes = ["--io_size", "2M", "--block_size", "64K", "--queue_depth", "3", "--io_parallel", "2", "--loops", "2"]

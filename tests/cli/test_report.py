@@ -101,7 +101,7 @@ def test_what_can_be_used_comes_first_and_what_is_missing_last():
     assert places == sorted(places) and text.startswith("What can be used here")
 
 
-def test_what_needs_a_compiler_says_so(monkeypatch):
+def test_what_needs_a_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(report.shutil, "which", lambda name: None)
     verdict, reason = verdicts(report.collect())["torch.compile (optional)"]
     assert verdict == "no" and "C++ compiler" in reason

@@ -122,7 +122,7 @@ def _train(folder):
     engine.destroy()
 
 
-def test_the_steps_that_were_asked_for_are_traced_on_every_rank(tmp_path):
+def test_the_requested_steps_are_traced_on_every_rank(tmp_path):
     run_ranks(_train, 2, str(tmp_path))
     events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
     named = [event for event in events if event.get("cat") == "user_annotation"]

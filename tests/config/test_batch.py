@@ -46,7 +46,7 @@ def test_the_product_is_printed_with_all_numbers() -> None:
         assert part in text
 
 
-def test_each_number_says_where_it_comes_from(tmp_path) -> None:
+def test_messages_name_the_source_of_each_number(tmp_path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(f'{{\n  "{TOTAL}": 30,\n  "{MICRO}": 4,\n  "{STEPS}": "auto"\n}}')
     with pytest.raises(DeepSpeedConfigError) as raised:
@@ -97,7 +97,7 @@ def test_accumulation_alone_or_nothing() -> None:
     assert "set one of them" in only_problem({"fp16": {"enabled": True}}, batch=False)
 
 
-def test_auto_is_derived_and_the_log_says_what_it_became() -> None:
+def test_auto_is_derived_and_the_value_is_logged() -> None:
     parsed = parse({TOTAL: "auto", MICRO: 4, STEPS: "auto"}, dp_world_size=2)
     assert parsed.batch == BatchSizes(8, 4, 1)
     assert parsed.notices == [f'{TOTAL}: "auto" became 8', f'{STEPS}: "auto" became 1']

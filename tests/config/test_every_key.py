@@ -196,7 +196,7 @@ def test_switches_and_choices_refuse_other_words() -> None:
     assert not refused_values({"a": 1}, is_closed)[1]
 
 
-def test_every_default_is_accepted_and_says_nothing() -> None:
+def test_every_default_is_accepted_without_a_notice() -> None:
     """Written out in full, the defaults are the empty configuration."""
     root = Root(train_batch_size=8)
     full = {name: value for name, value in root.model_dump().items() if value is not None}

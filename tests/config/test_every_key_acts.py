@@ -51,7 +51,7 @@ def other_values(entry: KeyEntry) -> Iterator[Any]:
             yield value
 
 
-def says_something(entry: KeyEntry) -> bool | None:
+def has_notice(entry: KeyEntry) -> bool | None:
     """Whether another value alone is refused as unavailable or gets a line; None if none is accepted."""
     for value in other_values(entry):
         try:
@@ -62,14 +62,14 @@ def says_something(entry: KeyEntry) -> bool | None:
     return None
 
 
-def test_a_key_that_nothing_reads_says_so() -> None:
+def test_a_key_that_nothing_reads_gets_a_notice() -> None:
     used = words_of_the_code()
     unread = [
         entry
         for entry in entries(Root)
         if entry.nested is None and used.isdisjoint({str(entry.path[-1]), *entry.facts.aliases})
     ]
-    noted = {written(entry.path): says_something(entry) for entry in unread}
+    noted = {written(entry.path): has_notice(entry) for entry in unread}
     assert len(noted) > 100
     assert {name for name, answer in noted.items() if answer is False} == COMPARED
     assert {name for name, answer in noted.items() if answer is None} == ONE_VALUE

@@ -138,7 +138,7 @@ def test_a_refused_value_has_no_echo() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "meant"), CONFUSIONS.items())
-def test_known_confusions_are_answered(wrong: str, meant: str) -> None:
+def test_known_confusions_get_advice(wrong: str, meant: str) -> None:
     if wrong.startswith("optimizer.params"):
         config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {wrong.rsplit(".", 1)[-1]: 1}}}
     else:
@@ -147,7 +147,7 @@ def test_known_confusions_are_answered(wrong: str, meant: str) -> None:
     assert meant in declared_paths() or meant.startswith("optimizer.params.")
 
 
-def test_what_other_libraries_say_leads_to_keys_that_exist() -> None:
+def test_messages_of_other_libraries_lead_to_existing_keys() -> None:
     params = {"optimizer.params": {"lr", "betas", "eps", "weight_decay"}}
     params["scheduler.params"] = {
         "warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "cos_min_ratio",
@@ -269,7 +269,7 @@ def test_an_old_name_beside_the_new_one_is_refused(entry: Any) -> None:
     assert found[0].startswith(f"{name}: ") and "together with" in found[0]
 
 
-def test_old_names_that_say_the_default_say_nothing() -> None:
+def test_old_names_with_the_default_value_get_no_notice() -> None:
     config = {
         "zero_optimization": {"cpu_offload": False, "stage3_gather_fp16_weights_on_model_save": False},
         "aio": {"thread_count": 1},
@@ -301,7 +301,7 @@ def test_stage_3_keys_without_their_prefix() -> None:
     )
 
 
-def test_sections_built_by_a_program_know_both_spellings() -> None:
+def test_sections_built_by_a_program_accept_both_spellings() -> None:
     section = ZeroOptimization(stage="3", prefetch_bucket_size=7, offload_param={"device": "CPU"})
     assert section.stage3_prefetch_bucket_size == section.prefetch_bucket_size == 7
     assert section.offload_param is not None and section.offload_param.device == "cpu"

@@ -172,7 +172,9 @@ def _survives_hjson(data: Any) -> bool:
 
 @settings(max_examples=60)
 @given(st.dictionaries(names, values, max_size=4))
-def test_the_reader_agrees_with_hjson_and_knows_every_line(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_the_reader_agrees_with_hjson_and_has_every_line_number(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     file = tmp_path_factory.mktemp("hjson") / "config.json"
     file.write_text(hjson.dumps(data) if len(data) % 2 and _survives_hjson(data) else json.dumps(data, indent=1))
     document = read_source(str(file))

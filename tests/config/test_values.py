@@ -127,7 +127,7 @@ def test_infinite_clipping_never_clips() -> None:
         ),
     ],
 )
-def test_wrong_types_say_what_was_expected(config: dict[str, Any], words: str) -> None:
+def test_wrong_types_name_what_was_expected(config: dict[str, Any], words: str) -> None:
     assert only_problem(config).startswith(words)
 
 

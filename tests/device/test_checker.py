@@ -121,7 +121,7 @@ def the_host_writes_what_goes_up(s: Streams) -> None:
     host.fill_(5)
 
 
-def a_query_that_was_not_answered(s: Streams) -> None:
+def a_query_without_a_result(s: Streams) -> None:
     host = locked()
     on_device().copy_(host, non_blocking=True)
     event = s.default.record_event()
@@ -216,7 +216,7 @@ PROGRAMS = (
     the_host_reads_after_an_item,
     the_host_reads_after_all_is_over,
     the_host_writes_what_goes_up,
-    a_query_that_was_not_answered,
+    a_query_without_a_result,
     memory_that_another_stream_uses,
     memory_that_was_waited_for,
     memory_that_is_resized_away,
@@ -321,7 +321,7 @@ def test_a_quick_device_has_reached_every_event() -> None:
         assert not get_accelerator().current_stream().record_event().query()
 
 
-def test_tensors_say_where_they_are() -> None:
+def test_tensors_report_their_device() -> None:
     with simulated_device():
         x = on_device()
         assert (x.device.type, x.is_cuda, x.cpu().device.type, x.cpu().is_cuda) == ("cuda", True, "cpu", False)

@@ -163,7 +163,7 @@ def test_the_work_of_a_gather_does_not_grow_with_the_number_of_buckets() -> None
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_plan_says_how_many_gradients_are_in_flight(accumulation: int) -> None:
+def test_a_plan_counts_the_gradients_in_flight(accumulation: int) -> None:
     cell = Cell(3, accumulation=accumulation, zero=(("stage3_prefetch_bucket_size", 1),))
     found = deepspeed.plan(
         SHAPE,

@@ -20,7 +20,7 @@ RUNS = {"python": {"run", "file"}, "sh": {"shell", "file"}, "json": {"file"}}
 RUNNING = sorted({block.page for block in all_blocks() if block.ranks or block.kind == "shell"})
 
 
-def test_every_block_says_how_it_is_run():
+def test_every_block_has_a_comment_on_how_it_is_run():
     wrong = []
     for block in all_blocks():
         is_code = block.language in (*RUNS, "bash", "console", "py", "shell", "yaml")
@@ -67,7 +67,7 @@ def _run_page(page: str, folder: Path, slow: bool) -> None:
 
 
 @pytest.mark.parametrize("page", RUNNING)
-def test_the_page_does_what_it_says(page, tmp_path):
+def test_the_blocks_of_the_page_run(page, tmp_path):
     _run_page(page, tmp_path, slow=False)
 
 
@@ -93,7 +93,7 @@ def test_quoted_messages_exist_in_the_code():
     assert not missing, "not found in code:\n" + "\n".join(missing)
 
 
-def test_a_message_that_nothing_says_is_found():
+def test_a_message_that_no_code_prints_is_found():
     assert not occurs("engine.backward: this sentence is … of nobody", corpus())
     assert not occurs("…", corpus()) and occurs(
         "a block of no_sync or coalesce_grad_reduction is already open", corpus()

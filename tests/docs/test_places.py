@@ -10,7 +10,7 @@ SETTERS = "SLURM|OMPI_COMM|PMI|PMIX|MPI|MV2_COMM|PALS|LSB|PET|SKYPILOT|SM|TRAINI
 NO_VARIABLES = {"MPI_BACKEND"}
 
 
-def test_every_variable_that_says_where_a_process_runs_is_on_the_page():
+def test_every_variable_of_a_process_place_is_on_the_page():
     page = (ROOT / "docs" / "guide" / "places.md").read_text(encoding="utf-8")
     read = set()
     for path in (ROOT / "deepspeed").rglob("*.py"):

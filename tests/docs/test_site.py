@@ -53,7 +53,7 @@ def test_the_head_of_the_site_names_the_version(site):
     assert f"<title>deepspeed {VERSION}</title>" in head
 
 
-def test_it_asks_nobody_for_scripts_and_fonts(site):
+def test_the_site_loads_no_scripts_and_fonts_from_elsewhere(site):
     text = (site / "index.html").read_text(encoding="utf-8")
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://[^"]+"', text)
 

@@ -63,7 +63,7 @@ def test_fp16(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_sum_in_bf16_is_what_the_setting_says(stage):
+def test_the_setting_makes_the_sum_bf16(stage):
     """The setting takes effect: with a bf16 accumulator small gradients are lost."""
     precision = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     for error in run_ranks(_accumulate, 2, stage, precision):

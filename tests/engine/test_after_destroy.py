@@ -97,11 +97,11 @@ def _answers() -> None:
         again.destroy()
 
 
-def test_a_destroyed_engine_answers_while_it_is_kept():
+def test_a_destroyed_engine_can_still_be_read():
     run_ranks(_answers, 2)
 
 
-def _says_that_it_is_gone() -> None:
+def _raises_that_it_is_destroyed() -> None:
     for stage in (0, 2):
         model = tower()
         engine = engine_of(model, stage)
@@ -124,7 +124,7 @@ def _says_that_it_is_gone() -> None:
 
 
 def test_a_destroyed_engine_that_is_gone_is_named():
-    run_ranks(_says_that_it_is_gone, 1)
+    run_ranks(_raises_that_it_is_destroyed, 1)
 
 
 def _part_of_a_graph() -> None:

@@ -145,7 +145,7 @@ def alone() -> None:
     engine.destroy()
 
 
-def test_one_rank_says_that_nothing_is_sent() -> None:
+def test_one_rank_logs_that_nothing_is_sent() -> None:
     run_ranks(alone, 1)
 
 

@@ -16,19 +16,19 @@ def _titles(features):
     return [feature.title for feature in features._features.values()]
 
 
-def test_sharing_samples_asks_for_nothing():
+def test_sharing_samples_needs_no_feature():
     features = FeatureSet()
     features.add_for_configuration(Root(), Mesh(((DATA, 4),)))
     assert _titles(features) == []
 
 
-def test_an_axis_asks_for_its_feature():
+def test_an_axis_requests_its_feature():
     features = FeatureSet()
     features.add_for_configuration(Root(), Mesh(((DATA, 2), (SEQUENCE, 2))))
     assert _titles(features) == [feature_of("deepspeed.parallel.sequence.feature").title]
 
 
-def test_features_have_the_order_of_the_list_whoever_asks_first():
+def test_features_have_the_order_of_the_list_in_any_order_of_requests():
     features = FeatureSet()
     for name in reversed(FEATURES):
         model = nn.Linear(2, 2)

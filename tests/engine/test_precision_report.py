@@ -106,7 +106,7 @@ def _expected(mode):
         ("fp32 sent as bf16", "float32", "float32", "bfloat16", "float32"),
     ],
 )
-def test_the_modes_mean_what_the_reference_says(mode, compute, accumulate, reduce, master):
+def test_the_modes_do_what_the_reference_describes(mode, compute, accumulate, reduce, master):
     found = run_ranks(_expected, 2, mode)[0]
     assert found["compute"] == [f"torch.{compute}"] and found["master"] == [f"torch.{master}"]
     assert found["accumulate"] == f"torch.{accumulate}" and f"torch.{reduce}" in found["reduce"]

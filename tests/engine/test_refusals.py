@@ -180,7 +180,7 @@ def _classes_of_optimizers() -> None:
         engine.destroy()
 
 
-def test_classes_that_programs_ask_optimizers_for():
+def test_classes_that_programs_check_optimizers_for():
     run_ranks(_classes_of_optimizers, 1)
 
 

@@ -87,7 +87,7 @@ def containers(value):
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
-def test_the_variables_of_the_pods_say_which_machine_they_are(name):
+def test_the_variables_of_the_pods_identify_the_machine(name):
     manifest = documents(name)
     (container,) = containers(manifest)
     by_name = {each["name"]: each for each in container["env"]}

@@ -130,7 +130,7 @@ def test_bad_models_policies_and_prompts_raise():
         (torch.ones(1, 3), "found torch.float32 of shape"),
         (torch.ones(3, dtype=torch.long), r"of shape \(3,\)"),
         (torch.ones(2, 0, dtype=torch.long), "there are no tokens"),
-        (torch.full((1, 3), 128), "found the id 128; the model knows 0 to 127"),
+        (torch.full((1, 3), 128), "found the id 128; the vocabulary has 0 to 127"),
         (torch.full((1, 3), -1), "found the id -1"),
     ):
         with pytest.raises(DeepSpeedConfigError, match=text):
@@ -180,7 +180,7 @@ def test_times_and_compile():
     assert engine.is_compiled and torch.equal(tokens(engine), tokens(make()))
 
 
-def test_an_engine_that_was_destroyed_says_so():
+def test_an_engine_that_was_destroyed_raises():
     engine = deepspeed.init_inference(make(), dtype="fp32")
     engine.destroy()
     for use in (engine, engine.generate):

@@ -35,7 +35,7 @@ def command(capsys, monkeypatch, variables, *options):
     )
 
 
-def test_a_cluster_says_which_machine_this_is(capsys, monkeypatch):
+def test_a_cluster_identifies_this_machine(capsys, monkeypatch):
     assert command(capsys, monkeypatch, SKY) == ("1", "10.0.0.7", None, [2, 2])
     assert command(capsys, monkeypatch, SKY, "--num_gpus=1", "--master_port=9") == ("1", "10.0.0.7", "9", [1, 1])
     assert command(capsys, monkeypatch, {**SKY, "SKYPILOT_NODE_IPS": "10.0.0.7"}) == (None, "127.0.0.1", None, [1])

@@ -88,7 +88,7 @@ def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, t
     assert f"this run meets at port {claim.port} instead" in text[0]
 
 
-def test_a_taken_port_that_other_machines_know_is_an_error(monkeypatch, taken_port):
+def test_a_taken_port_that_other_machines_use_is_an_error(monkeypatch, taken_port):
     for call in (
         lambda: claim_port("127.0.0.1", RequestedPort.of(taken_port), is_shared=True),
         lambda: agreed_port(RequestedPort.of(taken_port), holds_rank_0=True, is_claimed=True),

@@ -14,7 +14,7 @@ from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
 
 
-def test_the_agent_gets_what_was_asked():
+def test_the_agent_gets_the_options():
     command = agent_command(Elastic(1, 3), 4, "host-a", 77, "name", ("x.py", "--a"), ("--no_python",))
     assert command[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
     assert {"--nnodes=1:3", "--nproc-per-node=4", "--rdzv-endpoint=host-a:77", "--no-python"} <= set(command)

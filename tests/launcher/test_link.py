@@ -127,7 +127,7 @@ def test_without_a_secret_malformed_hellos_end_nothing_either(name):
         replace(ME, index=1, master_port=29501),
     ],
 )
-def test_who_does_not_know_the_secret_or_is_of_another_run_is_refused(hub, who):
+def test_connections_without_the_secret_or_of_another_run_are_refused(hub, who):
     assert hub.greet(who)[1] == {"event": "refused"}
     hub.serves(1)
     events = hub.link.events()
@@ -145,7 +145,7 @@ def test_a_proof_of_another_challenge_is_worth_nothing(hub):
 
 
 def test_silent_clients_hold_nobody_up_and_are_dropped(hub, monkeypatch):
-    monkeypatch.setattr(link, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(link, "REPLY_SECONDS", 0.2)
     silent = [hub.dial() for _ in range(link._MOST_UNNAMED + 5)]
     slow = hub.dial()
     slow.sendall(b'{"event"')
@@ -178,7 +178,7 @@ def test_a_malformed_message_of_a_launcher_is_ignored(hub, changes):
     assert Failure.from_message(failed).sentence == "rank 1 failed"
 
 
-def test_what_others_say_cannot_write_to_the_terminal():
+def test_text_of_others_cannot_control_the_terminal():
     message = replace(FAILURE, sentence="rank 1 \x1b[2J failed\n\tat a\x9b").to_message()
     assert Failure.from_message(message).sentence == "rank 1 ?[2J failed\n\tat a?"
     hub = Hub(replace(ME, secret=""))
@@ -225,7 +225,7 @@ def test_the_hub_listens_where_the_others_reach_it(monkeypatch):
         listener.close()
 
 
-def test_a_launcher_that_does_not_know_the_first_machine_says_so_and_continues(monkeypatch):
+def test_a_launcher_that_cannot_resolve_the_first_machine_logs_it_and_continues(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -237,6 +237,6 @@ def test_a_launcher_that_does_not_know_the_first_machine_says_so_and_continues(m
         while not (events := other.events()):
             time.sleep(0.005)
         assert events[0]["event"] == "notice"
-        assert f"host {socket.gethostname()} does not know the name machine0" in events[0]["text"]
+        assert f"host {socket.gethostname()} cannot resolve the name machine0" in events[0]["text"]
     finally:
         other.close(0)

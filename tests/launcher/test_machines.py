@@ -283,13 +283,15 @@ def test_a_name_that_comes_late_is_waited_for_and_one_that_never_comes_is_named(
             err += line
             if "still waiting for rank 0" in line:
                 break
-        assert "host node1 does not know the name master" in err
+        assert "host node1 cannot resolve the name master" in err
         machines[1].name_hosts([(FIRST, "master"), *OWN])
         for _, out, _ in succeed(late):
             assert out.split() == ["sum", "3.0"]
         machines[1].name_hosts(OWN)
         (_, _, first), (code, _, second) = [finish(each, 150) for each in start_ranks(machines, limit="5")]
-        assert code != 0 and "rank 0 was not reached within 0:00:05: host node1 does not know the name master" in second
+        assert (
+            code != 0 and "rank 0 was not reached within 0:00:05: host node1 cannot resolve the name master" in second
+        )
         assert "rank 1 of 2 did not connect to master:29511" in first
 
 

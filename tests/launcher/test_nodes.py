@@ -162,7 +162,7 @@ def test_a_failure_before_the_other_launcher_has_started_still_reaches_it(tmp_pa
         ),
     ],
 )
-def test_launchers_that_do_not_belong_together_say_so(tmp_path, ranks, node_ranks, text):
+def test_launchers_that_do_not_belong_together_raise(tmp_path, ranks, node_ranks, text):
     port = free_port()
     nodes = []
     for node, count in zip(node_ranks, ranks, strict=True):

@@ -56,13 +56,13 @@ def test_ranks_on_the_cpu(options, ranks):
         (["--num_gpus=4"], "--num_gpus 4: this machine shows 3 cuda device"),
         (["--num_gpus=0"], "--num_gpus 0: expected at least 1"),
         (["--num_nodes=2"], "--num_nodes 2: only this machine is known"),
-        (["--no_ssh"], "--no_ssh: --node_rank -1 does not say which machine this is"),
+        (["--no_ssh"], "--no_ssh: --node_rank -1 does not identify this machine"),
         (["--no_ssh", "--node_rank=0", "--num_nodes=2"], "--no_ssh without a host file: give --master_addr"),
         (["--no_ssh", "--node_rank=1"], r"--node_rank 1: 1 machine\(s\) are known"),
         (["--no_ssh", "--node_rank=0", "--force_multi"], "--no_ssh and --force_multi exclude each other"),
         (["--min_elastic_nodes=2"], "need --elastic_training"),
         (["--num_nodes=1:2", "--no_ssh", "--node_rank=0", "--master_addr=h"], "need --elastic_training"),
-        (["--num_nodes=1:2", "--elastic_training", "--max_elastic_nodes=2"], "say the same; use one"),
+        (["--num_nodes=1:2", "--elastic_training", "--max_elastic_nodes=2"], "set the same; use one"),
         (["--include=localhost:0", "--num_gpus=1"], "--num_gpus and --include/--exclude exclude each other"),
         (["--exclude=localhost:0", "--num_nodes=1"], "--num_nodes and --include/--exclude exclude each other"),
         (["--include=a", "--exclude=b"], "--include and --exclude exclude each other"),
@@ -198,7 +198,7 @@ def test_nothing_of_the_launcher_the_tuner_and_reports_needs_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_machine_with_a_device_file_asks_torch(monkeypatch):
+def test_a_machine_with_a_device_file_uses_torch(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia[" in pattern else [])
     assert devices._has_signs()

@@ -21,7 +21,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_each_program_says_which_rank(program):
+def test_each_program_sets_the_rank(program):
     environment = dict(zip(VARIABLES[program], ("5", "8", "1"), strict=True))
     assert find_placed(program, environment) == LaunchedProcess(5, 8, 1)
     with pytest.raises(LauncherError, match=f"{program}: this process was not started by it"):

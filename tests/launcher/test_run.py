@@ -45,7 +45,7 @@ def test_each_rank_finds_its_place(tmp_path):
     assert len({dumped(tmp_path, rank)["env"]["MASTER_PORT"] for rank in range(3)}) == 1
 
 
-def test_one_rank_on_the_cpu_unless_asked(tmp_path):
+def test_one_rank_on_the_cpu_by_default(tmp_path):
     code, out, err = run(tmp_path, "print('alone')", environment={"OMP_NUM_THREADS": None})
     assert (code, out) == (0, "alone\n")
     assert "--num_gpus N starts more" in err

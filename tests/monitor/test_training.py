@@ -194,7 +194,7 @@ def test_lines_of_rank_0(backward):
     assert 97 <= sum(shares) <= 103
 
 
-def _say_mfu(folder):
+def _log_mfu(folder):
     known, flops.device_of_product = flops.device_of_product, lambda name: replace(DEVICES["h100"], flops=1e5)
     try:
         with _Lines() as lines:
@@ -207,7 +207,7 @@ def _say_mfu(folder):
 
 
 def test_a_device_with_a_known_peak_has_an_mfu(tmp_path):
-    lines, other = run_ranks(_say_mfu, 2, str(tmp_path))
+    lines, other = run_ranks(_log_mfu, 2, str(tmp_path))
     assert len(lines) == 2 and not other
     assert "(MFU)" in (tmp_path / "report.html").read_text()
     for line in lines:

@@ -383,7 +383,7 @@ def spoken() -> None:
     logger.removeHandler(lines)
 
 
-def test_a_run_without_compression_says_so() -> None:
+def test_a_run_without_compression_logs_it() -> None:
     run_ranks(spoken, 2)
 
 

@@ -108,7 +108,7 @@ def rare() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gradient_that_the_variance_did_not_know(ranks: int) -> None:
+def test_a_gradient_larger_than_the_frozen_variance(ranks: int) -> None:
     run_ranks(rare, ranks)
 
 

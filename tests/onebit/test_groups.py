@@ -49,7 +49,7 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.iter_full("fp32")}
 
 
-def as_fast_as_asked() -> None:
+def at_the_requested_rate() -> None:
     """Each group moves with its own learning rate, and so large is the noise of its codes; one of 0 stays."""
     signs = torch.randn(len(RATES), NUMEL, generator=torch.Generator().manual_seed(1)).sign()
     late = {"var_update_scaler": FREEZE, "bias_correction": True, "betas": (0.9, 0.999)}
@@ -85,8 +85,8 @@ def as_fast_as_asked() -> None:
 
 
 def test_each_group_moves_with_its_own_learning_rate() -> None:
-    run_ranks(as_fast_as_asked, 2)
-    run_ranks(as_fast_as_asked, 1)
+    run_ranks(at_the_requested_rate, 2)
+    run_ranks(at_the_requested_rate, 1)
 
 
 def falls() -> None:

@@ -17,7 +17,7 @@ def gradients(numel: int, ranks: int) -> list[torch.Tensor]:
     return [(common + torch.randn(numel, generator=dice)) * sizes for _ in range(ranks)]
 
 
-def test_sums_of_random_signs_know_the_norm_of_the_mean() -> None:
+def test_sums_of_random_signs_give_the_norm_of_the_mean() -> None:
     ranks = 8
     for numel in (64, BINS - 64, 300_032):
         own = gradients(numel, ranks)

@@ -127,7 +127,7 @@ def test_mistakes_are_named(name, arguments, offload, words):
 
 
 @pytest.mark.parametrize("name", ["MuAdam", "muadamw", "MuSGD"])
-def test_missing_ones_say_what_to_use(name):
+def test_missing_ones_name_what_to_use(name):
     with pytest.raises(NotYetSupportedError, match="is not available here; use "):
         build(name)
 

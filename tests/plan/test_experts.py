@@ -140,7 +140,7 @@ def test_what_is_sent_is_the_formula():
         assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + expected)
 
 
-def test_a_plan_says_nothing_about_the_next():
+def test_a_plan_does_not_change_the_next():
     """Layers of simulated ranks that talk in their backward are no layers of another plan, or of this process's job."""
     dense = {"devices_per_node": 2, "device": "cpu", "device_memory": "8GiB", "sequence_length": TOKENS}
     shape = DecoderShape(layers=3, hidden=128, heads=4, vocab=512)

@@ -71,7 +71,7 @@ def test_stage_1_is_not_slower_than_ddp(summed):
     assert exposed(late) > 1.2 * exposed(ours)
 
 
-def test_fsdp2_gathers_beside_computation_as_its_streams_say(sharded):
+def test_fsdp2_gathers_beside_computation_by_its_streams(sharded):
     _, theirs = sharded
     gathers = [span for span in theirs.spans if span.name.startswith("all_gather of")]
     assert len(gathers) == (1 + SHAPE.layers + 1) + (SHAPE.layers + 1), "embedding, blocks, head; without the head"

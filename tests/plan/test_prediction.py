@@ -278,7 +278,7 @@ def test_a_layout_of_other_ranks_is_refused():
 # -- search ------------------------------------------------------------------------------------------------------------
 
 
-def test_search_finds_the_fastest_layouts_and_says_why_the_others_are_not():
+def test_search_finds_the_fastest_layouts_and_why_the_others_are_not():
     found = search_layouts(LLAMA_8B, machine(16), 8192, 128)
     seconds = [each.step.seconds for each in found.best]
     assert len(found.best) == 10
@@ -405,7 +405,7 @@ def test_decoders_are_simulated_as_they_are_predicted(shape):
 # -- records of published runs -----------------------------------------------------------------------------------------
 
 
-def test_records_that_cannot_be_predicted_say_why(tmp_path):
+def test_records_that_cannot_be_predicted_have_a_reason(tmp_path):
     records = json.loads(RECORDS.read_text(encoding="utf-8"))["records"]
     like = next(record for record in records if record["id"] == "titan-8b-128-compile")
 

@@ -111,7 +111,7 @@ def test_a_callable_by_name_and_one_that_cannot_be_built_without_values():
         plan(f"{__name__}:nothing")
 
 
-def test_the_engine_says_what_is_wrong_with_a_configuration():
+def test_wrong_configurations_get_the_engines_message():
     broken = {**CONFIG, "train_batch_size": 7}
     with pytest.raises(DeepSpeedConfigError) as planned:
         plan(config=broken)
@@ -314,7 +314,7 @@ def test_a_pipeline_that_waits_is_advised_to_accumulate(capsys):
     assert "--accumulation: expected 1 or more, found 0" in capsys.readouterr().err
 
 
-def test_codecs_are_shown_to_whoever_asks(capsys):
+def test_codecs_are_shown_on_request(capsys):
     sizes = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256", "--nodes", "2", "--devices", "2"]
     assert main(sizes) == 0
     assert "Gradients as codes" not in capsys.readouterr().out
@@ -434,7 +434,7 @@ def test_options_without_sense(arguments, expected, capsys):
     assert expected in printed.err and printed.out == ""
 
 
-def test_only_the_answer_is_printed_and_files_are_whole(tmp_path, capsys, monkeypatch):
+def test_only_the_result_is_printed_and_files_are_whole(tmp_path, capsys, monkeypatch):
     target = tmp_path / "chosen.json"
     target.write_text("old")
     arguments = ["--model", f"{__name__}:talks", "--json", "--write", str(target)]

@@ -296,7 +296,7 @@ def test_micro_batches_that_are_not_simulated_count_like_the_first():
     assert many.update == pytest.approx(few.update)
 
 
-def test_a_pipeline_waits_as_its_schedule_says():
+def test_a_pipeline_waits_by_its_schedule():
     made = planned(1, pipe=2, accumulation=4)
     step = made.timed_step
     assert step.bubble > 0

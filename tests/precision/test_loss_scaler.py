@@ -192,7 +192,7 @@ def test_impossible_settings_are_refused(bad):
         dynamic(**bad)
 
 
-def test_what_the_log_says_after_an_overflow():
+def test_log_lines_after_an_overflow():
     scaler = dynamic(delayed_shift=2, min_scale=2.0**15, raise_error_at_min_scale=False)
     texts = []
     for _ in range(4):

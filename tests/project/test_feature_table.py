@@ -27,14 +27,14 @@ def test_every_module_called_feature_is_in_the_list() -> None:
     assert found <= set(FEATURES), f"add to deepspeed.engine.features.FEATURES: {sorted(found - set(FEATURES))}"
 
 
-def test_whoever_asks_for_a_feature_names_one_of_the_list() -> None:
+def test_requested_features_are_in_the_list() -> None:
     requested = {name for kind in _sections(Section) if (name := kind._feature) is not None}
     requested |= set(_BY_METHOD.values()) | _marks()
     assert {"deepspeed.parallel.expert.feature", "deepspeed.linear.feature"} <= requested
     assert requested <= set(FEATURES), f"no such feature: {sorted(requested - set(FEATURES))}"
 
 
-def test_sections_that_are_off_ask_for_nothing() -> None:
+def test_sections_that_are_off_request_nothing() -> None:
     on = Root.model_validate({"expert_parallel": {"enabled": True}, "data_efficiency": {"enabled": True}})
     off = Root.model_validate({"expert_parallel": {"enabled": False}, "hybrid_engine": {"enabled": False}})
     assert set(features_of(on)) == {"deepspeed.parallel.expert.feature"}

@@ -58,7 +58,7 @@ def test_page_of_the_layers_is_in_step():
     assert layers.PAGE.read_text(encoding="utf-8") == layers.page(), "run: python -m tests.project.layers"
 
 
-def test_only_two_packages_know_torch_distributed():
+def test_only_two_packages_import_torch_distributed():
     wrong = [
         str(entry)
         for entry in graph.imports()

@@ -55,7 +55,7 @@ def _is_home(module: str) -> bool:
     return f"{module}.".startswith(f"{PACKAGE}.")
 
 
-def test_only_one_package_knows_the_library():
+def test_only_one_package_imports_the_library():
     wrong = [
         f"{graph.path_of(module).relative_to(graph.ROOT)}:{line} names {name}"
         for module in graph.modules()

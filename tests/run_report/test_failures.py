@@ -141,7 +141,7 @@ def _block_and_terminate(folder):
     recorder.close()
 
 
-def test_sigterm_ends_a_rank_that_waits_in_native_code_and_its_page_says_so(tmp_path):
+def test_sigterm_ends_a_rank_that_waits_in_native_code_and_is_on_its_page(tmp_path):
     with pytest.raises(RanksFailed, match="SIGTERM|signal 15|-15"):
         run_ranks(_block_and_terminate, 1, str(tmp_path), fresh=True)
     write_report(tmp_path)

@@ -60,7 +60,7 @@ def test_the_page_is_whole_and_nothing_of_the_run_is_code(folder):
     assert not re.search(r"https?://|url\(|@import", text), "the page needs no network"
 
 
-def test_the_page_says_what_is_to_be_seen(folder):
+def test_the_page_shows_what_was_recorded(folder):
     text = re.sub(r"<[^>]+>", "|", write_report(folder).read_text())
     assert "4 to 0.5" in text  # the loss
     assert "Not ended: rank 1 after step 8" in text

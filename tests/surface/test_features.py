@@ -75,7 +75,7 @@ def test_present_names_are_not_missing():
         unavailable("deepspeed.initialize")
 
 
-def test_moe_questions_have_answers():
+def test_moe_queries_return_values():
     from deepspeed.moe.utils import has_moe_layers, is_moe_param, is_moe_param_group
 
     layer = nn.Linear(2, 2)

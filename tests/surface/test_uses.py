@@ -267,7 +267,7 @@ def _in_a_run() -> tuple[float, ...]:
     return len(loader), engine.tput_timer.epoch_count, engine.tput_timer.global_step_count
 
 
-def test_what_programs_ask_in_a_run():
+def test_what_programs_read_in_a_run():
     assert run_ranks(_in_a_run, 2) == [(2, 1, 2)] * 2
 
 

@@ -56,7 +56,7 @@ def test_a_gather_brings_the_values_and_a_reshard_takes_them_away() -> None:
     run_threads(body, 3)
 
 
-def test_every_transition_says_where_it_comes_from() -> None:
+def test_wrong_transitions_raise_with_the_state() -> None:
     def body(transport: LoopbackTransport) -> None:
         bucket = bucket_of(transport, params())
         for transition in (bucket.finish_gather, bucket.reshard, bucket.abandon_gather, bucket.pin, bucket.store_shard):
@@ -102,7 +102,7 @@ def test_what_a_forward_writes_reaches_the_shards() -> None:
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_shares_cover_every_element_once_and_lie_where_they_say(is_sharded: bool) -> None:
+def test_shares_cover_every_element_once_at_their_offsets(is_sharded: bool) -> None:
     def body(transport: LoopbackTransport) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor]:
         bucket = bucket_of(transport, params(), is_sharded=is_sharded)
         own = bucket.shared_values.clone()

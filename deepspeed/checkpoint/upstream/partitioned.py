@@ -372,7 +372,7 @@ def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
         ranks: Data-parallel ranks.
 
     Raises:
-        CheckpointError: Its name does not say.
+        CheckpointError: Its name does not show it.
     """
     if not group.get("moe"):
         return 1
@@ -380,8 +380,8 @@ def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
     found = re.search(r"ep_size_(\d+)", name)
     if found is None or ranks % int(found[1]):
         raise CheckpointError(
-            f"the optimizer group {name!r} holds experts, and its name should say how many of the {ranks} ranks share "
-            "them, as ep_size_<n>; the layout is not understood"
+            f"the optimizer group {name!r} holds experts, and its name does not contain how many of the {ranks} ranks "
+            "share them (ep_size_<n>). Export the model in the program that saved it"
         )
     return int(found[1])
 

@@ -63,7 +63,7 @@ class Codec:
 
         Args:
             chunk: 1-D, floating; unchanged.
-            error: 1-D fp32 of the same length, replaced by what the codes do not say; None: nothing is added or kept.
+            error: 1-D fp32 of the same length, replaced by what the codes lose; None: nothing is added or kept.
             codes: 1-D bytes, :meth:`nbytes` of them.
         """
         raise NotImplementedError
@@ -156,7 +156,7 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
     Args:
         codec: Of the codes.
         values: 1-D, floating, of any length; or 2-D, one row for each slice. Unchanged.
-        error: fp32 in the shape of ``values``, replaced by what the codes do not say; None: nothing is added or kept.
+        error: fp32 in the shape of ``values``, replaced by what the codes lose; None: nothing is added or kept.
         codes: 1-D bytes, :func:`coded_nbytes` of them; or 2-D, as many in each row. A row may have more.
     """
     if values.dim() == 1:

@@ -202,7 +202,7 @@ def _encode(
     Args:
         codec: Of the codes, fitted.
         values: ``[slices, elements]``; unchanged.
-        error: fp32 in the shape of ``values``, replaced by what the codes do not say; None: nothing is added or kept.
+        error: fp32 in the shape of ``values``, replaced by what the codes lose; None: nothing is added or kept.
         codes: Bytes ``[slices, those of the codes and of rows]``.
         rows: Of the buffer; None: no zeros are marked.
         first: Number of the first slice.
@@ -217,7 +217,7 @@ def _encode(
 
 
 def _flags(rows: ZeroRows, codes: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes after the codes of each slice that say which rows are zeros, as a view."""
+    """Returns the bytes after the codes of each slice that mark which rows are zeros, as a view."""
     return codes[:, codes.shape[1] - rows.nbytes :]
 
 

@@ -351,7 +351,7 @@ class CodecRow:
 
     Attributes:
         make: The class.
-        block: Elements with one scale. Signs say so little that scales must be few: 1.016 bits an element. Integers
+        block: Elements with one scale. Signs carry so little that scales must be few: 1.016 bits an element. Integers
             lose what is small beside the largest of their block, so theirs are short.
         feeds_back: Whether gradients get error feedback.
         work: With these defaults.

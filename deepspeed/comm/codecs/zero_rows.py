@@ -1,4 +1,4 @@
-"""Rows that are zeros and are sent as zeros, beside codes that cannot say 0.
+"""Rows that are zeros and are sent as zeros, beside codes that cannot encode 0.
 
 A sign is + or -, so what never had a gradient (rows of an embedding that no sample names, padding) would receive plus
 or minus a scale at every step. A bit for each row states whether anything in it is not zero. A row is a whole one, or

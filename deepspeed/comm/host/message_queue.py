@@ -37,7 +37,7 @@ class MessageQueue:
 
     Args:
         connections: By rank in the group, connected sockets that keep messages apart.
-        seconds: The longest wait for a rank that should say something. The sockets must have it as their own limit.
+        seconds: The longest wait for a rank that should send something. The sockets must have it as their own limit.
 
     Raises:
         OSError: The system's limits (``net.core.wmem_max``) leave no space for a message of :data:`LONGEST`.
@@ -221,7 +221,7 @@ class MessageQueue:
         return number
 
     def _keep_all(self, peer: int) -> bool:
-        """Keeps what is there of a rank; whether it can say more (whoever needs one that has gone will find out)."""
+        """Keeps what is there of a rank; whether it can send more (whoever needs one that has gone will find out)."""
         connection = self._connections[peer]
         while True:
             try:

@@ -66,7 +66,7 @@ def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[in
             raise DeepSpeedConfigError(
                 f"{HIERARCHICAL}: expected nodes with equally many ranks, numbered node by node; found {width} ranks "
                 f"on the node of rank 0, and rank {rank} as number {place} of {found} on its node (LOCAL_RANK and "
-                "LOCAL_WORLD_SIZE say so). Start as many ranks on every node, or leave the key out"
+                "LOCAL_WORLD_SIZE show it). Start as many ranks on every node, or leave the key out"
             )
     if width == 1:
         return "every node has one rank"

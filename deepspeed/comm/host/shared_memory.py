@@ -4,7 +4,7 @@ Gloo sends through sockets, with threads of its own: on a host whose cores compu
 rank writes into shared memory and sends one short message.
 
 What happens comes in rounds, which all ranks begin in one order. A rank has :data:`PLACES` places, used in turn. One
-may be written again when every rank for which something lay there has read it, which their messages say. They also
+may be written again when every rank for which something lay there has read it, as their messages confirm. They also
 contain the operation of a round, so that diverged ranks are an error and not a wrong tensor. The memory and the sockets
 have no names in any file system, so nothing is left behind by a process that is killed, and the sockets of one that
 ends wake those that wait for it.
@@ -237,7 +237,7 @@ class SameHost:
 
     def wait_for(self, peers: Sequence[HostPeer], number: int, label: str, ticket: tuple[str, int]) -> None:
         """Waits until ``peers`` have begun round ``number``."""
-        if not self._places:  # not a wait that failed: nobody is there to say why
+        if not self._places:  # not a wait that failed: nobody is there to report why
             raise job_is_over(label)
         if self._is_closed or any(peer.started < number for peer in peers):
             self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
@@ -281,7 +281,7 @@ class SameHost:
                 peer.receive()
 
     def _wait_for_readers(self, number: int) -> None:
-        self._send_progress()  # they may wait for this rank likewise, and their next round would be the next to say so
+        self._send_progress()  # they may wait for this rank, too; only their next round would confirm it
         for peer in self._readers[number % PLACES]:
             while peer.read < number - PLACES:
                 peer.receive()

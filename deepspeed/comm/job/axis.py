@@ -26,7 +26,7 @@ class Axis:
         record: Of their process group; None: there are no process groups.
         ranks: Of the job.
         connector: Makes its transports.
-        device: Where buffers live where a call does not say; None: see :meth:`Connector.create`.
+        device: Where buffers live where a call does not pass one; None: see :meth:`Connector.create`.
     """
 
     def __init__(

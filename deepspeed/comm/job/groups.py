@@ -2,7 +2,7 @@
 
 A model-parallel program brings an ``mpu``, an object with its groups (``get_data_parallel_group()``,
 ``get_model_parallel_rank()``, ...); every method that it has is called on it. Methods that it lacks are
-answered from a registered mesh. Without either the world is purely data parallel: one data-parallel group of all ranks,
+read from a registered mesh. Without either the world is purely data parallel: one data-parallel group of all ranks,
 and groups of one for everything else.
 
 A pipeline grid's ``get_model_parallel_*`` span its stages and the ranks that cut layers; those that cut layers it calls
@@ -59,7 +59,7 @@ def set_mpu(unit: Any) -> None:
 
     This module itself, given as one, is none; nor is a unit that only passes on the values of the registered mesh.
     """
-    is_ours = unit is sys.modules[__name__] or getattr(unit, "speaks_for_the_mesh", False)
+    is_ours = unit is sys.modules[__name__] or getattr(unit, "is_part_of_the_mesh", False)
     Job.current().mpu = None if is_ours else unit
 
 
@@ -139,7 +139,7 @@ def _get_broadcast_src_rank() -> int:
 # --- model parallel: ranks that hold different parts of the model
 
 
-def _ask_model(what: str) -> Any:
+def _call_model_mpu(what: str) -> Any:
     """Calls the mpu for model-parallel ranks; None if it is of the kind that calls sequence-parallel ranks so."""
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
@@ -148,18 +148,18 @@ def _ask_model(what: str) -> Any:
 
 def _get_model_parallel_group() -> Any:
     """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
-    return _ask_model("group") or _along(*OTHER_PARTS) or group_of_one()
+    return _call_model_mpu("group") or _along(*OTHER_PARTS) or group_of_one()
 
 
 def _get_model_parallel_world_size() -> int:
     """The size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
-    answer = _ask_model("world_size")
+    answer = _call_model_mpu("world_size")
     return _mesh_size(*OTHER_PARTS) if answer is None else answer
 
 
 def _get_model_parallel_rank() -> int:
     """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
-    answer = _ask_model("rank")
+    answer = _call_model_mpu("rank")
     return _mesh_place(*OTHER_PARTS) if answer is None else answer
 
 
@@ -200,7 +200,7 @@ def _get_sequence_data_parallel_rank() -> int:
     return rank_in(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
-# --- expert parallel: by name, ``ep_size_<n>``; each rank holds all experts unless layers or a mesh say otherwise
+# --- expert parallel: by name, ``ep_size_<n>``; each rank holds all experts unless layers or a mesh spread them
 
 
 def _expert_groups(group_name: str) -> tuple[Any, Any]:
@@ -349,7 +349,7 @@ def _create_expert_data_and_model_parallel(
 # --- the names that Megatron-style programs use
 
 
-def _ask_tensor(what: str) -> Any:
+def _call_tensor_mpu(what: str) -> Any:
     if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
     return _call_mpu(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
@@ -357,18 +357,18 @@ def _ask_tensor(what: str) -> Any:
 
 def get_tensor_model_parallel_group() -> Any:
     """The ranks among which layers are cut."""
-    return _ask_tensor("group") or _along(TENSOR) or group_of_one()
+    return _call_tensor_mpu("group") or _along(TENSOR) or group_of_one()
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """The number of ranks among which layers are cut."""
-    answer = _ask_tensor("world_size")
+    answer = _call_tensor_mpu("world_size")
     return _mesh_size(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's place among those that share a layer."""
-    answer = _ask_tensor("rank")
+    answer = _call_tensor_mpu("rank")
     return _mesh_place(TENSOR) if answer is None else answer
 
 

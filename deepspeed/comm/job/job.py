@@ -41,7 +41,7 @@ class Job:
     """The ranks of one default process group, or of none yet.
 
     Args:
-        device: Where buffers live where a call does not say; None: see ``Connector.create``.
+        device: Where buffers live where a call does not pass one; None: see ``Connector.create``.
 
     Attributes:
         ranks: Which ranks there are.
@@ -93,7 +93,7 @@ class Job:
 
         Args:
             mesh: How the ranks are laid out; None: all ranks are data-parallel.
-            device: Where buffers live where a call does not say; None: see ``Connector.create``.
+            device: Where buffers live where a call does not pass one; None: see ``Connector.create``.
 
         Raises:
             DeepSpeedConfigError: The mesh is not one of as many ranks as the process group has.
@@ -153,7 +153,7 @@ class Job:
             names: Of ``comm.job.mesh``, in any order.
             size: Of "expert": how many ranks share the experts of a layer, which may differ between layers; the groups
                 of that size must have been declared (``ExpertGroups.declare``).
-            device: Where buffers live where a call does not say.
+            device: Where buffers live where a call does not pass one.
 
         Raises:
             CallOrderError: No mesh is registered, or no groups of that size are declared.

@@ -1,8 +1,8 @@
 """The mesh of the job, and where this rank stands on it: the one place where both are decided.
 
-Four can say it: the program's ``mpu``, ``mesh_param``, a model that is cut already (a pipeline of stages), and the
-configuration. What is given by objects holds; what the configuration requests beside it is cut out of the data-parallel
-ranks, which is the axis that takes what is left.
+Four sources can determine it: the program's ``mpu``, ``mesh_param``, a model that is cut already (a pipeline of
+stages), and the configuration. What is given by objects holds; what the configuration requests beside it is cut out of
+the data-parallel ranks, which is the axis that takes what is left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JobMesh:
         mpu: The program's model-parallel unit, if any.
         mesh_param: What ``initialize`` got, see :func:`~deepspeed.comm.job.mesh_sources.mesh_of_param`, or None.
         model: A model that is cut already has a :class:`~deepspeed.comm.job.mesh.Mesh` as its attribute ``mesh``; so
-            may an mpu have. Of others, parameters that are ``DTensor`` objects say over which ranks they are cut.
+            may an mpu have. Of others, parameters that are ``DTensor`` objects have the ranks over which they are cut.
         timeout: How long to wait for the other ranks.
 
     Attributes:
@@ -55,7 +55,7 @@ class JobMesh:
         decides_together: Torch process group of the ranks on it. None: all; an mpu may cover some ranks only.
 
     Raises:
-        DeepSpeedConfigError: They say nothing that is a mesh, or more than one thing.
+        DeepSpeedConfigError: They form no mesh, or contradict each other.
     """
 
     def __init__(self, mpu: Any, mesh_param: Any, model: Any, timeout: timedelta) -> None:
@@ -94,7 +94,7 @@ class JobMesh:
         """The number of ranks that share the batch, for the batch arithmetic. Nothing is communicated.
 
         Raises:
-            DeepSpeedConfigError: The degrees of the configuration do not fit the ranks, or what objects say.
+            DeepSpeedConfigError: The degrees of the configuration do not fit the ranks, or what objects carry.
         """
         if self._given is None:
             return data_parallel_size(root, size_of())
@@ -163,7 +163,7 @@ def _check_names(source: str, given: Mesh | None) -> None:
     if unknown:
         short = ", ".join(row.aliases[0] for row in ROWS if row.aliases)
         raise DeepSpeedConfigError(
-            f"initialize: {source} is a {given}: expected axes among {', '.join(AXES)} (a DeviceMesh may say {short}), "
+            f"initialize: {source} is a {given}: expected axes among {', '.join(AXES)} (a DeviceMesh may use {short}), "
             f"found {', '.join(map(repr, unknown))}. Rename them"
         )
 

@@ -4,7 +4,7 @@
 one node, so the axis with most communication comes last.
 
 A program that numbers its ranks otherwise (an ``mpu``, a torch ``DeviceMesh``) gives the ranks in the order of the
-mesh. Callers of coordinates and groups need not know that.
+mesh. Callers of coordinates and groups need not handle that.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
     raise DeepSpeedConfigError(
         f"{source} does not lay the {len(places)} ranks out as a mesh: the sizes of its groups make "
         f"{math.prod(sizes.values())} places ({sized}), and every rank needs one of its own. They are {shown}"
-        f"{'; ...' if len(places) > 8 else ''}. Check the ranks and sizes that it answers"
+        f"{'; ...' if len(places) > 8 else ''}. Check the ranks and sizes that it returns"
     )
 
 

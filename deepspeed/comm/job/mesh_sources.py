@@ -45,7 +45,7 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
     if watched is None:
         return mesh_of_places([mine], "the mpu").check(size_of())
     words = store_barrier(
-        watched.watch, "the exchange of what the mpu answers", watched.ranks, timeout, json.dumps(mine)
+        watched.watch, "the exchange of what the mpu returns", watched.ranks, timeout, json.dumps(mine)
     )
     return mesh_of_places([json.loads(word) for word in words], "the mpu")
 

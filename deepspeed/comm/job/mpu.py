@@ -122,7 +122,7 @@ def place_of(mpu: Any) -> dict[str, int]:
 
 
 def knows_its_place(mpu: Any) -> bool:
-    """Whether :func:`place_of` is this rank's alone: an mpu may say how many stages there are and not which is its."""
+    """Whether :func:`place_of` is this rank's alone: an mpu may return the number of stages and not its own stage."""
     stages = int(_call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
     return (stages == 1 or _call_mpu(mpu, *_STAGE) is not None) and (
         _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0

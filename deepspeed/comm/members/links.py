@@ -241,7 +241,7 @@ class MemberLinks:
         if link is not None:
             _send(link, message)
 
-    def answer_join_requests(self, message: dict[str, Any], numbers: dict[str, int]) -> None:
+    def reply_to_join_requests(self, message: dict[str, Any], numbers: dict[str, int]) -> None:
         """Sends a message to the processes that want to join through this one, and takes them as members.
 
         Args:

@@ -52,7 +52,7 @@ class MemberSelection:
 
 
 ChooseMembers = Callable[[Sequence[RunMember], Mapping[int, ReadyMember], Sequence[RunMember]], MemberSelection]
-"""Chooses of living members, which it is told with what they hold, and of processes that want to join.
+"""Chooses of living members, given with what they hold, and of processes that want to join.
 
 Raises an error that ends the run where nothing is left to continue from.
 """
@@ -121,7 +121,7 @@ class Regroup:
                 self._ready[self._links.number] = self._mine
                 if leader != self._links.number:
                     self._links.send(leader, self._ready_message())
-                self._tell_of_join_requests(numbers)
+                self._report_join_requests(numbers)
             leads = leader == self._links.number and set(numbers) <= self._ready.keys()
             found = self._links.receive(0.0 if leads else _LOOK_SECONDS)  # the leader has all earlier messages
             if found is not None:
@@ -137,7 +137,7 @@ class Regroup:
             "the run again from its last checkpoint"
         )
 
-    def _tell_of_join_requests(self, living: Sequence[int]) -> None:
+    def _report_join_requests(self, living: Sequence[int]) -> None:
         """Sends a member with a rank the number of processes with a join request to this spare.
 
         That member then starts a plan, for which the leader needs them.
@@ -186,7 +186,7 @@ class Regroup:
 
     def _accept(self, plan: JobPlan) -> None:
         mine = {join_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}
-        self._links.answer_join_requests({"kind": "plan", "plan": plan.to_json()}, mine)
+        self._links.reply_to_join_requests({"kind": "plan", "plan": plan.to_json()}, mine)
         self._links.settle(plan.everybody, self._links.number, plan.epoch)
 
     def _lead(self, living: Sequence[RunMember]) -> JobPlan | None:

@@ -330,7 +330,7 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: in
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Returns the tasks of a Slurm step on this node; 0 where Slurm does not say.
+    """Returns the tasks of a Slurm step on this node; 0 where Slurm does not set it.
 
     Slurm writes the tasks of all nodes as ``2(x3),1``: two on each of the first three nodes, one on the fourth.
     """

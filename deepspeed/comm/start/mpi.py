@@ -32,10 +32,10 @@ def find_first_host(environ: Mapping[str, str]) -> str | None:
     Args:
         environ: The variables that MPI has set.
     """
-    return _ask_mpi4py() or _ask_manager(environ) or _first_of_files(environ)
+    return _query_mpi4py() or _query_manager(environ) or _first_of_files(environ)
 
 
-def _ask_mpi4py() -> str | None:
+def _query_mpi4py() -> str | None:
     try:
         from mpi4py import MPI  # type: ignore[import-not-found]
     except ImportError:
@@ -43,7 +43,7 @@ def _ask_mpi4py() -> str | None:
     return reachable(MPI.COMM_WORLD.bcast(f"{socket.gethostname()} {own_address(os.environ)}", root=0))
 
 
-def _ask_manager(environ: Mapping[str, str]) -> str | None:
+def _query_manager(environ: Mapping[str, str]) -> str | None:
     descriptors = [int(environ["PMI_FD"])] if environ.get("PMI_FD", "").isdecimal() else []
     if not environ.get("PMIX_NAMESPACE") and not descriptors:
         return None

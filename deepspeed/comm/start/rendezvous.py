@@ -19,8 +19,8 @@ from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger
 from deepspeed.ports import addresses_of, describe_listener, free_port, is_here, why_not_reached
 
-# Rank 0 of this machine that has opened the port answers in no time; who is silent for so long is another program.
-_ANSWER_SECONDS = 30.0
+# Rank 0 of this machine that has opened the port responds at once; who is silent for so long is another program.
+_REPLY_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
 # A run that is retried at one port may start while rank 0 of the attempt before is still ending.
@@ -111,7 +111,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     deadline = time.monotonic() + timeout.total_seconds()
     address = _wait_for_listener(place.address, place.port, timeout)
     left = max(deadline - time.monotonic(), 1.0)
-    limit = min(left, _ANSWER_SECONDS) if is_here(address) else left
+    limit = min(left, _REPLY_SECONDS) if is_here(address) else left
     store = _within(limit, lambda: _tcp_store(place, address, False, timedelta(seconds=limit)))
     if store is None:
         who = describe_listener(place.port) if is_here(address) else "another program"
@@ -192,7 +192,7 @@ def _not_here(name: str) -> str | None:
     try:
         addresses = addresses_of(name)
     except OSError as unknown:
-        return f"host {socket.gethostname()} does not know that name ({unknown.strerror or unknown})"
+        return f"host {socket.gethostname()} cannot resolve that name ({unknown.strerror or unknown})"
     if any(is_here(address) for address in addresses):
         return None
     return f"host {socket.gethostname()} takes that name for {' or '.join(addresses)}, which it is not"

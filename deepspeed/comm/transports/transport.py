@@ -133,7 +133,7 @@ class Reduction:
         visit: Called, at the latest in ``wait``, with parts that together are the result, each as soon as it is
             finished and a multiple of 64 elements long.
         error: What earlier reductions of this buffer have lost; for transports that are not exact.
-        rows: Its rows, for transports that cannot say 0.
+        rows: Its rows, for transports that cannot encode 0.
     """
 
     scale: float

@@ -24,7 +24,7 @@ def with_advice(label: str, advice: str) -> str:
 
     Args:
         label: What the ranks wait for, in words.
-        advice: Sentences that say which calls must be equal on all ranks.
+        advice: Sentences that name the calls that must be equal on all ranks.
     """
     return f"{label}{_ADVICE}{advice}"
 

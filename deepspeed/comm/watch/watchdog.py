@@ -28,7 +28,7 @@ wait in a call that is not supervised, which no error would ever end.
 
 A rank whose process was killed posts nothing. The other ranks of its machine find that the process is gone.
 
-A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
+A rank whose program ends posts that as its last word, so that one that still waits for it can report it. One that fails
 where others depend on it may post why (:meth:`Watch.post_failure`), and they raise with its words.
 """
 
@@ -282,7 +282,7 @@ class Watch:
         self._on_device.append((WaitRecord(channel, index, members, label, time.monotonic(), True), reached))
 
     def _stuck_on_device(self) -> WaitRecord | None:
-        """Returns the oldest wait of a stream that is not over; None if the driver does not say.
+        """Returns the oldest wait of a stream that is not over; None if the driver does not report it.
 
         Forgets those that are over. CUDA refuses queries while another thread captures a graph.
         """

@@ -33,7 +33,7 @@ class Writer(Section):
     io_buffer_size: Int = key(67_108_864, "Size of the write buffer.", unit="bytes", above=0, no_effect=_ONE_WRITER)
     io_buffer_double: Bool = key(True, "Two buffers.", no_effect=_ONE_WRITER)
     show_statistics: Bool = key(
-        False, "Report the speed.", no_effect="run_report and wall_clock_breakdown say how long saves take"
+        False, "Report the speed.", no_effect="run_report and wall_clock_breakdown show how long saves take"
     )
     data_parallel: Annotated[Literal["replica", "socket", "machine"] | None, AnyCase] = key(
         None, "Which ranks share the writing.", null_means="all ranks", no_effect=_ALL_SHARE

@@ -8,7 +8,7 @@ from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Float, Int
 
-if TYPE_CHECKING:  # which knows no Literal of names that are listed elsewhere
+if TYPE_CHECKING:  # which supports no Literal of names that are listed elsewhere
     Gradients: TypeAlias = str
     WarmUp: TypeAlias = str
     Wire: TypeAlias = str

@@ -48,7 +48,7 @@ class DataAnalyzer:
         custom_map_finalize: Not supported.
         custom_reduce: Not supported.
         sample_indices: The number of each sample in the dataset that is trained on; None: as here. Batches that are
-            mappings with ``index`` say it by themselves.
+            mappings with ``index`` list them themselves.
 
     Raises:
         ValueError: The lists of metrics have different lengths, or a type is unknown.

@@ -64,7 +64,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     Args:
         dataset: Samples by number.
         engine: With ``data_efficiency.data_sampling.dynamic_batching`` in its configuration.
-        dataset_seqlens: Tokens of each sample; None: as the files below ``metrics_path`` say, which are made if they
+        dataset_seqlens: Tokens of each sample; None: from the files below ``metrics_path``, which are made if they
             are not there.
         dataset_filter_ids: Only these samples; ``dataset_seqlens`` are theirs then, in their order.
         dataloader_collate_fn: Makes a batch of samples; None: the engine's.

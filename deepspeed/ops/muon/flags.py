@@ -59,7 +59,7 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     """Sets ``use_muon`` on every trainable parameter of ``model``, if the config's optimizer is Muon.
 
     Kernels of torch's convolutions also get ``muon_stacked`` false: three dimensions are otherwise a stack of matrices.
-    Names of a pipeline of a Transformers model are those of that model: its own do not tell embeddings.
+    Names of a pipeline of a Transformers model are those of that model: its own do not identify embeddings.
 
     Args:
         config_class: The config: its dict, or an object that has ``optimizer_name`` or ``root.optimizer``.

@@ -208,7 +208,7 @@ class OneBitLamb(FusedLamb):
         return loss
 
     def _average_ratios(self) -> None:
-        """Averages the trust ratios of the update that is over; those of 1 say nothing."""
+        """Averages the trust ratios of the update that is over; those of 1 mean nothing."""
         assert self._coeffs is not None
         remembered = self._remembered()
         ratios = self._coeffs.tolist()

@@ -106,7 +106,7 @@ class PhaseCheck:
         optimizer: Whose run; the line comes when it is collected, or when the process ends.
         name: What to call it.
         freeze_step: Updates of the warm-up.
-        line: What to say of the number of updates and of ``freeze_step``; None: that nothing was compressed.
+        line: The line's text on the number of updates and of ``freeze_step``; None: that nothing was compressed.
     """
 
     def __init__(self, optimizer: object, name: str, freeze_step: int, line: str | None = None) -> None:

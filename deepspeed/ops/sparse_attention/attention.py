@@ -80,9 +80,9 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: La
 
 
 def _fits_kernel(query: torch.Tensor, bias: torch.Tensor | None, key_bias: torch.Tensor | None, dropout: float) -> bool:
-    wants_gradient = any(added is not None and added.requires_grad for added in (bias, key_bias))
+    needs_gradient = any(added is not None and added.requires_grad for added in (bias, key_bias))
     is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and is_known and not wants_gradient and dropout == 0 and _HAS_KERNEL
+    return query.device.type == "cpu" and is_known and not needs_gradient and dropout == 0 and _HAS_KERNEL
 
 
 def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:

@@ -65,7 +65,7 @@ def heads_of(model: nn.Module) -> int:
     """Attention heads of a Transformers model.
 
     Raises:
-        DeepSpeedConfigError: It is none, or its configuration does not say which.
+        DeepSpeedConfigError: It is none, or its configuration does not name it.
     """
     config: Any = getattr(model, "config", None)
     if not takes_attention_by_name(model) or not is_library_config(config):

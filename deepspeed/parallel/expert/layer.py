@@ -279,7 +279,7 @@ _MARKS = ("tensor_model_parallel", "model_parallel", "partition_dim", "partition
 class Experts(nn.Module):
     """The experts of one mixture-of-experts layer that this rank computes, each on the tokens routed to it.
 
-    All copies begin with equal values. Their parameters say by ``allreduce = False`` and ``group_name`` who shares
+    All copies begin with equal values. Their attributes ``allreduce = False`` and ``group_name`` show which ranks share
     them. At ZeRO stage 3 they are gathered together, as it is not known in advance which will be needed.
 
     Args:

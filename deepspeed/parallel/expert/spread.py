@@ -84,7 +84,7 @@ class _TakesChosen(nn.Module):
         state: Spread = self.__dict__[_STATE]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = index.reshape(len(x), -1)
-        index = index.masked_fill(index >= state.num_experts, -1)  # how some routers say "nowhere"
+        index = index.masked_fill(index >= state.num_experts, -1)  # how some routers encode "nowhere"
         plan = _plan(state, index.t(), x)
         out = _dispatch(self, x, weights.reshape(len(x), -1).t(), plan)
         return out.to(hidden_states.dtype).reshape(hidden_states.shape)

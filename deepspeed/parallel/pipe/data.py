@@ -249,10 +249,10 @@ def different_samples(rows: Sequence[tuple[int, int, bool]], mesh: Mesh) -> str 
             other = next((rank for rank in using if rows[rank][which] != rows[using[0]][which]), None)
             if other is not None:
                 return f"the ranks {using[0]} and {other} share the layers of stage {stage}, but have different {what}"
-        telling = [rank for rank in here if rows[rank][0] and rows[rank][1]]
-        for rank in telling:
-            if all(rows[rank][which] != rows[telling[0]][which] for which in (0, 1)):
-                who = " and ".join(f"{one} (stage {mesh.position(one, PIPE)})" for one in (telling[0], rank))
+        with_both = [rank for rank in here if rows[rank][0] and rows[rank][1]]
+        for rank in with_both:
+            if all(rows[rank][which] != rows[with_both[0]][which] for which in (0, 1)):
+                who = " and ".join(f"{one} (stage {mesh.position(one, PIPE)})" for one in (with_both[0], rank))
                 return (
                     f"the ranks {who} work on one copy of the model, but have different samples, so outputs of one "
                     "sample would be compared with labels of another"

@@ -50,7 +50,7 @@ class LayerSpec:
         """Builds the layer.
 
         Args:
-            log: Say so.
+            log: Log the choice.
         """
         if log:
             logger.info(f"building {self!r}")

@@ -152,7 +152,7 @@ class SequenceParallelContext:
         """Returns the number of parts of the tokens that do not see each other; the same on all ranks.
 
         1 for sequences that the ranks share. The size of the group where an evaluation with a padding mask gave each
-        rank its own whole sequences: the mask does not say so, and positions do not count beside it.
+        rank its own whole sequences: the mask does not show that, and positions do not count beside it.
 
         Args:
             positions: ``[batch or 1, tokens]``, as :meth:`whole` gave them.

@@ -57,7 +57,7 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
             return whole(*args, **kwargs)
         given = inspect.signature(whole).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
-        if not _asks_for_no_cache(given, model):
+        if not _disables_cache(given, model):
             return whole(*args, **kwargs)
         found = _shared(whole, sharing, model, given, keeps_logits)
         return whole(*args, **kwargs) if found is None else found
@@ -65,7 +65,7 @@ def share_evaluation(model: nn.Module, sharing: SequenceParallelContext, *, keep
     model.forward = forward
 
 
-def _asks_for_no_cache(given: dict[str, Any], model: Any) -> bool:
+def _disables_cache(given: dict[str, Any], model: Any) -> bool:
     """Returns whether this pass is an evaluation and no generation; equal on all ranks, without an exchange."""
     if given.get("past_key_values") is not None:
         return False

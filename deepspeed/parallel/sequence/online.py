@@ -58,7 +58,7 @@ class MaskRule:
     scale: float
 
     def sees(self, query: Tokens, key: Tokens) -> bool | None:
-        """Returns whether all queries see all keys (True), none sees any (False), or a mask must say (None)."""
+        """Returns whether all queries see all keys (True), none sees any (False), or a mask is needed (None)."""
         sees: bool | None = True
         if self.is_causal:
             if int(query.places.max()) < int(key.places.min()):

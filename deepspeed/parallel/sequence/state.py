@@ -13,7 +13,7 @@ from deepspeed.comm.job.job import rank_in, size_of
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
-speaks_for_the_mesh = True  # see comm.groups.set_mpu
+is_part_of_the_mesh = True  # see comm.groups.set_mpu
 _ds_features = ("deepspeed.parallel.sequence.feature",)  # when this module is the mpu
 
 

@@ -45,7 +45,7 @@ class Visible:
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
         padding: This rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none.
-        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, where they say that documents are
+        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, where they show that documents are
             packed, for layers that are not given them; None: one document.
     """
 

@@ -431,7 +431,7 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
 def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[nn.Module]) -> None:
     """Makes how sequences are shared known to all modules of ``model``; position ids are read where it is entered."""
     remember(model, sharing)
-    know_whole_sequences(model)
+    note_whole_sequences(model)
     for module in entered:
         module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
         module.register_forward_hook(_end_pass, always_call=True)
@@ -466,8 +466,8 @@ def sequence_model_in(model: nn.Module) -> nn.Module:
         )
     if len(inside) > 1:
         raise DeepSpeedConfigError(
-            f"{what}: it holds {len(inside)} Transformers models ({', '.join(map(repr, inside))}); say whose sequences "
-            "are shared by UlyssesSPAttentionHF.register_with_transformers(model_name_or_path=<that one>, ...) before "
+            f"{what}: it holds {len(inside)} Transformers models ({', '.join(map(repr, inside))}); name the "
+            "shared one by UlyssesSPAttentionHF.register_with_transformers(model_name_or_path=<that one>, ...) before "
             "initialize"
         )
     return next(iter(inside.values()), model)
@@ -489,7 +489,7 @@ def core_of(config: Any, core: str | None, what: str) -> str:
         )
     if not is_known:
         raise DeepSpeedConfigError(
-            f'{what}: transformers knows no attention implementation "{core}"; known are '
+            f'{what}: transformers has no attention implementation "{core}"; it has '
             f"{', '.join(known_attention_names())}"
         )
     return core
@@ -503,7 +503,7 @@ def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     try:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # forward itself will say what is wrong
+    except TypeError:  # forward itself will raise with what is wrong
         return
     given = {**given, **given.get("kwargs", {})}
     if given.get("position_ids") is None:
@@ -569,7 +569,7 @@ def _mixing(model: nn.Module) -> Iterator[str]:
             yield f"{name}: {kind} over {module.kernel_size[0]} tokens"
 
 
-def know_whole_sequences(model: nn.Module) -> None:
+def note_whole_sequences(model: nn.Module) -> None:
     """Makes a Transformers model's rotary embeddings choose their frequencies by whole sequences, in place.
 
     Those of the types "dynamic" and "longrope" look at the highest position that they are given. They are given that of

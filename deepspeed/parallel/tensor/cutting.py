@@ -454,7 +454,7 @@ class ConsistencyCheck:
         """
         if section.verify is False:
             return None
-        why = _why_not(model, device, is_asked=bool(section.verify))
+        why = _why_not(model, device, is_requested=bool(section.verify))
         inputs = None if why else inputs_of(model, layout.size if section.sequence_parallel_norms else 1)
         if inputs is None:
             _decline(section, why or f"what {type(model).__name__} takes as input is not known")
@@ -513,12 +513,12 @@ def _decline(section: TensorParallel, why: str) -> None:
     log_dist(f"tensor_parallel.verify: the cut model is not compared with the whole one, as {why}")
 
 
-def _why_not(model: nn.Module, device: torch.device, *, is_asked: bool) -> str:
+def _why_not(model: nn.Module, device: torch.device, *, is_requested: bool) -> str:
     parameters = list(model.parameters())
     if any(isinstance(parameter, ShardedParameter) for parameter in parameters):
         return "it is sharded"
     numel = sum(map(full_numel, parameters))
-    if not is_asked and numel > BY_DEFAULT_BELOW:
+    if not is_requested and numel > BY_DEFAULT_BELOW:
         return f"it has {numel:,} parameters (tensor_parallel.verify: true compares it all the same)"
     if {parameter.device.type for parameter in parameters} != {device.type}:
         return f"it is not on the device {device.type!r} yet"

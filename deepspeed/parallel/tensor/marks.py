@@ -1,8 +1,9 @@
 """Parameters that a program with tensor parallelism of its own has cut, and marked as Megatron-LM marks them.
 
 ``tensor_model_parallel`` (or ``model_parallel``) alone means that tensor ranks have different parts. Which part it is,
-``partition_dim`` and ``partition_stride`` say beside it: along that dimension the whole is ``stride`` equal blocks,
-each shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors use whole parameters.
+``partition_dim`` and ``partition_stride`` describe beside it: along that dimension the whole is ``stride`` equal
+blocks, each shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors use whole
+parameters.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         say_part(parameter, parts[channel.rank])
         mark_owners(parameter, PartOwners(channel.transport, tuple(parts)))
     log_dist(
-        f"tensor parallelism of the program's own over {channel.size} ranks: {len(marked)} parameters say by "
+        f"tensor parallelism of the program's own over {channel.size} ranks: {len(marked)} parameters state by "
         "partition_dim which part they are"
     )
 
@@ -122,7 +123,7 @@ def _difference(gathered: list[list[_Mark]]) -> str:
     return (
         f"ranks that share layers have marked them differently: tensor rank 0 {first}, tensor rank {rank} "
         f"{other}. Build the same layers on all of them, of equal size, with the same partition_dim and "
-        "partition_stride; or say which part a parameter is with deepspeed.zero.tiling.parts.say_part"
+        "partition_stride; or mark which part a parameter is with deepspeed.zero.tiling.parts.say_part"
     )
 
 

@@ -97,7 +97,7 @@ def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
         )
     if request.ranks is not None and mpu is not None:
         raise DeepSpeedConfigError(
-            "tp_model_init(tp_group=...) and initialize(mpu=...) both say who shares layers; give one"
+            "tp_model_init(tp_group=...) and initialize(mpu=...) both choose the ranks that share layers; give one"
         )
     _check_dtype(root, request)
     given = {key: value for key, value in (request.config or {}).items() if key not in section.model_fields_set}

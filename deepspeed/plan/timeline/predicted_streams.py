@@ -1,7 +1,7 @@
 """The streams of a step that was predicted from its layout: of the busiest stage, and of the first and the last one.
 
 Every pass of a micro-batch through a chunk is drawn block by block, where the schedule puts it. Within a block the
-kinds of work stand one after another, then what the block waits for: a prediction by layout does not say how they
+kinds of work stand one after another, then what the block waits for: a prediction by layout does not determine how they
 alternate.
 """
 

@@ -43,7 +43,7 @@ class ReductionPolicy:
         overlap: Start reducing during backward.
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
         may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
-        codes_from: Updates before those whose gradients are sent as the codecs of their groups say.
+        codes_from: Updates before those whose gradients are sent with the codecs of their groups.
         is_trial: From then on both ways take turns, and the faster one stays.
         forget_every: Updates after which what codes have lost is forgotten, of all buckets at once; 0: never.
     """
@@ -67,7 +67,7 @@ class ReductionPolicy:
 
     @property
     def begins_coded(self) -> bool:
-        """Returns whether the first update's gradients are sent as codecs say."""
+        """Returns whether the first update's gradients are sent with codecs."""
         return self.codes_from == 0 and not self.is_trial
 
     def factors(self, divisor: int) -> tuple[float, float]:

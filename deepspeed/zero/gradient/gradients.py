@@ -222,7 +222,7 @@ class GradientReducer:
     # -- one backward ------------------------------------------------------------------------------------------------
 
     def begin(self, *, reaches: Sequence[int], reduces: frozenset[int], closes: Set[int]) -> None:
-        """Opens a backward. All ranks must say the same.
+        """Opens a backward. All ranks must pass the same.
 
         Args:
             reaches: Positions of the buckets whose parameters it may reach.
@@ -519,7 +519,7 @@ class GradientReducer:
             gradients.scale_feedback(factor)
 
     def begin_update(self, before: int) -> None:
-        """The phase of the next update: whether gradients are sent as the codecs of their groups say.
+        """The phase of the next update: whether gradients are sent with the codecs of their groups.
 
         Args:
             before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.

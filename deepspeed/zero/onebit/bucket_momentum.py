@@ -183,7 +183,7 @@ class BucketMomentum:
         """Returns what an element may be at most in that unit, with so much of the learning rate in it.
 
         One number, as there is one scale: what is owed of an element whose limit were less than the scale would be cut
-        off in each exchange, and with it what the element had to say.
+        off in each exchange, and with it the element's value.
         """
         groups = [self._optimizer.param_groups[self._group(tensor)] for tensor in self._tensors]
         return max((largest_update(group["betas"], rate) for group in groups), default=0.0)
@@ -256,7 +256,7 @@ class BucketMomentum:
             add: By tile, what is added then.
             only_added: Tiles of which nothing else is sent.
             rates: By param group, the sum of the learning rates that what is sent has in it; None: momentum has none.
-                A group of which it is 0 takes no part, as it is not to move, which a sign cannot say.
+                A group of which it is 0 takes no part, as it is not to move, which a sign cannot encode.
         """
         device = self.master.bucket.device
         self._flags = flags

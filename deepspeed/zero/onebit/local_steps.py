@@ -36,7 +36,7 @@ class LocalSteps(MomentumExchange):
     """The exchanges of an engine with 0/1 Adam, at ZeRO stage 0."""
 
     def __init__(self, optimizer: ZeroOneAdam) -> None:
-        # By bucket and tile, what was moved since ranks came together; None: the states say it.
+        # By bucket and tile, what was moved since ranks came together; None: it follows from the states.
         self._apart: dict[int, list[bool]] | None = None
         super().__init__(optimizer)
 
@@ -289,7 +289,7 @@ class LocalSteps(MomentumExchange):
     def _take_up(self) -> None:
         """Finds in the states what was moved since ranks were together, after they were brought together or replaced.
 
-        Weights that are not what the states say have been loaded or written: all begins at them.
+        Weights that differ from the states have been loaded or written: all begins at them.
         """
         self._apart, is_apart = {}, False
         for index, bucket in enumerate(self.buckets):

@@ -366,7 +366,7 @@ class StepAgreement:
             if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
         ]
         counts = torch.tensor([len(names)])
-        if not self._groups.knows_everything:
+        if not self._groups.has_all_flags:
             label = "the search for parameters without a gradient"
             counts = self._groups.job.gather_small(counts, channel="step", label=label).view(-1)
         if bool(counts.any()):
@@ -400,11 +400,11 @@ class StepAgreement:
         return 0, "the sum of all gradients"  # every element is finite, their squares are not
 
     def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
-        """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not know.
+        """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not have.
 
         Args:
             rank: In the job; the same on all ranks.
-            mine: The name that this rank would say.
+            mine: The name on this rank.
             same: Begins with the name, where ranks have the same part of the model.
         """
         if self._groups.job is self._groups.peers:
@@ -419,7 +419,7 @@ class StepAgreement:
 
 
 def _number_of_order(groups: Groups) -> int:
-    """Tells the ranks that gather in one order from those that gather in another: the first of them, in the job."""
+    """Separates the ranks that gather in one order from those that gather in another: the first of them, in the job."""
     first = groups.gathering.ranks[:1]
     return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
 

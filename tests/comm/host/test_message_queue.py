@@ -211,7 +211,7 @@ def test_a_wait_ends_at_the_time_limit_and_with_a_rank_that_leaves():
         assert one.is_over and not three.is_over
 
 
-def test_those_who_ask_for_a_tag_get_its_messages_in_the_order_in_which_they_asked():
+def test_receivers_of_a_tag_get_its_messages_in_the_order_of_their_calls():
     with mails(3) as (one, two, three):
         buffers = [{peer: memoryview(bytearray(1)) for peer in (1, 2)} for _ in range(4)]
         places = [dict(buffer) for buffer in buffers]

@@ -95,7 +95,7 @@ def test_strangers_that_keep_connecting_win_no_time(monkeypatch):
         listener.outcome.result(0)
 
 
-def test_the_first_of_two_that_say_they_are_one_rank_counts(listener):
+def test_the_first_of_two_processes_with_one_rank_counts(listener):
     first, second = listener.rank(1), listener.rank(1)
     listener.rank(2)
     found = listener.outcome.result(5)

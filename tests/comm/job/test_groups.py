@@ -73,7 +73,7 @@ class TwoByOne:
         return self.data_group
 
 
-def check_mpu_is_asked() -> None:
+def check_mpu_is_used() -> None:
     size, rank = torch_dist.get_world_size(), torch_dist.get_rank()
     unit = TwoByOne()
     groups.initialize(mpu=unit)
@@ -89,8 +89,8 @@ def check_mpu_is_asked() -> None:
         groups.set_mpu(None)
 
 
-def test_mpu_is_asked():
-    run_ranks(check_mpu_is_asked, 2)
+def test_mpu_is_used():
+    run_ranks(check_mpu_is_used, 2)
 
 
 class PipelineGrid:
@@ -156,7 +156,7 @@ def test_a_pipeline_grid():
     assert run_ranks(check_a_grid_is_read, 4) == [[(True, ()), (False, ())]] * 4
 
 
-def check_a_mesh_answers() -> None:
+def check_values_of_a_mesh() -> None:
     rank = torch_dist.get_rank()
     groups.set_mesh(Mesh((("data", 2), ("tensor", 2))))
     assert get_process_group_ranks(groups._get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
@@ -177,8 +177,8 @@ def check_a_mesh_answers() -> None:
     assert groups._get_data_parallel_world_size() == 4 and groups._get_model_parallel_world_size() == 1
 
 
-def test_a_mesh_answers():
-    run_ranks(check_a_mesh_answers, 4)
+def test_values_of_a_mesh():
+    run_ranks(check_values_of_a_mesh, 4)
 
 
 def check_a_device_mesh_is_read() -> tuple:
@@ -193,7 +193,7 @@ def test_a_device_mesh():
     assert turned.groups("tensor") == [[1, 0]] and turned.coordinate(1) == {"replicas": 0, "tensor": 0}
 
 
-def test_the_configuration_asks_for_data_parallel_ranks():
+def test_the_configuration_requests_data_parallel_ranks():
     root = parse({"train_micro_batch_size_per_gpu": 1}, dp_world_size=6).root
     mesh = mesh_of_config(root, 6)
     assert mesh.size("data") == mesh.world_size == 6 and mesh.names == AXES

@@ -68,7 +68,7 @@ class _Fake(FakeJob):
         return made
 
 
-def test_a_fake_job_answers_for_ranks_that_do_not_exist():
+def test_a_fake_job_stands_for_ranks_that_do_not_exist():
     mesh = Mesh(((DATA, 2), (SEQUENCE, 3), (TENSOR, 2)))
     before = Job.current()
     with _Fake(7, mesh).as_current() as job:

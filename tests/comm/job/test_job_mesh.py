@@ -128,7 +128,7 @@ def _beside_the_configuration():
         JobMesh(None, "2x2", None, PATIENCE)
 
 
-def test_whoever_says_it():
+def test_the_mesh_from_every_source():
     run_ranks(_with_rank, 4)
 
 

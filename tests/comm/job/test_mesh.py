@@ -49,7 +49,7 @@ def test_groups_positions_and_coordinates_agree(data):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_ranks_that_say_their_places_give_the_mesh(data):
+def test_places_of_ranks_give_the_mesh(data):
     mesh = data.draw(meshes())
     found = mesh_of_places([mesh.coordinate(rank) for rank in range(mesh.world_size)], "the test")
     assert [found.coordinate(rank) for rank in range(mesh.world_size)] == [
@@ -84,7 +84,7 @@ def test_the_usual_order_by_hand():
     assert Mesh((("data", 2),), (0, 1)) == data_mesh(2)
 
 
-def test_errors_say_both_numbers():
+def test_errors_have_both_numbers():
     with pytest.raises(DeepSpeedConfigError, match=r"mesh of pipe 2 x data 3 has 6 ranks, but the job has 8.*is 8"):
         Mesh((("pipe", 2), ("data", 3))).check(8)
     with pytest.raises(DeepSpeedConfigError, match="different names.*data, data"):

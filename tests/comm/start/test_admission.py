@@ -136,7 +136,7 @@ def test_a_parent_in_common_decides_between_two_that_run_the_same(warnings):
         assert "rendezvous of another run" in refused(claims[55]) and "process 55" in warnings.pop()
 
 
-def test_all_are_refused_where_nothing_tells_who_is_who():
+def test_all_are_refused_where_nothing_identifies_them():
     here = Meeting()
     host = here.opens(process(0, world_size=3))
     claims = [here.comes(process(1, host="b", pid=pid, parent=pid + 50, world_size=3)) for pid in (5, 6)]
@@ -247,7 +247,7 @@ def test_something_else_in_the_place_of_the_meeting_is_named(rank):
     assert "that no rank of this version has written" in refused(here.comes(process(rank)))
 
 
-def test_what_a_stranger_says_cannot_write_to_the_terminal(warnings):
+def test_text_of_a_stranger_cannot_control_the_terminal(warnings):
     here = Meeting()
     host = here.opens(process(0, "run x"))
     reason = refused(here.comes(process(1, "run \x1b]0;title\x07", 55, command="evil \x1b[2J")))

@@ -78,7 +78,7 @@ def test_torch_variables_win_over_slurm():
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 
-def test_open_mpi_asks_for_the_address_only_if_it_must():
+def test_open_mpi_queries_the_address_only_if_it_must():
     assert find_place(OPEN_MPI, mpi_address=lambda: "node7") == Place(3, 4, 1, "node7", 29500, "Open MPI variables")
 
     def never() -> str:

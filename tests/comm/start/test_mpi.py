@@ -120,7 +120,7 @@ def test_lists_of_hosts_are_the_last_resort(tmp_path):
     assert mpi.find_first_host({"PBS_NODEFILE": str(tmp_path / "nothing")}) is None
 
 
-def test_a_manager_that_does_not_answer_leaves_the_rest(tmp_path, caplog):
+def test_a_manager_that_does_not_respond_leaves_the_rest(tmp_path, caplog):
     (tmp_path / "hosts").write_text("node-a\n")
     environ = {"PMI_FD": "98", "PMI_RANK": "0", "PBS_NODEFILE": str(tmp_path / "hosts")}
     with open(os.devnull) as null:
@@ -131,7 +131,7 @@ def test_a_manager_that_does_not_answer_leaves_the_rest(tmp_path, caplog):
             os.close(98)
 
 
-def test_the_place_takes_what_mpi_says():
+def test_the_place_uses_the_values_of_mpi():
     environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     environ |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "77"}
     place = find_place(environ, mpi_address=lambda: "10.0.0.7")

@@ -123,7 +123,7 @@ def test_a_start_that_failed_does_not_move_the_keys_of_the_next_one():
     )
 
 
-def test_verbose_off_says_nothing():
+def test_verbose_off_logs_nothing():
     _, err = run("dist.init_distributed(verbose=False)")
     assert err == ""
 
@@ -166,8 +166,8 @@ def test_a_taken_port_is_named_with_a_free_one():
         assert f"process {os.getpid()} on host {socket.gethostname()} (`" in text
 
 
-def test_a_program_that_takes_the_connection_and_says_nothing_is_named():
-    code = "import deepspeed.comm.start.rendezvous as r; r._ANSWER_SECONDS = 0.5\ndist.init_distributed()"
+def test_a_program_that_takes_the_connection_and_sends_nothing_is_named():
+    code = "import deepspeed.comm.start.rendezvous as r; r._REPLY_SECONDS = 0.5\ndist.init_distributed()"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         job = start(code, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

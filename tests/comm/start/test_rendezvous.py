@@ -74,7 +74,7 @@ def has_ipv6():
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
 
-def test_a_name_that_becomes_known_later_is_waited_for(names, warnings, monkeypatch):
+def test_a_name_that_resolves_later_is_waited_for(names, warnings, monkeypatch):
     monkeypatch.setattr(rendezvous, "_IMPATIENT_SECONDS", 0.0)
     resolver = names(unknown_for=7, late_name=["127.0.0.1"])
     with closing(listen("127.0.0.1")) as listener:
@@ -82,7 +82,7 @@ def test_a_name_that_becomes_known_later_is_waited_for(names, warnings, monkeypa
         assert rendezvous._wait_for_listener("late-name", port, LONG) == "127.0.0.1"
     assert resolver.requested == 8
     (text,) = warnings  # once, however long it takes
-    assert f"still waiting for rank 0 at late-name:{port}: host {socket.gethostname()} does not know the name" in text
+    assert f"still waiting for rank 0 at late-name:{port}: host {socket.gethostname()} cannot resolve the name" in text
 
 
 @needs_ipv6
@@ -93,13 +93,13 @@ def test_a_name_of_both_families_leads_to_the_address_that_listens(names, listen
         assert find_listener("both", listener.getsockname()[1]) == listening
 
 
-def test_rank_0_needs_no_name_and_the_others_reach_it_by_the_address_that_answers(names, warnings):
+def test_rank_0_needs_no_name_and_the_others_reach_it_by_the_address_that_connects(names, warnings):
     """Torch alone would connect by the name: rank 0 as well, and to the first address only."""
     names(unknown_for=10**9, own_name=["127.0.0.1"])
     port = ports.free_port()
     store = open_store(None, place(0, "own-name", port), LONG)
     assert re.search(
-        f"rank 0 waits .* at own-name:{port}, but host .* does not know that name .* MASTER_ADDR", warnings[0]
+        f"rank 0 waits .* at own-name:{port}, but host .* cannot resolve that name .* MASTER_ADDR", warnings[0]
     )
     names(own_name=[NOBODY, "127.0.0.1"])
     other = open_store(None, place(1, "own-name", port), LONG)
@@ -111,7 +111,7 @@ def test_rank_0_needs_no_name_and_the_others_reach_it_by_the_address_that_answer
 @pytest.mark.parametrize(
     ("known", "words"),
     [
-        ([], "host {host} does not know the name master"),
+        ([], "host {host} cannot resolve the name master"),
         (["127.0.0.1"], "nobody listens at master, which is 127.0.0.1 on host {host} (Connection refused)"),
     ],
 )

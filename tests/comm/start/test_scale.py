@@ -98,7 +98,7 @@ def test_keys_that_are_not_there_are_found_by_halves():
     assert read_many(store, ["key1", "key2"]) == [b"key1", b"key2"]
 
 
-def test_a_store_without_calls_for_many_is_asked_for_each(tmp_path):
+def test_a_store_without_calls_for_many_gets_one_call_for_each(tmp_path):
     store = torch_dist.FileStore(str(tmp_path / "store"), 1)
     assert not store.has_extended_api()
     write_many(store, {"a": "1", "b": "2"})
@@ -173,7 +173,7 @@ def test_a_start_costs_operations_in_proportion_to_the_ranks(monkeypatch):
     assert many.operations / 240 < 60 and many.bytes / 240 < 10_000
 
 
-def test_ranks_that_ask_again_and_again_ask_more_rarely_the_more_they_are():
+def test_ranks_poll_more_rarely_the_more_they_are():
     few = simulate_start(40, spread=20.0)  # most of them wait for the last one for long
     assert few.operations / 40 < 300 and few.seconds < 21
     assert longest_pause(1024, 0.1) * 4_000 == 1024 and longest_pause(8, 0.1) == 0.1

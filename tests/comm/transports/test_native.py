@@ -44,7 +44,7 @@ def test_the_log_takes_arguments_by_name():
     assert run_ranks(_named_in_the_log, 2) == [(128.0, ["all_reduce"])] * 2
 
 
-def _streams_that_are_asked_for():
+def _requested_streams():
     requested = []
 
     class Device:
@@ -64,4 +64,4 @@ def _streams_that_are_asked_for():
 
 def test_waits_are_followed_on_the_stream_of_the_transports_device():
     """A program may have made another device the current one."""
-    assert run_ranks(_streams_that_are_asked_for, 2) == [["stream of device 1"]] * 2
+    assert run_ranks(_requested_streams, 2) == [["stream of device 1"]] * 2

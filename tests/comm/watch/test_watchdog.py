@@ -176,7 +176,7 @@ def test_a_wait_that_gives_up_ends_when_the_other_rank_has_ended():
         mine.wait(poll, "reduce", 1, "the reduction", BOTH, on_stream=True, gives_up=True)
 
 
-def test_a_driver_that_does_not_answer_is_asked_again():
+def test_a_driver_that_does_not_respond_is_queried_again():
     """CUDA refuses questions about events while another thread captures a graph."""
     aborted, (mine, other) = pair_of_watches()
     reached = Reached()
@@ -328,7 +328,7 @@ def test_groups_of_the_same_ranks_do_not_share_channels():
     assert first == second
 
 
-def test_a_watch_that_is_stopped_says_nothing_at_the_end(monkeypatch):
+def test_a_watch_that_is_stopped_logs_nothing_at_the_end(monkeypatch):
     entries = []
     monkeypatch.setattr(atexit, "register", entries.append)
     monkeypatch.setattr(atexit, "unregister", entries.remove)

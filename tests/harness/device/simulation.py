@@ -25,7 +25,7 @@ from tests.harness.device.memory import Memory
 from tests.harness.device.operations import Operations
 from tests.harness.device.peers import connected
 from tests.harness.device.places import Place
-from tests.harness.device.surface import tensors_say_where_they_are
+from tests.harness.device.surface import tensors_report_their_device
 
 
 class OrderError(AssertionError):
@@ -109,7 +109,7 @@ def _simulated(clocks: Clocks, world: MirrorJob | None) -> Iterator[Device]:
     set_accelerator(accelerator)
     try:
         with ExitStack() as stack:
-            stack.enter_context(tensors_say_where_they_are(operations, memory))
+            stack.enter_context(tensors_report_their_device(operations, memory))
             stack.enter_context(host_memory_from(_Pages(memory)))
             stack.enter_context(disk_is(_RecordedDisk(operations, memory)))
             stack.enter_context(workers_from(InlineWorker))

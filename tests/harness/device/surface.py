@@ -34,14 +34,14 @@ class _Generator(torch.Generator):
     """A generator of the device draws on the CPU, as everything does."""
 
     def __new__(cls, device: Any = HOST) -> _Generator:
-        return super().__new__(cls, HOST if _wants_device(device) else device)
+        return super().__new__(cls, HOST if _requested_device(device) else device)
 
 
 _FROM_HOST = ("tensor", "as_tensor", "new_tensor")
 
 
 @contextmanager
-def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterator[None]:
+def tensors_report_their_device(operations: Operations, memory: Memory) -> Iterator[None]:
     """Inside, torch has the device.
 
     Args:
@@ -69,7 +69,7 @@ def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterat
         yield
 
 
-def _wants_device(value: Any) -> bool | None:
+def _requested_device(value: Any) -> bool | None:
     """Whether an argument names the device (True), the host (False) or something else (None)."""
     if not isinstance(value, (torch.device, str)):
         return None
@@ -95,7 +95,7 @@ class _Surface:
 
         @functools.wraps(real)
         def make(*args: Any, **kwargs: Any) -> Any:
-            wanted = _wants_device(kwargs.get("device"))
+            wanted = _requested_device(kwargs.get("device"))
             if wanted is None and "pin_memory" not in kwargs:
                 return real(*args, **kwargs)
             if wanted is not None:
@@ -119,12 +119,12 @@ class _Surface:
             wanted = {"cpu": False, "cuda": True}.get(name)
             rest = [] if wanted is not None else list(args)
             for index, value in enumerate(rest):
-                on_device = _wants_device(value)
+                on_device = _requested_device(value)
                 if on_device is not None:
                     wanted, rest[index] = on_device, HOST
                 elif isinstance(value, torch.Tensor):
                     wanted, rest[index : index + 1] = self._operations.is_on_device(value), [HOST, value.dtype]
-            on_device = _wants_device(kwargs.get("device"))
+            on_device = _requested_device(kwargs.get("device"))
             if on_device is not None:
                 wanted, kwargs["device"] = on_device, HOST
             if wanted is None or tensor.is_meta or wanted == self._operations.is_on_device(tensor):

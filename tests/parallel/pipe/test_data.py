@@ -17,7 +17,7 @@ def _row(*items):
     return (*fingerprints(items), True)
 
 
-def test_what_tells_samples_apart():
+def test_what_distinguishes_samples():
     x, y = torch.randn(3, 5), torch.arange(6)
     assert fingerprints([(x, y)]) == fingerprints([({"x": x.clone()}, (None, [y.clone()]))])
     for other in (x + 1e-6, x.bfloat16(), -x, x.flip(0)):

@@ -70,7 +70,7 @@ def test_every_instruction_has_words():
     assert instructions.ForwardPass(1).describe() == "forward in buffer 1"
 
 
-def _asked_for_train_batch():
+def _refers_to_train_batch():
     engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1})
     assert not hasattr(engine, "eval_batch") and not hasattr(engine, "of_nobody")
     with pytest.raises(AttributeError) as caught:
@@ -79,7 +79,7 @@ def _asked_for_train_batch():
 
 
 def test_train_batch_without_a_pipeline():
-    text = run_ranks(_asked_for_train_batch, 1)[0]
+    text = run_ranks(_refers_to_train_batch, 1)[0]
     assert text == (
         "neither the engine nor the wrapped Linear has 'train_batch'. engine.train_batch is for pipelines: expected a "
         "deepspeed.pipe.PipelineModule in initialize(model=...). For any other model call loss = engine(...), "

@@ -140,7 +140,7 @@ def _intervals() -> list[list[int]]:
     return [_recomputed_together(interval) for interval in (0, 1, 2, 5)]
 
 
-def test_the_interval_says_how_many_layers_are_recomputed_together():
+def test_the_interval_sets_how_many_layers_are_recomputed_together():
     assert run_ranks(_intervals, 1) == [[[], [1, 1, 1], [2, 1], [3]]]
 
 

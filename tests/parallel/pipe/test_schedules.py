@@ -102,7 +102,7 @@ def idle(schedule: Schedule, times: Times) -> float:
     }[schedule.name]
 
 
-def test_the_step_takes_what_the_papers_say():
+def test_the_step_takes_the_time_of_the_papers():
     """From m = p on, ZBV and DualPipeV from 2 p; the V shapes where F = B / 2 = W."""
     for schedule in every_schedule():
         p, m = schedule.stages, schedule.micro_batches
@@ -157,7 +157,7 @@ def test_transfers_delay_only_what_waits_for_them():
     assert simulate(make_inference((0, 0), 1), slow).makespan == 40
 
 
-def test_what_the_instructions_say():
+def test_instructions_as_text():
     """Loads come once per micro-batch where data is read; each chunk's passes are marked once as first and last."""
     for schedule in every_schedule(4, 6):
         for stage in range(schedule.stages):

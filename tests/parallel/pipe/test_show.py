@@ -27,7 +27,7 @@ def test_one_schedule_is_shown_step_by_step(capsys):
     assert "RecvActivation(buffer_id=0, micro_batch=2, chunk=1, peer=0)" in out and "OptimizerStep()" in out
 
 
-def test_a_line_is_as_wide_as_asked_for():
+def test_a_line_has_the_requested_width():
     timeline = simulate(make_schedule("zbv", 4, 12), Times())
     assert {len(line) for line in lines(timeline, 30)} == {30}
     assert lines(simulate(make_schedule("zb-h1", 1, 2), Times(1, 2, 1)), 80) == ["0aA1bB"]

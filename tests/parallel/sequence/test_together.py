@@ -172,7 +172,7 @@ def _loads(folder: str, tag: str, size: int, stage: int) -> Any:
     return found, dict(engine.iter_full("fp32"))
 
 
-def test_checkpoints_do_not_know_of_sequence_ranks(tmp_path):
+def test_checkpoints_do_not_depend_on_sequence_ranks(tmp_path):
     """Made by one number of sequence ranks, read by another, by none, at another stage and on other ranks."""
     expected = llama()
     _plain(expected, 1, 3)

@@ -48,6 +48,6 @@ def _experts() -> None:
     assert not _says(nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)))
 
 
-def test_a_state_dict_of_parts_says_so():
+def test_a_state_dict_of_parts_is_logged():
     run_ranks(_layers, 2)
     run_ranks(_experts, 2)

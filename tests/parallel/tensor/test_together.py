@@ -190,5 +190,5 @@ def _requests():
     again.destroy()
 
 
-def test_a_program_asks_by_tp_model_init():
+def test_a_program_requests_cutting_by_tp_model_init():
     run_ranks(_requests, 2)

@@ -279,7 +279,7 @@ def _different(kind):
 
 
 @pytest.mark.parametrize("kind", ["names", "sizes", "modifier", "one rank"])
-def test_ranks_that_ask_for_different_things_all_raise(kind):
+def test_ranks_that_request_different_things_all_raise(kind):
     for message in run_ranks(_different, 2, kind):
         assert "GatheredParameters" in message and "first.weight" in message
 
@@ -326,7 +326,7 @@ def test_parameters_of_two_engines_in_one_block():
     run_ranks(_two_models, 2)
 
 
-def test_groups_of_equal_size_have_one_order_whoever_asks():
+def test_groups_of_equal_size_have_one_order_on_every_rank():
     """Rank 0 shares one parameter with rank 1 and one with rank 2; a caller may name them in either order."""
     entries = []
     for name, ranks in (("far", (0, 2)), ("near", (0, 1)), ("data", (0, 3)), ("data", (0, 1))):

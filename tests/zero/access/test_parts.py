@@ -127,5 +127,5 @@ def test_parts_are_called_by_themselves():
     run_ranks(_parts, 2)
 
 
-def test_a_saved_weight_knows_its_status():
+def test_a_saved_weight_has_its_status():
     run_ranks(_saved_weight, 2)

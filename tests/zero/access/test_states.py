@@ -223,7 +223,7 @@ def _different_calls():
     assert all(name in str(caught.value) for name in names)
 
 
-def test_ranks_that_ask_for_different_parameters_all_raise():
+def test_ranks_that_request_different_parameters_all_raise():
     run_ranks(_different_calls, 2)
 
 
@@ -242,7 +242,7 @@ def _wrong_calls():
     assert access.safe_get_local_optimizer_state(plain, "exp_avg") is None
 
 
-def test_calls_that_cannot_be_served_say_so():
+def test_calls_that_cannot_be_served_raise():
     run_ranks(_wrong_calls, 2)
 
 

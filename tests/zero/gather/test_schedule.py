@@ -240,7 +240,7 @@ def test_passes_that_differ_are_an_error_on_every_rank() -> None:
     run_threads(body, 2)
 
 
-def test_the_next_unit_is_asked_for_ahead() -> None:
+def test_the_next_unit_is_gathered_ahead() -> None:
     def body(transport: LoopbackTransport) -> None:
         ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0))
         assert ranks.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]  # nothing is known yet
@@ -260,7 +260,7 @@ def test_the_next_unit_is_asked_for_ahead() -> None:
     run_threads(body, 2)
 
 
-def test_nothing_is_asked_for_beyond_the_limit_of_live_elements() -> None:
+def test_nothing_is_gathered_beyond_the_limit_of_live_elements() -> None:
     def body(transport: LoopbackTransport) -> None:
         ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=2 * NUMEL, max_reuse_distance=0))
         ranks.run(0, 1, 2, 3)
@@ -269,7 +269,7 @@ def test_nothing_is_asked_for_beyond_the_limit_of_live_elements() -> None:
     run_threads(body, 2)
 
 
-def test_what_is_still_gathered_asks_for_the_next_unit_too() -> None:
+def test_a_unit_that_is_still_gathered_starts_the_next_one_too() -> None:
     def body(transport: LoopbackTransport, serves: bool) -> None:
         limits = GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0)
         ranks = Gathering(transport, limits, serves=serves)

@@ -76,7 +76,7 @@ def two_tilings(draw) -> tuple[list[Tile], list[Tile]]:
 
 
 @given(two_tilings(), st.data())
-def test_spans_are_what_elements_say(both, data):
+def test_spans_equal_those_of_the_elements(both, data):
     ours, theirs = both
     for tile in ours:
         start, stop = sorted(data.draw(st.integers(0, tile.numel)) for _ in range(2))
@@ -193,7 +193,7 @@ def test_placements_of_a_mesh(shape, data):
         assert torch.equal(numbers(tile), mine.reshape(-1)) and not tile.is_padded
 
 
-def test_placements_that_say_no_part():
+def test_placements_that_give_no_part():
     for placement in (Partial(), _StridedShard(0, split_factor=2)):
         with pytest.raises(NotYetSupportedError, match="expected Shard or Replicate"):
             part_of_placements("p", (4,), [2], [0], [placement])

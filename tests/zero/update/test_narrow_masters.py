@@ -127,7 +127,7 @@ def test_every_topology_gives_the_same_bits(reference, world_size, stage, offloa
         same(found, reference[accumulation])
 
 
-def test_states_have_the_dtype_that_was_asked_for(reference):
+def test_states_have_the_requested_dtype(reference):
     assert reference[1]["embed.weight.exp_avg_sq"].dtype == torch.bfloat16
     found = run_ranks(on_rank, 1, {"stage": 2, "states": False}, 1)[0]
     assert found["embed.weight.exp_avg_sq"].dtype == torch.float32

@@ -1,7 +1,7 @@
 """Schedules of a pipeline: pure lists of what each stage does, and what they cost.
 
 ``lists`` makes the computations of all stages, ``instructions`` derives one stage's instructions from them,
-``published`` has the schedules in the form that other programs know.
+``published`` has the schedules in the form that other programs use.
 """
 
 from __future__ import annotations
