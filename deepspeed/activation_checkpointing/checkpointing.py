@@ -157,7 +157,7 @@ def partition_activations_in_checkpoint(flag: bool) -> None:
 
 
 def set_num_layers(n: int) -> None:
-    """Says how many blocks are checkpointed."""
+    """Sets how many blocks are checkpointed."""
     settings.num_layers = n
 
 
@@ -334,7 +334,7 @@ class Settings:
         checkpoint_in_cpu: Keep what a block saves, its inputs, in host memory.
         synchronize: Wait for the device before and after each block.
         profile: Log the time of each block's forward and recomputation.
-        num_layers: Number of checkpointed blocks, as the program says; for information.
+        num_layers: Number of checkpointed blocks, as the program passes it; for information.
         mpu: The program's model-parallel unit.
         configured: Whether :func:`configure` was called.
     """

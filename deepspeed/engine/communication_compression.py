@@ -1,4 +1,4 @@
-"""In which form the groups of an engine send gradients and parameters, and the lines that say so.
+"""In which form the groups of an engine send gradients and parameters, and the log lines about it.
 
 The section ``communication_compression`` requests codecs, and so do the keys of ZeRO++ in ``zero_optimization``;
 ``sparse_gradients`` sends the non-zero rows of embeddings.

@@ -223,7 +223,7 @@ def make_groups(
 
     Args:
         setup: What was requested.
-        placement: Where model states live, as far as the configuration says it.
+        placement: Where model states live, as far as the configuration has it.
         precision: Dtypes of what is sent.
         optimizer: The torch optimizer, or None.
         own: Groups of parameters that are sharded by themselves, and whether this rank counts in each.

@@ -5,7 +5,7 @@ Reading order: :mod:`.runner` (the ``deepspeed`` command), :mod:`.launch` (``pyt
 and environment of a rank), :mod:`.local_run` (one run from start to exit code), :mod:`.supervisor` and
 :mod:`.processes` (start and stop), :mod:`.forked` (ranks that share their imports), :mod:`.screen` and :mod:`.failures`
 (what is shown, and who failed first). For several machines: :mod:`.remote` (the commands of pdsh, ssh, MPI and Slurm),
-:mod:`.front` (running them), :mod:`.placing` (which rank MPI and Slurm say), :mod:`.link` and :mod:`.handshake` (how
+:mod:`.front` (running them), :mod:`.placing` (the rank by MPI and Slurm), :mod:`.link` and :mod:`.handshake` (how
 launchers learn of each other).
 
 On one machine a run is three layers of processes::

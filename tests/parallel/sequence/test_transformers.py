@@ -299,7 +299,7 @@ class Inside(nn.Module):
 def _refuses_what_would_be_left_alone():
     config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2}
     for model, words in (
-        (Inside(llama(), llama()), r"holds 2 Transformers models \('models.0', 'models.1'\); say whose"),
+        (Inside(llama(), llama()), r"holds 2 Transformers models \('models.0', 'models.1'\); name the"),
         (nn.Sequential(*llama().model.layers), r"'0.self_attn' \(LlamaAttention\) .* no part of one of its models"),
         (
             PipelineModule(list(llama().model.layers), num_stages=1),
