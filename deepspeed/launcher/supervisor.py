@@ -1,8 +1,8 @@
 """The process that owns the ranks: it starts them, reports how each ended, and stops them.
 
 It writes nothing to the terminal before all ranks have ended: a blocked terminal must not keep it from stopping them.
-It lives in a session of its own: a signal to the front's process group must not reach it. It ends when the front requests
-it, when the front is gone, or when all ranks have ended; in each case nothing below it is left.
+It lives in a session of its own: a signal to the front's process group must not reach it. It ends when the front
+requests it, when the front is gone, or when all ranks have ended; in each case nothing below it is left.
 """
 
 from __future__ import annotations
