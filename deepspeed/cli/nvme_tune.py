@@ -171,7 +171,9 @@ def _write_log(options: argparse.Namespace, trials: Sequence[TuneTrial]) -> Path
         options.log_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"bytes": options.io_size, "loops": options.loops, "results": results}, indent=1))
     except OSError as error:
-        raise DeepSpeedConfigError(f"--log_dir {options.log_dir}: cannot be written ({error.strerror})") from error
+        raise DeepSpeedConfigError(
+            f"--log_dir {options.log_dir}: cannot be written ({error.strerror}); choose another folder"
+        ) from error
     return path
 
 

@@ -77,7 +77,9 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
         DeepSpeedConfigError: Parts cannot be taken out, or the configuration is another one.
     """
     if mpu is not None:
-        raise DeepSpeedConfigError("redundancy_clean(mpu=...): layers that are cut over ranks are not compressed")
+        raise DeepSpeedConfigError(
+            "redundancy_clean(mpu=...): layers that are cut over ranks are not compressed; leave mpu out"
+        )
     engine: Any = None
     if hasattr(model, "compression_scheduler") and isinstance(getattr(model, "module", None), nn.Module):
         engine, model = model, model.module

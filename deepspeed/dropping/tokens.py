@@ -288,7 +288,10 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
     inner = getattr(model, "module", model) if hasattr(model, "random_ltd_initialize") else model
     layers = [layer for layer in inner.modules() if isinstance(layer, convert_type)]
     if not layers:
-        raise ValueError(f"convert_to_random_ltd: the model has no layer of the class {convert_type.__name__}")
+        raise ValueError(
+            f"convert_to_random_ltd: the model has no layer of the class {convert_type.__name__}; pass the class of "
+            "its blocks"
+        )
     for layer in layers:
         RandomLayerTokenDrop(layer)
     if inner is not model:

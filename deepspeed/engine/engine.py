@@ -422,6 +422,7 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
 
         Raises:
             CallOrderError: Some losses of an update have a count, and others have none.
+            DeepSpeedConfigError: Both ``gradients`` and ``count`` are given.
         """
         if gradients is not None:
             if count is not None:

@@ -215,7 +215,9 @@ class HybridEngineRollout:
         self._end = tokenizer.eos_token_id
         self._padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._end
         if self._padding is None:
-            raise DeepSpeedConfigError("HybridEngineRollout: the tokenizer has neither pad_token_id nor eos_token_id")
+            raise DeepSpeedConfigError(
+                "HybridEngineRollout: the tokenizer has neither pad_token_id nor eos_token_id; set tokenizer.pad_token"
+            )
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """Responses to the prompts of this rank. Every rank must call it; prompts and lengths may differ.
@@ -226,7 +228,7 @@ class HybridEngineRollout:
         """
         engine = self._engine
         if engine is None:
-            raise CallOrderError("HybridEngineRollout.generate: shutdown() was called")
+            raise CallOrderError("HybridEngineRollout.generate: shutdown() was called; make a new HybridEngineRollout")
         ids, mask = request.prompt_ids, request.prompt_attention_mask
         _check(ids, mask, sampling)
         ids, mask = (

@@ -165,7 +165,8 @@ def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn
     at = _SETTING
     if ranks.zero_size % section.size:
         raise DeepSpeedConfigError(
-            f"{at}.size: {section.size} does not divide the number of data-parallel ranks, {ranks.zero_size}"
+            f"{at}.size: {section.size} does not divide the number of data-parallel ranks, {ranks.zero_size}; "
+            "choose a divisor of it"
         )
     if ranks.zero_group is not None or ranks.model_size > 1:
         raise DeepSpeedConfigError(f"{at} with an mpu: {_WHY}; leave one of the two out")

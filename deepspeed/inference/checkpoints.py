@@ -116,7 +116,7 @@ def _refuse_gaps(
             also += ". Transformers may store them in another form: from_pretrained reads it, without checkpoint="
         raise CheckpointError(
             f"init_inference: {len(missing)} tensors of {type(model).__name__} are in none of the {files}, such as "
-            f"{missing[0]!r}{also}"
+            f"{missing[0]!r}{also}. Load files of this model, or build the model that the files belong to"
         )
 
 
@@ -156,7 +156,7 @@ class _Places:
         if tile.global_shape != stored.tile.global_shape:
             raise CheckpointError(
                 f"init_inference: {name!r} has shape {tile.global_shape} in the model and {stored.tile.global_shape} "
-                "in the files"
+                "in the files; build the model with the configuration of these files"
             )
         if self._slices is not None and isinstance(old, nn.Parameter) and (old.is_meta or address_of(old) is not None):
             if old.is_meta:

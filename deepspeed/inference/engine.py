@@ -70,7 +70,10 @@ class InferenceEngine(nn.Module):
             RuntimeError: A prompt is longer than the ``max_out_tokens`` that was given.
         """
         if not hasattr(self.module, "generate"):
-            raise CallOrderError(f"InferenceEngine.generate: {type(self.module).__name__} has no generate method")
+            raise CallOrderError(
+                f"InferenceEngine.generate: {type(self.module).__name__} has no generate method; call the engine "
+                "itself, or give it a model of Transformers that generates"
+            )
         prompt = kwargs.get("input_ids", args[0] if args else None)
         if "inputs_embeds" not in kwargs:
             self._check_prompt(prompt)

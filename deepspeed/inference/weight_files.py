@@ -63,7 +63,8 @@ class Stored:
         first = self._cut_dim
         if region.shape[first + 1 :] != shape[first + 1 :]:
             raise CheckpointError(
-                f"init_inference: {self.tile.name!r} is stored in parts that are cut along more than one dimension"
+                f"init_inference: {self.tile.name!r} is stored in parts cut along more than one dimension; export "
+                "whole weights (save_16bit_model, or save_pretrained in one process)"
             )
         place = 0
         for index, extent in zip(region.whole, shape, strict=True):

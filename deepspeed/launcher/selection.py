@@ -97,14 +97,16 @@ def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, lis
         raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
     needed = args.num_nodes if args.min_elastic_nodes == -1 else args.min_elastic_nodes
     if needed > len(chosen):
-        raise LauncherError(f"--num_nodes {needed}: {source} has {len(chosen)} host(s)")
+        raise LauncherError(f"--num_nodes {needed}: {source} has {len(chosen)} host(s); give at most as many")
     if args.num_nodes != -1:
         chosen = dict(list(chosen.items())[: args.num_nodes])
     for host, slots in chosen.items():
         if not slots:
             raise LauncherError(f"{source}: host {host!r} has no slots; give it some or remove its line")
         if args.num_gpus > len(slots):
-            raise LauncherError(f"--num_gpus {args.num_gpus}: {source} gives host {host!r} {len(slots)} slot(s)")
+            raise LauncherError(
+                f"--num_gpus {args.num_gpus}: {source} gives host {host!r} {len(slots)} slot(s); give at most as many"
+            )
     return {host: slots if args.num_gpus == -1 else slots[: args.num_gpus] for host, slots in chosen.items()}
 
 

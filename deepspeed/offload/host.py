@@ -170,7 +170,7 @@ class HostGradientDestination(GradientDestination):
     def add(
         self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
     ) -> FlatBuffer:
-        """Starts to add ``gradient`` (1-D, on the device) to ``result``; ``squares`` receives those of the sum."""
+        """Starts to add ``reduced`` (1-D, on the device) to ``result``; ``squares`` receives those of the sum."""
         assert result is self._held and self._held is not None
         if result.tensor.dtype.itemsize < dtype.itemsize:
             self.wait(result)

@@ -120,7 +120,7 @@ def _shows_options(function: Callable[..., Plan]) -> Callable[..., Plan]:
 
 @_shows_options
 def plan(model: Any, config: Any, **options: Any) -> Plan:
-    """Computes the memory and traffic of each rank of a training, by running the engine on tensors without values.
+    """Computes memory and traffic of the rank that needs most, by running the engine on tensors without values.
 
     Nothing of the model's size is allocated, no device and no process group is used. Runs in one process.
 

@@ -93,7 +93,7 @@ def test_impossible_sizes_are_refused_by_name_once(name: str, value: Any) -> Non
 
 
 def test_accumulation_alone_or_nothing() -> None:
-    assert f"{STEPS} alone does not say" in only_problem({STEPS: 4}, batch=False)
+    assert f"{STEPS} alone does not determine" in only_problem({STEPS: 4}, batch=False)
     assert "set one of them" in only_problem({"fp16": {"enabled": True}}, batch=False)
 
 

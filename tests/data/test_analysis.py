@@ -158,7 +158,7 @@ def test_what_comes_out_feeds_a_curriculum(tmp_path):
 def test_what_is_wrong_is_named(tmp_path):
     with pytest.raises(ValueError, match="metric_names has 1 entries, metric_functions 2, metric_types 2"):
         DataAnalyzer(Texts(), **{**METRICS, "metric_names": ["one"]})
-    with pytest.raises(ValueError, match="metric length: metric_type 'mean' is none of"):
+    with pytest.raises(ValueError, match="metric length: metric_type 'mean' is unknown"):
         DataAnalyzer(Texts(), **{**METRICS, "metric_types": ["mean", "mean"]})
     with pytest.raises(NotYetSupportedError, match="write a metric function"):
         DataAnalyzer(Texts(), custom_reduce=print)

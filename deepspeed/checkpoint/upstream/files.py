@@ -201,7 +201,9 @@ def find_layers(folder: Path) -> tuple[dict[int, Path], ...]:
     for rank in range(max(found, default=-1) + 1):
         missing = sorted(numbers - found.get(rank, {}).keys())
         if missing:
-            raise CheckpointError(f"{folder}: tensor-parallel rank {rank} lacks the file of layer {missing[0]}")
+            raise CheckpointError(
+                f"{folder}: tensor-parallel rank {rank} lacks the file of layer {missing[0]}; copy it too"
+            )
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -237,5 +239,5 @@ def _by_rank(folder: Path, files: dict[int, Path], what: str) -> tuple[Path, ...
     if named:
         more = ", ..." if len(named) > _NAMED else ""
         ranks = ", ".join(map(str, named[:_NAMED]))
-        raise CheckpointError(f"{folder}: the {what} files of rank(s) {ranks}{more} are missing")
+        raise CheckpointError(f"{folder}: the {what} files of rank(s) {ranks}{more} are missing; copy them too")
     return tuple(files[rank] for rank in sorted(files))

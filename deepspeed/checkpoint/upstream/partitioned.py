@@ -223,7 +223,9 @@ def _stage_3(folder: Path, content: CheckpointValues, model: list[dict[str, Any]
     buffer_names = list(first.get("buffer_names") or [])
     content.buffers = {name: first["module"][name] for name in buffer_names if name in first["module"]}
     if not optim:
-        raise CheckpointError(f"{folder}: the optimizer-states files, which hold the weights at stage 3, are missing")
+        raise CheckpointError(
+            f"{folder}: the optimizer-states files, which hold the weights at stage 3, are missing; copy them too"
+        )
     sub_groups: list[Shapes] = first["param_shapes"]
     flat = [rank["fp32_flat_groups"] for rank in optim]
     if any(len(rank) != len(sub_groups) for rank in flat):

@@ -143,7 +143,7 @@ def _answer(listener: socket.socket, ranks: set[int], token: bytes) -> dict[int,
             left = deadline - time.monotonic()
             ready = selector.select(max(left, 0.0))
             if not ready or left <= 0.0:  # strangers that keep connecting win no time
-                raise TimeoutError("a rank of this host did not connect in time")
+                raise TimeoutError("a rank of this host did not connect in time; it ended or was not started")
             for key, _ in ready:
                 if key.data is None:
                     made, _ = listener.accept()

@@ -246,8 +246,8 @@ def _rendezvous_point(
         address, port = address or found.node.address, port or found.node.port
     if address is None:
         raise CommunicationError(
-            f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it does not "
-            "know how to reach the other ranks. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks "
+            f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it cannot "
+            "reach the other ranks. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks "
             "run on one host), or start the script with `deepspeed` or `torchrun`"
         )
     if port is None and default_port == DEFAULT_PORT:

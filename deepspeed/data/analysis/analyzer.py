@@ -183,7 +183,7 @@ class Metrics:
             )
         for name, kind in zip(self.names, self.kinds, strict=True):
             if kind not in KINDS:
-                raise ValueError(f"metric {name}: metric_type {kind!r} is none of {', '.join(KINDS)}")
+                raise ValueError(f"metric {name}: metric_type {kind!r} is unknown; use one of {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True)

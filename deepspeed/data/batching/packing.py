@@ -47,7 +47,9 @@ def batch_by_seqlens(
         ValueError: Unknown order, or nothing fits.
     """
     if sequence_picking_order not in ORDERS:
-        raise ValueError(f"sequence_picking_order {sequence_picking_order!r} is none of {', '.join(ORDERS)}")
+        raise ValueError(
+            f"sequence_picking_order {sequence_picking_order!r} is unknown; use one of {', '.join(ORDERS)}"
+        )
     lengths = [int(length) for length in seqlens]
     order = [place for place, length in enumerate(lengths) if length <= max_tokens]
     if len(order) < len(lengths):
@@ -146,4 +148,4 @@ def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: 
         return base_lr * batch_size / base_batch_size
     if method == "sqrt":
         return base_lr * (batch_size / base_batch_size) ** 0.5
-    raise ValueError(f"lr_scaling_method {method!r} is none of linear, sqrt, none")
+    raise ValueError(f"lr_scaling_method {method!r} is unknown; use linear, sqrt or none")

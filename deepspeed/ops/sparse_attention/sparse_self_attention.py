@@ -118,7 +118,7 @@ class SparseSelfAttention(nn.Module):
             key: ``[batch, heads, length, width]``, or transposed: ``[batch, heads, width, length]``.
             value: As ``query``.
             rpe: Added to the scaled scores: ``[length, length]``, ``[heads or 1, length, length]`` or ``[batch or 1,
-                heads or 1, length, length]``; may want a grad.
+                heads or 1, length, length]``; may require a gradient.
             key_padding_mask: ``[batch, length]``, other dimensions of 1 allowed.
             attn_mask: ``[length, length]``, other dimensions of 1 allowed.
 

@@ -73,6 +73,9 @@ def search_layouts(
         base: Has what is not searched: fp8, compilation, cuts along the sequence and so on.
         count: How many of the best are returned.
 
+    Returns:
+        The best layouts, fastest first, and how many others were left out for which reason.
+
     Raises:
         DeepSpeedConfigError: No layout has so many samples, or none fits.
     """

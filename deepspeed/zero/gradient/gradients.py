@@ -519,7 +519,7 @@ class GradientReducer:
             gradients.scale_feedback(factor)
 
     def begin_update(self, before: int) -> None:
-        """The phase of the next update: whether gradients are sent with the codecs of their groups.
+        """Sets for the next update whether gradients are sent with the codecs of their groups.
 
         Args:
             before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
