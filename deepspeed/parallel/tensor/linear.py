@@ -252,7 +252,7 @@ def take_part(
         parameter.grad = None
     if size > 1:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-        if is_part or extent % size == 0:  # the marks of uneven parts cannot say which part it is
+        if is_part or extent % size == 0:  # the marks of uneven parts cannot state which part it is
             parameter.partition_dim, parameter.partition_stride = dim, blocks  # type: ignore[attr-defined]
     return parameter
 
