@@ -111,6 +111,21 @@ def test_a_pipeline_that_returns_its_outputs_keeps_the_logits_of_all_micro_batch
     assert kept.reserved > parts(pipe=2, accumulation=8).reserved + 7 * 4 * scores
 
 
+def test_fsdp_has_no_gradients_of_a_chunk_before_its_first_backward():
+    """The last of 2 stages has chunks 1 and 3. During the loss only gradients of chunk 3 and the head exist."""
+    given = {"pipe": 2, "chunks": 2, "schedule": "interleaved", "stage": 1, "is_fsdp": True, "gradient_bytes": 4}
+    one_group, two_groups = (parts(accumulation=count, **given) for count in (2, 4))
+    loss, later = one_group.tensors, two_groups.tensors
+    assert loss["logits and loss"] == later["logits and loss"], "the loss is the peak in both"
+    assert later["gradients"] == pytest.approx(4 * (4 * BLOCK + END), rel=1e-3)
+    assert loss["gradients"] == pytest.approx(4 * (2 * BLOCK + END), rel=1e-3)
+    buffers = parts(accumulation=2, **{**given, "is_fsdp": False})
+    assert buffers.tensors["gradients"] == later["gradients"], "others have buffers for gradients from the start"
+    many = parts(shape=replace(SHAPE, layers=128), accumulation=2, recompute="full", **given).tensors
+    assert many["gradients"] == pytest.approx(4 * (64 * BLOCK + END), rel=1e-3), "the peak is chunk 1's backward"
+    assert "logits and loss" not in many and many["work of a block's backward"] > 0
+
+
 def test_communicators_and_headroom():
     one = parts(data=8, stage=1).communicators
     assert one == 160 * 2**20, "16 channels, ring and tree, 5 MiB each; all ranks are one group"
@@ -154,8 +169,7 @@ def test_published_memory_and_what_did_not_fit():
     runs = read_runs()
     errors = {run.name: run.memory_of(predicted(run)) / run.memory - 1 for run in runs if run.memory is not None}
     assert len(errors) == 12
-    assert {name for name, error in errors.items() if abs(error) > 0.10} == {"titan-405b-Interleaved-1F1B"}
-    assert max(map(abs, errors.values())) < 0.14
+    assert max(map(abs, errors.values())) < 0.10, errors
     too_large = [run for run in runs if run.unrecomputed is not None]
     assert len(too_large) == 4
     for run in too_large:

@@ -115,7 +115,7 @@ class StepMemory:
         first: BlockTimes,
         last: BlockTimes,
     ) -> None:
-        self._layout, self._pipeline = layout, pipeline
+        self._layout, self._pipeline, self._counts = layout, pipeline, counts
         self._block, self._last = block, last
         self.stages = [StageState() for _ in range(layout.pipe)]
         for place, stage in enumerate(pipeline.stage_of):
@@ -151,6 +151,8 @@ class StepMemory:
             moments += [self._gradient_of_logits(share), self._gradient_of_head(share)]
         if self._has_new_gradients:
             moments = [{"gradients": 0.0, **moment} for moment in moments]
+        if self._has_chunks_in_turn:
+            moments = self._backwards_of_chunks(number, share, held["gradients"], moments)
         tensors = max((held | moment for moment in moments), key=lambda parts: sum(parts.values()))
         passing = sum(nbytes for name, nbytes in tensors.items() if name not in STATES)
         return MemoryParts(
@@ -166,6 +168,16 @@ class StepMemory:
         """True where gradients do not exist before their backward: one micro-batch, and no buffer for sums in fp32."""
         layout = self._layout
         return layout.accumulation == 1 and (layout.stage >= 2 or layout.gradient_bytes == 2)
+
+    @property
+    def _has_chunks_in_turn(self) -> bool:
+        """True where all backwards of a chunk come before those of the chunk before it, whose gradients do not exist.
+
+        Interleaved schedules are so while all micro-batches go through a chunk in one group. FSDP makes gradients in
+        the first backward; others have buffers for them.
+        """
+        layout = self._layout
+        return layout.is_fsdp and layout.chunks > 1 and layout.accumulation <= layout.pipe
 
     # -- moments -----------------------------------------------------------------------------------------------------
 
@@ -190,6 +202,30 @@ class StepMemory:
             "activations": kept,
             **self._first_block_of_backward(share),
         }
+
+    def _backwards_of_chunks(
+        self, number: int, share: StageState, gradients: float, moments: Sequence[dict[str, float]]
+    ) -> list[dict[str, float]]:
+        """Returns the parts while each chunk's backwards begin: the last one's moments are given.
+
+        Args:
+            number: Of the stage.
+            share: The stage.
+            gradients: Bytes of all its gradients.
+            moments: Of the last chunk.
+        """
+        found: list[dict[str, float]] = []
+        behind = share.parameters
+        for place, chunk in enumerate(share.chunks):
+            in_flight = min(self._in_flight(number), (place + 1) * self._layout.accumulation)
+            held = {
+                "gradients": gradients * behind / share.parameters,
+                "activations": in_flight * share.layers / len(share.chunks) * self._block.kept,
+            }
+            is_last = place == len(share.chunks) - 1
+            found += [held | each for each in (moments if is_last else [self._first_block_of_backward(share)])]
+            behind -= self._counts[chunk] * self._block.parameters
+        return found
 
     def _gradient_of_logits(self, share: StageState) -> dict[str, float]:
         """Returns the parts while the gradient of the logits is computed."""
