@@ -436,6 +436,7 @@ SWITCHED_ON: dict[str, Any] = {
     "sequence_parallel_size": 2,
     "expert_parallel.comm_backend": "deepep",
     "datastates_ckpt": {},
+    "compile.passes": ["autosp"],
 }
 
 
