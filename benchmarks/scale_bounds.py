@@ -2,7 +2,7 @@
 
 Every timed run of ``benchmarks.scale`` is planned as ``deepspeed.plan`` plans any model: the engine runs on tensors
 without values, operations and exchanges are counted, and the maker's rates turn them into seconds that no program can
-beat. Run: ``python -m benchmarks.scale_bounds [--out FILE] [--only NAME ...] [--jobs N]``; it takes about 20 minutes of
+beat. Run: ``python -m benchmarks.scale_bounds [--out FILE] [--only NAME ...] [--jobs N]``; it takes about 8 minutes of
 processor time. The exit code is 1 if a bound exceeds its time.
 """
 
