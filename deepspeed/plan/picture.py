@@ -81,6 +81,9 @@ def step_svg(step: StepTimes, ranks: Mapping[str, Sequence[StreamSpan]], title: 
 def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]], flows: Sequence[SpanFlow] = ()) -> str:
     """Returns the streams of a step as Chrome's trace events, times in microseconds.
 
+    Ends are rounded like starts, so that no span reaches into the next one; viewers would nest them and lose arrows.
+    Spans shorter than a nanosecond are left out.
+
     What computation waits for has the category ``exposed`` where it is an exchange, else ``idle``. Dependencies are
     flow events, which viewers draw as arrows from the end of one span to the start of another.
 
@@ -105,32 +108,36 @@ def step_trace_json(ranks: Mapping[str, Sequence[StreamSpan]], flows: Sequence[S
                 **tracks[name, span.stream],
                 "name": span.name,
                 "ts": _microseconds(span.start),
-                "dur": _microseconds(span.end - span.start),
+                "dur": duration,
                 "cat": _kind(span),
             }
             for span in spans
+            if (duration := _duration(span)) >= _UNIT
         ]
     for number, flow in enumerate(flows):
         events += _flow_events(number, flow, tracks)
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}) + "\n"
 
 
 def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 3)
 
 
+def _duration(span: StreamSpan) -> float:
+    return round(_microseconds(span.end) - _microseconds(span.start), 3)
+
+
 def _flow_events(
     number: int, flow: SpanFlow, tracks: Mapping[tuple[str, str], Mapping[str, int]]
 ) -> list[dict[str, object]]:
-    """Returns both ends of an arrow, each inside its span; none from a span that is shorter than the trace's unit."""
+    """Returns both ends of an arrow, each inside its span; none where one of the spans is left out."""
     source, target = flow.source, flow.target
-    duration = _microseconds(source.end - source.start)
-    if duration < _UNIT:
+    if min(_duration(source), _duration(target)) < _UNIT:
         return []
     shared = {"id": number, "name": flow.name, "cat": "flow"}
-    end = round(_microseconds(source.start) + duration - _UNIT, 3)
+    inside = round(_microseconds(source.end) - _UNIT, 3)
     return [
-        {"ph": "s", **tracks[flow.source_rank, source.stream], **shared, "ts": end},
+        {"ph": "s", **tracks[flow.source_rank, source.stream], **shared, "ts": inside},
         {"ph": "f", "bp": "e", **tracks[flow.target_rank, target.stream], **shared, "ts": _microseconds(target.start)},
     ]
 

@@ -485,7 +485,8 @@ def check_trace(text):
     Every stream is named once. Returns the streams.
     """
     read = json.loads(text)
-    assert read.keys() == {"traceEvents", "displayTimeUnit"} and read["displayTimeUnit"] in ("ms", "ns")
+    assert read.keys() == {"traceEvents", "displayTimeUnit"}
+    assert read["displayTimeUnit"] == "ns", "with ms, viewers nest spans of less than a microsecond in their neighbours"
     tracks, flows = {}, {}
     for event in read["traceEvents"]:
         if event["ph"] in ("s", "f"):
@@ -500,12 +501,12 @@ def check_trace(text):
             continue
         assert event.keys() == {"ph", "pid", "tid", "name", "ts", "dur", "cat"}
         assert isinstance(event["tid"], int) and isinstance(event["name"], str) and event["name"]
-        assert all(isinstance(event[key], (int, float)) and 0 <= event[key] < math.inf for key in ("ts", "dur"))
+        assert 0 <= event["ts"] < math.inf and 0 < event["dur"] < math.inf
         assert (event["pid"], event["tid"]) in tracks, "the stream has a name"
-    for key in tracks:  # Perfetto nests what overlaps on a track, and drops what overlaps in part
+    for key in tracks:  # viewers nest what overlaps on a track, cut what overlaps in part, and lose its arrows
         own = [e for e in read["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == key]
         for one, other in itertools.pairwise(sorted(own, key=lambda event: event["ts"])):
-            assert one["ts"] + one["dur"] <= other["ts"] + 0.01, (tracks[key], one, other)
+            assert round(one["ts"] + one["dur"], 3) <= other["ts"], (tracks[key], one, other)
     spans = {}
     for event in read["traceEvents"]:
         if event["ph"] == "X":
