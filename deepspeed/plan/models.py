@@ -56,6 +56,10 @@ class LayerRow:
     items: Callable[[int, int], tuple[Any, Any]]
 
 
+def _no_row() -> LayerRow | None:
+    return None
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A way to a workload, as often as one is needed.
@@ -63,14 +67,14 @@ class ModelSource:
     Attributes:
         name: For headlines.
         build: Makes a fresh workload.
-        row: The model as a row of layers; None: it cannot be cut into stages here.
+        find_row: Returns the model as a row of layers, or None: it cannot be cut into stages here.
         spread: From a number of ranks that share experts to the same model with layers of that size; None: the model's
             own layers have it, or the configuration (``expert_parallel``).
     """
 
     name: str
     build: Callable[[], Workload]
-    row: LayerRow | None = None
+    find_row: Callable[[], LayerRow | None] = _no_row
     spread: Callable[[int], ModelSource] | None = None
 
     def in_row(self) -> LayerRow:
@@ -79,13 +83,14 @@ class ModelSource:
         Raises:
             DeepSpeedConfigError: It is not known as one.
         """
-        if self.row is None:
+        row = self.find_row()
+        if row is None:
             raise DeepSpeedConfigError(
                 f"plan: {self.name} cannot be cut into stages here; give a decoder by its sizes (--layers, --hidden, "
                 "--heads, --vocab) or a decoder-only model of Transformers (its configuration, or the model), without "
                 "inputs of its own, or plan without pipe"
             )
-        return self.row
+        return row
 
 
 def model_source(given: Any, inputs: Any = None) -> ModelSource:
@@ -105,33 +110,30 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
         return _decoder_source(given, inputs)
     if isinstance(given, nn.Module):
         made = _built(type(given).__name__, lambda: without_values(given), inputs)
-        is_known = inputs is None and building.is_configuration(getattr(given, "config", None))
-        return replace(made, row=_row_of_transformers(lambda: without_values(given))) if is_known else made
+        return replace(made, find_row=lambda: _row_of_model(given, inputs))
     if building.is_configuration(given) or (isinstance(given, (str, Path)) and _is_configuration(given)):
         return _from_transformers(given, inputs)
     if isinstance(given, str) and ":" in given:
         make = _find_callable(given)
         _refuse_arguments(given, make)
-        return _built(given, make, inputs)
+        return _from_callable(given, make, inputs)
     if callable(given):
         name = getattr(given, "__name__", "model")
         _refuse_arguments(name, given)
-        return _built(name, given, inputs)
+        return _from_callable(name, given, inputs)
     raise DeepSpeedConfigError(
         f"plan(model=...): expected a torch.nn.Module, a callable, 'module:callable', or a folder or JSON file with a "
         f"transformers configuration; found {given!r}"
     )
 
 
+def _from_callable(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
+    return replace(_built(name, make, inputs), find_row=lambda: _row_of_model(_made(name, make), inputs))
+
+
 def _built(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
     def build() -> Workload:
-        try:
-            with torch.device(META):
-                made = make()
-        except DeepSpeedError:
-            raise
-        except Exception as error:
-            raise DeepSpeedConfigError(_why_not_built(name, error)) from error
+        made = _made(name, make)
         model, own_inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(model).__name__
@@ -144,6 +146,17 @@ def _built(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
         return Workload(model, functools.partial(_arguments, model, inputs if inputs is not None else own_inputs))
 
     return ModelSource(name, build)
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    """Returns what ``make`` returns on ``meta``, or raises DeepSpeedConfigError."""
+    try:
+        with torch.device(META):
+            return make()
+    except DeepSpeedError:
+        raise
+    except Exception as error:
+        raise DeepSpeedConfigError(_why_not_built(name, error)) from error
 
 
 def _why_not_built(name: str, error: Exception) -> str:
@@ -212,7 +225,7 @@ def _decoder_source(shape: DecoderShape, inputs: Any) -> ModelSource:
     if shape.experts:
         made = replace(made, spread=lambda ep: _decoder_source(replace(shape, expert_ranks=ep), inputs))
     row = LayerRow(functools.partial(layers_of, shape), token_loss, _tokens_and_labels)
-    return made if inputs is not None else replace(made, row=row)
+    return made if inputs is not None else replace(made, find_row=lambda: row)
 
 
 def _name_of_decoder(shape: DecoderShape) -> str:
@@ -254,7 +267,15 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
         return made
 
     made = _built(f"{config.model_type} configuration", make, inputs)
-    return made if inputs is not None else replace(made, row=_row_of_transformers(lambda: copy.deepcopy(config)))
+    row = _row_of_transformers(lambda: copy.deepcopy(config))
+    return made if inputs is not None else replace(made, find_row=lambda: row)
+
+
+def _row_of_model(model: Any, inputs: Any) -> LayerRow | None:
+    """The layers of a module, if it is a model of Transformers with its usual inputs."""
+    if inputs is not None or not building.is_configuration(getattr(model, "config", None)):
+        return None
+    return _row_of_transformers(lambda: without_values(model))
 
 
 def _row_of_transformers(make: Callable[[], Any]) -> LayerRow:

@@ -273,6 +273,19 @@ def test_what_cannot_be_cut():
         deepspeed.plan(torch.nn.Linear(2, 2), Cell(1).config(""), devices_per_node=2, pipe=2)
 
 
+def test_stages_of_a_transformers_model_that_a_callable_makes():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+
+    def planned(model):
+        return deepspeed.plan(model, Cell(1).config(""), devices_per_node=2, pipe=2, sequence_length=16, suggest=False)
+
+    made, stated = planned(lambda: transformers.LlamaForCausalLM(config)), planned(config)
+    assert [part.layers for part in made.parts] == [part.layers for part in stated.parts]
+    assert made.timed_step.seconds == stated.timed_step.seconds
+
+
 def test_a_sweep_over_stages(capsys):
     sizes = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence-length", "64"]
     assert main([*sizes, "--devices", "4", "--sweep", "pipe=1,2,3", "stage=0,1"]) == 0
