@@ -54,7 +54,8 @@ class Autotuner:
 
     Args:
         args: The parsed command line of ``deepspeed`` (:func:`deepspeed.launcher.runner.parse_args`). Its options that
-            select where ranks start, ``start_options``, go to each start of the script.
+            select where ranks start, ``start_options``, go to each start of the script. Its ``fork_command`` (optional)
+            runs the ``deepspeed`` command in a fork of this process, which has imported torch for it.
         active_resources: Slots by host, of the job.
 
     Raises:
@@ -76,23 +77,18 @@ class Autotuner:
         self._queue: TrialQueue | None = None
         self._profile: dict[str, Any] = {}
         self._started = time.monotonic()
-        self._fork: ForkCommand | None = None
+        self._fork: ForkCommand | None = getattr(args, "fork_command", None)
         self.seconds = 0.0
 
     # -- what programs call --------------------------------------------------------------------------------------
 
-    def tune(self, fork: ForkCommand | None = None) -> None:
+    def tune(self) -> None:
         """Plans all candidates, measures the best of them.
-
-        Args:
-            fork: Runs the ``deepspeed`` command in a fork of this process, which has imported torch for it; None: each
-                start of the script is a new program.
 
         Raises:
             AutotuningError: The script failed before anything could be planned, nothing fits, or all trials failed.
         """
         self._make_folders()
-        self._fork = fork
         queue = self._queue = self._planned()
         try:
             while (row := queue.next()) is not None:

@@ -2,7 +2,8 @@
 
 A command that starts a script several times, such as a search for a configuration, imports them once by
 :class:`ImportCache`. Its launchers and their ranks are then forks, each with the parent, session, files and environment
-that it would have as a program of its own. A rank that would differ from one in a fresh interpreter gets one.
+that it would have as a program of its own. A rank that would differ from one in a fresh interpreter gets one, also
+where that shows only when its script sets a variable that torch has read already.
 """
 
 from __future__ import annotations
@@ -21,24 +22,23 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from deepspeed.logging import set_default_log_level
+from deepspeed.logging import logger, set_default_log_level
 
 SWITCH = "DS_AUTOTUNING_FORK"
 """Variable of the user; 0: every start is a program of its own."""
 
 _IMPORTED = ("torch", "deepspeed.autotuning.feature", "deepspeed.engine.engine", "deepspeed.engine.initialize")
-_READ_AT_START = (
-    "PYTHON",
-    "LD_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "MALLOC_",
-    "TORCH",
-    "PYTORCH",
-    "DS_ACC",
+_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "DS_ACC")
+_OF_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_SIZE",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "COLUMNS",
 )
 
 
@@ -54,16 +54,16 @@ class ImportCache:
         They cannot where the program has imported torch before: it may have started threads, or use a device.
 
         Args:
-            variables: That ranks get, and that torch reads when it is imported, such as ``OMP_NUM_THREADS``.
+            variables: That ranks get, such as ``OMP_NUM_THREADS``, which torch reads when it is imported.
         """
-        if "torch" in sys.modules or not _can_fork():
+        if "torch" in sys.modules or _has_options() or not _can_fork():
             return False
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
             for name in _IMPORTED:
                 importlib.import_module(name)
-            self._environment = _start_environment(os.environ)
+            self._environment = _common_environment(os.environ)
         finally:
             for name, value in before.items():
                 if value is None:
@@ -81,12 +81,15 @@ class ImportCache:
             command: Program and arguments.
             environment: Of the program.
         """
-        if self._environment is None or self._environment != _start_environment(environment) or not _can_fork():
+        if self._environment is None or self._environment != _common_environment(environment) or not _can_fork():
             return False
         if tuple(command[:2]) != (sys.executable, "-u") or len(command) < 3 or not os.path.isfile(command[2]):
             return False
         # A script does not find a module beside it if another one of that name is loaded already.
-        return not any(name in sys.modules for name in _modules_beside(command[2]))
+        try:
+            return not any(name in sys.modules for name in _modules_beside(command[2]))
+        except OSError:  # the folder cannot be listed
+            return False
 
 
 IMPORTS = ImportCache()
@@ -94,6 +97,12 @@ IMPORTS = ImportCache()
 
 def _can_fork() -> bool:
     return hasattr(os, "fork") and threading.active_count() == 1
+
+
+def _has_options() -> bool:
+    """Returns whether this interpreter got options, such as -O, which an interpreter of a rank would not get."""
+    options = ("optimize", "safe_path", "isolated", "ignore_environment", "no_site", "no_user_site", "bytes_warning")
+    return any(getattr(sys.flags, name, 0) for name in options) or bool(sys.warnoptions or sys._xoptions)
 
 
 def _modules_beside(script: str) -> list[str]:
@@ -107,9 +116,13 @@ def _modules_beside(script: str) -> list[str]:
     return found
 
 
-def _start_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that an interpreter and its libraries read when they start."""
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
+def _common_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that are the same in all ranks of all starts; libraries may read them when they start."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_RANK and (name.startswith("DS_ACC") or not name.startswith(("DS_", "DEEPSPEED_")))
+    }
 
 
 def fork_rank(
@@ -142,6 +155,7 @@ def fork_rank(
         prepare()
         if _has_unusable_device():
             os.execve(command[0], list(command), environment)
+        _watch_environment(command, environment)
         code = _run_script(command)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -186,6 +200,44 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
+def _watch_environment(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Starts the script again in an interpreter if it changes a variable that the imported libraries have read.
+
+    Otherwise ``os.environ["OMP_NUM_THREADS"] = "4"`` before ``import torch`` had no effect, and the measured time would
+    be that of another number of threads. Libraries may set such variables for their children, and a script whose
+    process group is there has imported torch.
+    """
+    libraries = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
+    torch = sys.modules.get("torch")
+
+    def check(name: bytes, value: bytes | None) -> None:
+        text = os.fsdecode(name)
+        if not text.startswith(_READ_AT_IMPORT) or value == os.environb.get(name):
+            return
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+            frame = frame.f_back
+        caller = "" if frame is None else str(frame.f_globals.get("__name__"))
+        if caller.partition(".")[0] in libraries or (torch and torch.distributed.is_initialized()):
+            return
+        logger.info(f"{command[2]}: {caller} sets {text}, so the script starts again in an interpreter of its own")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.execve(command[0], list(command), environment)
+
+    put, unset = os.putenv, os.unsetenv
+
+    def putenv(name: Any, value: Any, /) -> None:
+        check(os.fsencode(name), os.fsencode(value))
+        put(name, value)
+
+    def unsetenv(name: Any, /) -> None:
+        check(os.fsencode(name), None)
+        unset(name)
+
+    os.putenv, os.unsetenv = putenv, unsetenv
+
+
 def _has_unusable_device() -> bool:
     """Returns whether a device was opened before the fork, so that this process could not use it."""
     torch = sys.modules.get("torch")
@@ -199,7 +251,9 @@ def _run_script(command: Sequence[str]) -> int:
     sys.path[0] = _folder_of(script)
     _open_unbuffered_streams()
     set_default_log_level()
-    if "numpy" in sys.modules:  # random seeds itself after a fork, and torch begins with a fixed seed
+    if "torch" in sys.modules:  # each process begins with another seed; Python's random sees to that itself
+        sys.modules["torch"].default_generator.seed()
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     module = types.ModuleType("__main__")
     path = os.path.abspath(script)

@@ -213,8 +213,9 @@ def _tune(args: argparse.Namespace, selected: RankSelection) -> int:
     """Looks for the fastest configuration of the script; with ``run``, trains with it."""
     from deepspeed.autotuning import Autotuner
 
+    args.fork_command = _fork_command if _imports_once(args, selected) else None
     tuner = Autotuner(args, selected.hosts)
-    tuner.tune(_fork_command if _imports_once(args, selected) else None)
+    tuner.tune()
     tuner.print_tuning_results()
     tuner.write_optimal_config()
     return tuner.run_after_tuning() if args.autotuning == "run" else 0
@@ -229,7 +230,7 @@ def _imports_once(args: argparse.Namespace, selected: RankSelection) -> bool:
         return False
     environment = {**read_environment_files(environment_file_name()), **os.environ}
     ranks = len(next(iter(selected.hosts.values())))
-    return IMPORTS.load(threads_per_rank(environment, usable_cores(), ranks))
+    return IMPORTS.load({**environment, **threads_per_rank(environment, usable_cores(), ranks)})
 
 
 def _fork_command(program: Sequence[str], environment: Mapping[str, str], output: tuple[int, int]) -> int:

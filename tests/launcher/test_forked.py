@@ -82,7 +82,39 @@ def test_what_a_fork_cannot_run_as_a_new_interpreter_would(tmp_path, monkeypatch
     assert cache.can_run(command, {**environment, "RANK": "1"})
     assert not cache.can_run(command, {**environment, "OMP_NUM_THREADS": "2"})  # torch has read it
     assert not cache.can_run(command, {**environment, "PYTHONPATH": "elsewhere"})
+    assert not cache.can_run(command, {**environment, "HF_HOME": "elsewhere"})  # any library may have read it
+    assert not cache.can_run(command, {**environment, "DS_ACCELERATOR": "cpu"})
+    assert cache.can_run(command, {**environment, "DS_RUN_ID": "1", "DEEPSPEED_ELASTIC_NOTES": "folder"})
     assert not cache.can_run([sys.executable, "-u", "-m", "train"], environment)
     assert not cache.can_run([str(script)], environment)
     (tmp_path / "json.py").write_text("")  # the script expects this one
     assert not cache.can_run(command, environment)
+
+
+@pytest.mark.parametrize("how", ["os.environ['OMP_NUM_THREADS'] = '3'", "import beside", "del os.environ['KMP_X']"])
+def test_a_script_that_sets_what_torch_has_read_starts_again_in_an_interpreter(how, tmp_path):
+    (tmp_path / "beside.py").write_text("import os\nos.environ.update(OMP_NUM_THREADS='3')\n")
+    show = "print('deepspeed.launcher.forked' in sys.modules, os.environ.get('OMP_NUM_THREADS'))"
+    (tmp_path / "script.py").write_text(f"import os, sys\nos.environ['OMP_NUM_THREADS'] = '1'\n{how}\n{show}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KMP_X": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", FORK, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"False {1 if 'KMP' in how else 3}\n"), done.stderr
+    name, caller = ("KMP_X" if "KMP" in how else "OMP_NUM_THREADS"), "beside" if "beside" in how else "__main__"
+    assert f"script.py: {caller} sets {name}, so the script starts again" in done.stderr
+
+
+def test_ranks_in_forks_begin_with_different_random_numbers(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), *torch.rand(1))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        f"import torch, numpy\n{FORK}\n{FORK}".replace("sys.exit", "print", 1),
+        "script.py",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    numbers = [word for word in done.stdout.replace("tensor(", "").replace(")", "").split() if "." in word]
+    assert len(set(numbers)) == len(numbers) == 6, done.stdout + done.stderr
