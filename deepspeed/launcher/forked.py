@@ -208,7 +208,7 @@ def _watch_environment(command: Sequence[str], environment: Mapping[str, str]) -
     process group is there has imported torch.
     """
     libraries = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
-    torch = sys.modules.get("torch")
+    comm = sys.modules.get("deepspeed.comm")
 
     def check(name: bytes, value: bytes | None) -> None:
         text = os.fsdecode(name)
@@ -218,7 +218,7 @@ def _watch_environment(command: Sequence[str], environment: Mapping[str, str]) -
         while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
             frame = frame.f_back
         caller = "" if frame is None else str(frame.f_globals.get("__name__"))
-        if caller.partition(".")[0] in libraries or (torch and torch.distributed.is_initialized()):
+        if caller.partition(".")[0] in libraries or (comm is not None and comm.is_initialized()):
             return
         logger.info(f"{command[2]}: {caller} sets {text}, so the script starts again in an interpreter of its own")
         for stream in (sys.stdout, sys.stderr):
