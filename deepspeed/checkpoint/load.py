@@ -413,9 +413,9 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
     """Goes to the saved position in the data. Random states belong to a rank: only where ranks stand as they stood."""
     if state.rank_state is None or state.mesh != run_state.mesh:
         position = state.model_states.get("data_position")
-        if position is not None and run_state.data_position() is not None:
-            run_state.dataloader.load_position(position)
-        elif run_state.sampler_state() is None and hasattr(run_state.dataloader, "load_state_dict"):
+        if position is not None and run_state.load_data_position(position):
+            return
+        if run_state.sampler_state() is None and hasattr(run_state.dataloader, "load_state_dict"):
             log_dist(
                 "load_checkpoint: the layout of ranks differs from that of the save, so the position in the "
                 "data is not restored: the order of this loader (a sampler of the program, a stream, or a "
@@ -426,8 +426,10 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
         return
     restore = getattr(run_state.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:
-        from deepspeed.data.loader import epoch_sampler_of  # only runs with a loader need it
+        from deepspeed.data.loader import begin_behind, divides_by_torch, epoch_sampler_of  # only loaders need it
 
+        if divides_by_torch(run_state.dataloader):
+            begin_behind(run_state.dataloader, state.rank_state.get("data_passed", 0))
         if "data_epoch" in state.rank_state and (sampler := epoch_sampler_of(run_state.dataloader)) is not None:
             sampler.set_epoch(state.rank_state["data_epoch"])
         restore(state.rank_state["data"])  # draws random numbers, so it comes first

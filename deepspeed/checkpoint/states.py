@@ -75,9 +75,10 @@ def rank_file(run_state: RunState) -> bytes:
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
-        from deepspeed.data.loader import epoch_sampler_of  # only runs with a loader need it
+        from deepspeed.data.loader import epoch_sampler_of, passed_before  # only runs with a loader need it
 
         state["data"] = position()
+        state["data_passed"] = passed_before(run_state.dataloader)
         # Loaders of other libraries save how many batches were given out, but not of which order.
         epoch = getattr(epoch_sampler_of(run_state.dataloader), "epoch", None)
         if isinstance(epoch, int):

@@ -261,18 +261,30 @@ class _SamplerSettings:
 
     def batches_after(self, dataset: Any, epoch: int, passed: int) -> list[list[int]]:
         """Returns the batches of a pass behind its first ``passed`` samples of all ranks."""
-        whole: DistributedSampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=self.shuffle)
-        whole.set_epoch(epoch)
-        order = list(whole)
-        rest = order[passed:]
-        lacking = -len(rest) % self.ranks
-        if lacking and self.drop_last:
-            rest = rest[: len(rest) - len(rest) % self.ranks]
-        elif lacking:
-            rest += (order * self.ranks)[:lacking]
-        mine = rest[self.rank :: self.ranks]
+        share: DistributedSampler = DistributedSampler(
+            dataset, num_replicas=self.ranks, rank=self.rank, shuffle=self.shuffle, drop_last=self.drop_last
+        )
+        share.set_epoch(epoch)
+        mine = _indices_after(share, passed)
         cut = len(mine) - len(mine) % self.batch_size if self.drop_last else len(mine)
         return [mine[at : at + self.batch_size] for at in range(0, cut, self.batch_size)]
+
+
+def _indices_after(share: DistributedSampler, passed: int) -> list[int]:
+    """Returns the indices of a rank in the present pass of ``share``, behind the first ``passed`` of all ranks."""
+    whole: DistributedSampler = DistributedSampler(
+        share.dataset, num_replicas=1, rank=0, shuffle=share.shuffle, seed=share.seed
+    )
+    whole.set_epoch(share.epoch)
+    order = list(whole)
+    rest = order[passed:]
+    ranks = share.num_replicas
+    lacking = -len(rest) % ranks
+    if lacking and share.drop_last:
+        rest = rest[: len(rest) - len(rest) % ranks]
+    elif lacking:
+        rest += (order * ranks)[:lacking]
+    return rest[share.rank :: ranks]
 
 
 class _ResumedSampler(Sampler):
@@ -303,6 +315,99 @@ class _ResumedSampler(Sampler):
 
     def __len__(self) -> int:
         return self._length
+
+
+class _RestOfPass(Sampler):
+    """The indices of ``share``; its first pass begins behind the first ``passed`` samples of all ranks.
+
+    Attributes:
+        share: The sampler that the loader was made with.
+        passed: Samples of all ranks before those that the present pass yields.
+    """
+
+    def __init__(self, share: DistributedSampler, passed: int) -> None:
+        self.share = share
+        self.passed = passed
+        self._was_read = False
+
+    def __iter__(self) -> Iterator[int]:
+        # A loader may make several iterators to begin a pass: only one that was read from ends it.
+        if self._was_read:
+            self.passed = 0
+        return self._walk()
+
+    def _walk(self) -> Iterator[int]:
+        self._was_read = True
+        yield from _indices_after(self.share, self.passed) if self.passed else self.share
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+
+def _inner_of(loader: Any) -> Any:
+    return loader.loader if isinstance(loader, RepeatingLoader) else loader
+
+
+def divides_by_torch(loader: Any) -> bool:
+    """Returns whether a stateful loader of another library has torch's ``DistributedSampler`` and batches of one size.
+
+    Then all ranks together have the order of the dataset's permutation, which is the same for any number of ranks.
+    A sampler with a state of its own (torchdata's ``StatefulDistributedSampler``) is left to its library.
+    """
+    inner = _inner_of(loader)
+    if not isinstance(inner, DataLoader) or not callable(getattr(inner, "load_state_dict", None)):
+        return False
+    batches, share = inner.batch_sampler, inner.sampler
+    if not isinstance(batches, BatchSampler) or type(share) is not DistributedSampler:
+        return False
+    return batches.sampler is share or isinstance(batches.sampler, _RestOfPass)
+
+
+def passed_before(loader: Any) -> int:
+    """Returns how many samples of all ranks precede the batches that a loader counts in the present pass."""
+    rest = getattr(getattr(_inner_of(loader), "batch_sampler", None), "sampler", None)
+    return rest.passed if isinstance(rest, _RestOfPass) else 0
+
+
+def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns where all ranks together stand, as :meth:`DeepSpeedDataLoader.position` does.
+
+    Args:
+        loader: One for which :func:`divides_by_torch` is true.
+        state: Its ``state_dict()``. That of torchdata's ``StatefulDataLoader`` has the number of batches given out; for
+            another one the result is None.
+    """
+    inner = _inner_of(loader)
+    if "_num_yielded" in state:
+        given = state["_num_yielded"]
+    elif "_steps_since_snapshot" in state:  # with worker processes
+        given = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+    else:
+        return None
+    share = inner.sampler
+    begun = share.epoch + 1
+    if state.get("_iterator_finished"):
+        return {"epoch": begun, "samples": None}
+    passed = passed_before(inner)
+    samples = passed + given * inner.batch_sampler.batch_size * share.num_replicas
+    # The last batch of a pass may be smaller.
+    return {"epoch": begun, "samples": min(samples, max(passed, len(share) * share.num_replicas))}
+
+
+def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:
+    """Goes to :func:`shared_position` of a run with any number of ranks and any batch size."""
+    inner = _inner_of(loader)
+    inner.sampler.set_epoch(position["epoch"] - 1)
+    inner.load_state_dict({})  # torchdata: begins anew, without an iterator made before
+    begin_behind(inner, position["samples"] or 0)
+    if isinstance(loader, RepeatingLoader):
+        loader.data_iter = iter(inner)
+
+
+def begin_behind(loader: Any, passed: int) -> None:
+    """Lets the next pass of a loader that :func:`divides_by_torch` begin behind ``passed`` samples of all ranks."""
+    inner = _inner_of(loader)
+    inner.batch_sampler.sampler = _RestOfPass(inner.sampler, passed) if passed else inner.sampler
 
 
 def is_map_style_dataset(dataset: Any) -> bool:
@@ -401,7 +506,7 @@ def epoch_sampler_of(loader: Any) -> Any:
     Args:
         loader: Of any library. The engine's own counts its passes itself and has none.
     """
-    inner = loader.loader if isinstance(loader, RepeatingLoader) else loader
+    inner = _inner_of(loader)
     batches = getattr(inner, "batch_sampler", None)
     for sampler in (getattr(inner, "sampler", None), batches, getattr(batches, "sampler", None)):
         if callable(getattr(sampler, "set_epoch", None)):
