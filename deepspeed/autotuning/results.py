@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -15,6 +17,7 @@ from deepspeed.autotuning.experiment import STAGE
 
 _WIDTH = 118
 _SHOWN = 12  # candidates that were not tried
+_LONGEST = 600  # characters of a reason
 
 
 def metric_of(name: str, row: CandidatePlan, seconds: float, samples: int) -> float:
@@ -103,11 +106,13 @@ def reason_of(folder: Path, code: int) -> str:
     for name in ("stderr.log", "stdout.log"):
         path = folder / name
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        found = [line for line in lines if _names_an_error(line)]
-        # The launcher's own sentence: a rank that was killed, a script that is not there.
-        found += [text for line in lines if (text := line.removeprefix("deepspeed: ")) != line]
+        found = [index for index, line in enumerate(lines) if _names_an_error(line)]
         if found:
-            return _short(found[0])
+            return _short(_message_at(lines, found[0]))
+        # The launcher's own sentence: a rank that was killed, a script that is not there.
+        sentences = [text for line in lines if (text := line.removeprefix("deepspeed: ")) != line]
+        if sentences:
+            return _short(sentences[0])
     return f"exit code {code}; see {folder / 'stderr.log'}"
 
 
@@ -116,6 +121,19 @@ def _names_an_error(line: str) -> bool:
     return len(words) == 1 and words[0].endswith(("Error", "Exception")) and ":" in line
 
 
-def _short(line: str) -> str:
-    text = line.split("] ", 1)[1] if line.startswith("[rank") and "] " in line else line
-    return text if len(text) <= 400 else f"{text[:400]}..."
+def _message_at(lines: Sequence[str], start: int) -> str:
+    """Returns the message of an exception, which may have several lines, as one line without the label of its rank."""
+    label = re.match(r"\[rank \d+\] ?|", lines[start])
+    assert label is not None, "the pattern matches an empty text"
+    words = []
+    for line in lines[start:]:
+        text = line.removeprefix(label[0].rstrip()).strip()
+        is_of_rank = line.startswith(label[0].rstrip()) and not line.startswith("deepspeed: ")
+        if not is_of_rank or not text or re.match(r"\[(\d\d:|rank)|Traceback ", text):
+            break
+        words.append(text)
+    return " ".join(words).rstrip(".")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -115,6 +115,14 @@ def test_an_exception_is_not_called_an_early_end(error, tmp_path, monkeypatch):
     assert reason_of(tmp_path, 1) == "ValueError: bad"
 
 
+@pytest.mark.parametrize("label", ["", "[rank 0] "])
+def test_an_error_of_several_lines_is_quoted_in_full(label, tmp_path):
+    lines = ["Traceback (most recent call last):", "ValueError: mismatch:", "- a=1 vs b=2", "Use 'auto'."]
+    text = "".join(f"{label}{line}\n" for line in lines)
+    (tmp_path / "stderr.log").write_text(f"{text}[rank 1] the same error\ndeepspeed: rank 0 failed first\n")
+    assert reason_of(tmp_path, 1) == "ValueError: mismatch: - a=1 vs b=2 Use 'auto'"
+
+
 def test_the_launchers_sentence_is_the_reason_where_no_rank_has_started(tmp_path):
     sentence = "none.py: no such script in /tmp; options must precede the script"
     (tmp_path / "stderr.log").write_text(f"deepspeed: {sentence}\ndeepspeed: exit code 1\n")
