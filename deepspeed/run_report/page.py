@@ -535,7 +535,7 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
         rows: Rank -> seconds of each step, None where it wrote none; equally long. Where there are more ranks or steps
             than the picture has rows and columns, a cell shows the largest of its values.
         label: What took the time.
-        most: Seconds from which on a cell is darkest.
+        most: Seconds from which on a cell has the strongest colour: dark on a light page, bright on a dark one.
         longest: The largest time, if it is longer.
     """
     ranks, columns = list(rows), max((len(values) for values in rows.values()), default=0)
@@ -558,8 +558,8 @@ def heat_map(rows: Mapping[int, Sequence[float | None]], label: str, most: float
         for line in range(0, lines, max(1, lines // 8))
     ]
     drawn = [f'<path class="h{level}" d="{"".join(found)}"/>' for level, found in enumerate(paths) if found]
-    darkest = f"{most * 1e3:,.1f} ms" + (f" and more (up to {longest * 1e3:,.1f} ms)" if longest > most else "")
-    title = f"<p class=map>{escape(label)}, ranks by steps; darkest: {darkest}</p>"
+    strongest = f"{most * 1e3:,.1f} ms" + (f" and more (up to {longest * 1e3:,.1f} ms)" if longest > most else "")
+    title = f"<p class=map>{escape(label)}, ranks by steps; strongest colour: {strongest}</p>"
     return title + _svg(lines * tall, label, [*drawn, *texts])
 
 

@@ -90,7 +90,7 @@ def test_a_long_step_is_a_moment_on_the_page(tmp_path):
     text = write_report(tmp_path).read_text()
     assert "step 5 took 9 s, 18 times the median: rank 0, outside the engine" in text
     assert "cut at 1.5: step 5" in text, "the other steps stay visible"
-    assert "outside the engine, ranks by steps; darkest: 300.0 ms and more (up to 8,600.0 ms)" in text
+    assert "outside the engine, ranks by steps; strongest colour: 300.0 ms and more (up to 8,600.0 ms)" in text
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path):
