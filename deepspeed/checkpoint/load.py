@@ -411,8 +411,8 @@ def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
 
 def _restore_position(run_state: RunState, state: TrainingState) -> None:
     """Goes to the saved position in the data. Random states belong to a rank: only where ranks stand as they stood."""
+    position = state.model_states.get("data_position")
     if state.rank_state is None or state.mesh != run_state.mesh:
-        position = state.model_states.get("data_position")
         if position is not None and run_state.load_data_position(position):
             return
         if run_state.sampler_state() is None and hasattr(run_state.dataloader, "load_state_dict"):
@@ -426,8 +426,13 @@ def _restore_position(run_state: RunState, state: TrainingState) -> None:
         return
     restore = getattr(run_state.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:
-        from deepspeed.data.loader import begin_behind, divides_by_torch, epoch_sampler_of  # only loaders need it
+        # Only runs with a loader need it.
+        from deepspeed.data.loader import begin_behind, divides_by_torch, epoch_sampler_of, has_other_batch_size
 
+        if position is not None and has_other_batch_size(run_state.dataloader, position):
+            run_state.load_data_position(position)
+            restore_random_state(state.rank_state["random"])
+            return
         if divides_by_torch(run_state.dataloader):
             begin_behind(run_state.dataloader, state.rank_state.get("data_passed", 0))
         if "data_epoch" in state.rank_state and (sampler := epoch_sampler_of(run_state.dataloader)) is not None:

@@ -388,10 +388,16 @@ def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | N
     begun = share.epoch + 1
     if state.get("_iterator_finished"):
         return {"epoch": begun, "samples": None}
-    passed = passed_before(inner)
-    samples = passed + given * inner.batch_sampler.batch_size * share.num_replicas
+    passed, size = passed_before(inner), inner.batch_sampler.batch_size
     # The last batch of a pass may be smaller.
-    return {"epoch": begun, "samples": min(samples, max(passed, len(share) * share.num_replicas))}
+    samples = min(passed + given * size * share.num_replicas, max(passed, len(share) * share.num_replicas))
+    return {"epoch": begun, "samples": samples, "batch_size": size}
+
+
+def has_other_batch_size(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Returns whether a :func:`shared_position` was saved with other batches, so that a count of them says nothing."""
+    size = position.get("batch_size")
+    return size is not None and divides_by_torch(loader) and _inner_of(loader).batch_sampler.batch_size != size
 
 
 def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:

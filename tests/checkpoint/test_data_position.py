@@ -339,17 +339,17 @@ def _stateful_of(library):
 STEPS, EACH = 12, 8  # updates, and samples in each
 
 
-def part_of_a_run(library, wrap, start, stop, folder):
+def part_of_a_run(library, wrap, start, stop, folder, micro_batches=1):
     """The samples of each update of all ranks; a pass has five updates."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     data = torch.arange(40.0).reshape(40, 1).expand(40, 2)
     sampler = DistributedSampler(data, ranks, rank, seed=3)
-    loader = _stateful_of(library)(data, batch_size=EACH // ranks, sampler=sampler)
+    loader = _stateful_of(library)(data, batch_size=EACH // ranks // micro_batches, sampler=sampler)
     engine = _engine_with(RepeatingLoader(loader) if wrap == "before" else loader)
     if start:
         engine.load_checkpoint(folder)
     batches = engine.training_dataloader if wrap == "before" else RepeatingLoader(loader)
-    found = [next(batches)[:, 0].int().tolist() for _ in range(start, stop)]
+    found = [sum((next(batches)[:, 0].int().tolist() for _ in range(micro_batches)), []) for _ in range(start, stop)]
     engine.save_checkpoint(folder)
     every = [None] * ranks
     dist.all_gather_object(every, found)
@@ -359,14 +359,15 @@ def part_of_a_run(library, wrap, start, stop, folder):
 @pytest.mark.parametrize("library", ["stand-in", "torchdata"])
 @pytest.mark.parametrize("wrap", ["before", "after"])
 def test_a_stateful_loader_over_torchs_sampler_continues_at_any_number_of_ranks(library, wrap, tmp_path):
-    """Also for the second and third time, at the number of ranks that has resumed, and at the end of a pass."""
+    """Also for the second and third time, with another micro-batch, and at the end of a pass."""
     if library == "torchdata":
         pytest.importorskip("torchdata")
     whole = run_ranks(part_of_a_run, 2, library, wrap, 0, STEPS, str(tmp_path / "whole"))[0]
     assert sorted(sum(whole[:5], [])) == list(range(40)) and whole[:5] != whole[5:10]
     found = []
-    for ranks, stop in ((2, 3), (1, 4), (1, 5), (2, 8), (2, STEPS)):
-        found += run_ranks(part_of_a_run, ranks, library, wrap, len(found), stop, str(tmp_path / "parts"))[0]
+    for ranks, stop, micro_batches in ((2, 3, 1), (1, 4, 1), (1, 5, 2), (2, 7, 1), (2, 8, 2), (1, STEPS, 1)):
+        folder = str(tmp_path / "parts")
+        found += run_ranks(part_of_a_run, ranks, library, wrap, len(found), stop, folder, micro_batches)[0]
     assert found == whole
 
 
@@ -374,7 +375,7 @@ def test_the_position_in_the_state_of_worker_processes_is_found_too():
     data = torch.arange(40.0)
     loader = Stateful(data, batch_size=3, sampler=DistributedSampler(data, 2, 0))
     state = {"_snapshot": {"_snapshot_step": 4}, "_steps_since_snapshot": 1}
-    assert shared_position(loader, state) == {"epoch": 1, "samples": 30}
+    assert shared_position(loader, state) == {"epoch": 1, "samples": 30, "batch_size": 3}
     assert shared_position(loader, {"_num_yielded": 7})["samples"] == 40  # the last batch is smaller
     assert shared_position(loader, {"_num_yielded": 7, "_iterator_finished": True}) == {"epoch": 1, "samples": None}
     assert shared_position(loader, {"given": 7}) is None
