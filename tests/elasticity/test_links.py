@@ -82,6 +82,32 @@ def held(owner: int, *generations: int, owners: tuple[int, ...] = (0, 1, 2), is_
     return [[[generation, 0], part, count] for generation in generations]
 
 
+def ready(epoch: int, held: list[Any], lost: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"kind": "ready", "epoch": epoch, "held": held, "join_requests": [], "lost": list(lost)}
+
+
+def test_a_ready_message_of_the_last_agreement_is_ignored(linked):
+    """Its sender has taken the plan since, and holds other copies."""
+    for number, each in enumerate(linked):
+        each.settle(each.members, number, epoch=1)
+    kill(linked[2])
+    assert linked[0].wait_for_loss(60) and linked[1].wait_for_loss(60)
+    linked[1].send(0, ready(0, held(1, 2)))
+    with pytest.raises(CommunicationError, match="still missing: rank 1"):
+        regroup(linked[0], held(0, 3, is_whole=True), patience=1.0, epoch=1)
+
+
+def test_a_ready_message_of_a_member_that_could_not_take_the_last_plan_counts(linked):
+    """It had lost a member of that plan already."""
+    linked[0].settle(linked[0].members, 0, epoch=1)
+    kill(linked[2])
+    assert linked[0].wait_for_loss(60) and linked[1].wait_for_loss(60)
+    linked[1].send(0, ready(0, held(1, 3, is_whole=True), lost=(2,)))
+    plan = regroup(linked[0], held(0, 3, is_whole=True), epoch=1)
+    assert [member.number for member in plan.members] == [0, 1]
+    assert plan.source == (3, 0)
+
+
 def test_the_end_of_a_process_is_seen_at_once(linked):
     seen: list[LostMember] = []
     linked[0].on_loss = seen.append

@@ -3,7 +3,8 @@
 The living member with the lowest number leads. Every member sends it a ready message with the copies of model states
 that it holds and the members that it has lost; the leader waits for all of them and sends a plan. Whenever a further
 member is lost, every member determines the leader again and sends its ready message again: so the death of a leader, or
-of several members at once, is no special case. A plan that names a lost member is ignored.
+of several members at once, is no special case. A plan that names a lost member is ignored, and so is a ready message
+from before its sender took the last plan: sent again late, it may arrive when that agreement is over.
 """
 
 from __future__ import annotations
@@ -171,6 +172,8 @@ class Regroup:
     def _take(self, sender: int, message: dict[str, Any]) -> JobPlan | None:
         kind = message.get("kind")
         if kind == "ready":
+            if self._is_stale(message):
+                return None
             self._ready[sender] = ReadyMember(int(message["epoch"]), message["held"], message["join_requests"])
             self._epochs = max(self._epochs, int(message["epoch"]))
             for number in message["lost"]:
@@ -183,6 +186,14 @@ class Regroup:
         elif kind == "failure":
             raise CommunicationError(str(message["text"]))
         return None
+
+    def _is_stale(self, message: dict[str, Any]) -> bool:
+        """Returns whether a ready message is from before its sender took the plan that this process took last.
+
+        A member that has not taken that plan has lost somebody whom it names, and lists that one.
+        """
+        planned = {member.number for member in self._links.members}
+        return int(message["epoch"]) < self._mine.epoch and not planned & set(message["lost"])
 
     def _accept(self, plan: JobPlan) -> None:
         mine = {join_key(m.to_json()): m.number for m in plan.members if m.number in plan.newcomers}
