@@ -311,7 +311,9 @@ def take_apart(engine: EngineBase) -> None:
     """
     parameters = list(engine.module.parameters())
     try:
-        engine.destroy()
+        # Not twice: after a failed rebuild, what an open step of the former engine has left would empty the parameters.
+        if not engine._train_step.is_destroyed:
+            engine.destroy()
     except (DeepSpeedError, RuntimeError) as error:  # what was in flight cannot arrive any more; all is freed anyway
         logger.log(logging.DEBUG, "elasticity: the former engine ended with %s", error)
     addresses = [address for parameter in parameters if (address := address_of(parameter)) is not None]

@@ -235,7 +235,7 @@ def test_kills_at_random_moments(tmp_path, stage, ranks, kills, seed):
         "kills": kills, "seed": seed,
     }  # fmt: skip
     result = run_job(tmp_path, ranks, arguments, replaces=True, timeout=280)
-    assert len(list(tmp_path.glob("kill-*"))) == kills
+    assert len(list(tmp_path.glob("kill-*"))) == kills, result.errors
     assert sum(code == 0 for code in result.codes.values()) >= 1, result.errors
     check(result, total, 2e-5)
 
@@ -407,7 +407,7 @@ def test_kills_at_random_moments_of_ranks_that_share_layers(tmp_path, stage, see
         "save": 10, "kills": kills, "seed": seed, "model": "awkward",
     }  # fmt: skip
     result = run_job(tmp_path, 6, arguments, replaces=True, timeout=280)
-    assert len(list(tmp_path.glob("kill-*"))) == kills
+    assert len(list(tmp_path.glob("kill-*"))) == kills, result.errors
     check(result, 5 * kills, 2e-5, kind="awkward")
 
 
@@ -434,5 +434,5 @@ def test_kills_at_random_moments_of_ranks_that_hold_experts(tmp_path, stage):
         "kills": kills, "seed": stage, "model": "experts",
     }  # fmt: skip
     result = run_job(tmp_path, 6, arguments, replaces=True, timeout=280)
-    assert len(list(tmp_path.glob("kill-*"))) == kills
+    assert len(list(tmp_path.glob("kill-*"))) == kills, result.errors
     check(result, 5 * kills, 2e-5, kind="experts")
