@@ -218,9 +218,7 @@ class AdamRule:
             step = _UNCORRECTED
         step_tensor = _step_tensor(step, device)
         beta1, beta2 = (_number(beta) for beta in group["betas"])
-        lr = group["lr"]
-        if not (isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"):
-            lr = _number(lr)
+        lr = _learning_rate(group, device)
         weight_decay, eps = float(group["weight_decay"]), float(group["eps"])
         maximize = bool(group.get("maximize", False))
 
@@ -265,9 +263,7 @@ class SGDRule:
             step: 1 for the first update; a scalar tensor only where it lives on an accelerator.
             device: Where the update runs.
         """
-        lr = group["lr"]
-        if not (isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"):
-            lr = _number(lr)
+        lr = _learning_rate(group, device)
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             torch._fused_sgd_(
@@ -380,6 +376,13 @@ class LionRule:
 
 def _number(value: float | Tensor) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def _learning_rate(group: dict[str, Any], device: torch.device) -> float | Tensor:
+    """Returns the rate for torch's fused kernels: a tensor only where it lives on the accelerator that updates."""
+    lr: float | Tensor = group["lr"]
+    is_there = isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"
+    return lr if is_there else _number(lr)
 
 
 def _step_tensor(step: float | Tensor, device: torch.device) -> Tensor:
