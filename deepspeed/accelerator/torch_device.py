@@ -176,7 +176,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return True if query is None else bool(query())
 
     def is_fp64_supported(self) -> bool:
-        """Returns what the device's properties say (some Intel GPUs have none); True if they do not show it."""
+        """Returns whether the device computes in fp64, by its properties (not so some Intel GPUs); True if unlisted."""
         return bool(getattr(self._call("get_device_properties"), "has_fp64", True))
 
     def lazy_call(self, fn: Callable[[], Any]) -> None:

@@ -34,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     from deepspeed.launcher import runner
 
-    own = _own_words(options)
+    own = _own_arguments(options)
     runner.main([*of_the_launcher, "--no_local_rank", "--module", "deepspeed.cli.bench", *own])
 
 
@@ -68,7 +68,7 @@ def _flags() -> list[str]:
     return [name for name in OPERATIONS if " " not in name]
 
 
-def _own_words(options: argparse.Namespace) -> list[str]:
+def _own_arguments(options: argparse.Namespace) -> list[str]:
     """The benchmark's part of a command line."""
     chosen = [f"--{name.replace('_', '-')}" for name in _flags() if getattr(options, name)]
     switches = [f"--{name}" for name in ("scan", "json") if getattr(options, name)]

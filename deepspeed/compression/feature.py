@@ -353,7 +353,7 @@ class compression_scheduler:  # noqa: N801 - a published name
             log_dist(pruned)
 
     def at(self, training_steps: int) -> None:
-        """Switches to what acts after so many updates, and logs what is new."""
+        """Applies the techniques that are active after ``training_steps`` updates, and logs those that begin."""
         if training_steps == self.training_steps:
             return
         self.training_steps = training_steps

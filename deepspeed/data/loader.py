@@ -22,7 +22,7 @@ class DeepSpeedDataLoader:
 
     A map-style dataset is divided by a :class:`~torch.utils.data.distributed.DistributedSampler`. An iterable dataset
     has no indices to divide, so every rank reads the stream as its ``__iter__`` gives it; a dataset that does not look
-    at the rank then feeds all ranks the same samples, of which a warning informs.
+    at the rank then feeds all ranks the same samples, which a warning reports.
 
     Args:
         dataset: A map-style dataset (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
@@ -395,7 +395,7 @@ def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def has_other_batch_size(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Returns whether a :func:`shared_position` was saved with other batches, so that a count of them says nothing."""
+    """Returns whether a :func:`shared_position` was saved with another batch size than the loader has."""
     size = position.get("batch_size")
     return size is not None and divides_by_torch(loader) and _inner_of(loader).batch_sampler.batch_size != size
 

@@ -271,7 +271,7 @@ _WRAPPED = ".random_ltd_layer"
 
 
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
-    """Lets every layer of one class drop tokens, by ``data_efficiency.data_routing.random_ltd``.
+    """Makes every layer of one class drop tokens, by ``data_efficiency.data_routing.random_ltd``.
 
     Before or after ``deepspeed.initialize``. Names of parameters, types and checkpoints stay as they are.
 

@@ -263,7 +263,7 @@ class RankCopyBuffer:
 
     @property
     def newest(self) -> CopyMemory:
-        """The memory of the newest complete copy, which must be there."""
+        """The memory of the newest complete copy. There must be one."""
         return max((m for m in self.memories if m.generation is not None), key=lambda m: m.generation or 0)
 
     @property
@@ -464,7 +464,7 @@ def copy_states(
 
 
 class BuddyLink:
-    """Lets the next rank of the ring of one job have the copies of this rank, and this rank those of the one before.
+    """Gives the copies of each rank of one job to the next rank of the ring, its buddy.
 
     A buddy on the same host opens the memory, and sees every copy in it without a message. A rank makes its copy over
     the one before the last, which no rank needs: it has the message of all ranks on the update, which each gave when it

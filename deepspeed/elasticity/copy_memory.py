@@ -1,4 +1,4 @@
-"""Host memory of copies, which another process of the same host can open: its end does not take it away.
+"""Host memory of copies that other processes of the host can open. It outlives the process that made it.
 
 The memory describes itself: a header has the generation of the copy in it, so that a process which has it open sees
 what lies there without any message.

@@ -225,7 +225,7 @@ def restore(
     kept = held.of_key(key)
     mine = {copy.owner: copy for copy in kept}
     tables: list[_CopyTable] = gather_objects(
-        transport, _own_words(kept, number, transport.rank), label="listing copies"
+        transport, _table_of_own_copies(kept, number, transport.rank), label="listing copies"
     )
     layout = next((each.layout for each in tables if each.layout is not None), None)
     if layout is None:
@@ -266,7 +266,7 @@ def restore(
     return came
 
 
-def _own_words(kept: list[StateCopy], number: int, rank: int) -> _CopyTable:
+def _table_of_own_copies(kept: list[StateCopy], number: int, rank: int) -> _CopyTable:
     copies = [CopyOnRank(rank, copy.owner, copy.runs, copy.small, copy.owner == number) for copy in kept]
     return _CopyTable(kept[0].layout if kept else None, copies)
 

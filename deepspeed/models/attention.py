@@ -44,7 +44,7 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
         name: Of the implementation.
         attention: Gets ``(layer, query, key, value, mask, **more)``; returns the result and probabilities or None.
         mask: Gets keyword arguments; returns what ``attention`` gets as its mask.
-        what: Names in messages what it is for.
+        what: Its purpose, for messages.
 
     Raises:
         DeepSpeedConfigError: The model's class does not use the registries.

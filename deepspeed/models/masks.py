@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _COVERED_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
-"""Makers of parts that mean the same as position ids and the padding mask."""
+"""Functions of Transformers whose masks position ids and the padding mask express too."""
 
 
 @dataclass(frozen=True)

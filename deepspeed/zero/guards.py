@@ -20,7 +20,10 @@ from deepspeed.zero.tiling.parts import has_part
 
 
 def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:
-    """Makes a model with sharded parameters log what its state dict contains, and refuse to load one."""
+    """Registers hooks on a model with sharded parameters.
+
+    ``state_dict`` logs that it holds placeholders, ``load_state_dict`` raises.
+    """
     for module in model.modules():
         mark_module(module)
     handles = [model.register_state_dict_post_hook(_note_placeholders)]
@@ -38,7 +41,7 @@ def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _
 
 
 def guard_parts(model: nn.Module) -> list[RemovableHandle]:
-    """Makes a model of whose parameters this rank has a part log that its state dict is that part."""
+    """Registers a hook on a model that is cut over ranks: ``state_dict`` logs that it holds this rank's part."""
     if not any(has_part(p) and describe(name, p).group != DATA for name, p in model.named_parameters()):
         return []
     return [model.register_state_dict_post_hook(_note_parts)]

@@ -3,8 +3,8 @@
 Weights are named inside their layer; in the model, layer 3's are ``3.<name>`` and those of tied layers
 ``tied_modules.<key>.<name>``. Each stage with a tied layer has its masters and moments, which are equal.
 
-Tensor-parallel ranks have files of their own for each layer and stage; how their slices fit together is what the
-checkpoint has of them (:mod:`deepspeed.checkpoint.upstream.slices`).
+Tensor-parallel ranks have files of their own for each layer and stage. The checkpoint describes how their slices fit
+together (:mod:`deepspeed.checkpoint.upstream.slices`).
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class MessageQueue:
         return number
 
     def _keep_all(self, peer: int) -> bool:
-        """Keeps what is there of a rank; whether it can send more (whoever needs one that has gone will find out)."""
+        """Stores all messages of a rank that have arrived; returns False if its connection has ended."""
         connection = self._connections[peer]
         while True:
             try:

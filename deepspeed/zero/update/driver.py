@@ -419,7 +419,7 @@ class StepAgreement:
 
 
 def _number_of_order(groups: Groups) -> int:
-    """Separates the ranks that gather in one order from those that gather in another: the first of them, in the job."""
+    """Returns a number that ranks share if they must gather in one order: the rank in the job of the first of them."""
     first = groups.gathering.ranks[:1]
     return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
 

@@ -1,4 +1,4 @@
-"""The published patterns written once more, entry by entry, and dense attention under a mask: both slow and plain."""
+"""References: the published patterns computed entry by entry, and dense attention under a mask."""
 
 from __future__ import annotations
 

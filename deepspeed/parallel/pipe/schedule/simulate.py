@@ -1,4 +1,4 @@
-"""Runs a schedule in thought: proves that it is live, complete and in order, and computes when everything happens.
+"""Simulates a schedule: proves that it is free of deadlock, complete and in order, and computes all start times.
 
 The ranks run the very instructions that the engine gets. A receive waits for its message; a send never waits, or, with
 bounded channels, waits until the receiver has taken an earlier message.
