@@ -88,33 +88,19 @@ class RunState:
 
     def data_position(self) -> dict[str, Any] | None:
         """Returns the position of all ranks in the data, if it holds for any number of ranks; else None."""
-        position = getattr(self.dataloader, "position", None)
-        if callable(position):
-            return position()
-        if not callable(getattr(self.dataloader, "state_dict", None)):
+        if self.dataloader is None:
             return None
-        from deepspeed.data.loader import divides_by_torch, shared_position  # only runs with a loader need it
+        from deepspeed.data.loader import position_of  # only runs with a loader need it
 
-        if not divides_by_torch(self.dataloader):
-            return None
-        return shared_position(self.dataloader, self.dataloader.state_dict())
+        return position_of(self.dataloader)
 
     def load_data_position(self, position: dict[str, Any]) -> bool:
         """Goes to :meth:`data_position` of any number of ranks; returns whether this loader can."""
-        load_position = getattr(self.dataloader, "load_position", None)
-        if callable(load_position):
-            if self.data_position() is None:
-                return False
-            load_position(position)
-            return True
-        if not callable(getattr(self.dataloader, "load_state_dict", None)):
+        if self.dataloader is None:
             return False
-        from deepspeed.data.loader import divides_by_torch, load_shared_position
+        from deepspeed.data.loader import go_to_position
 
-        if not divides_by_torch(self.dataloader):
-            return False
-        load_shared_position(self.dataloader, position)
-        return True
+        return go_to_position(self.dataloader, position)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers by name, each tensor once."""

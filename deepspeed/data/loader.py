@@ -394,6 +394,29 @@ def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | N
     return {"epoch": begun, "samples": samples, "batch_size": size}
 
 
+def position_of(loader: Any) -> dict[str, Any] | None:
+    """Returns where all ranks together stand in a loader of any library, if that holds for any number of ranks."""
+    position = getattr(loader, "position", None)
+    if callable(position):  # the engine's own
+        own: dict[str, Any] | None = position()
+        return own
+    return shared_position(loader, loader.state_dict()) if divides_by_torch(loader) else None
+
+
+def go_to_position(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Goes to a :func:`position_of` of any number of ranks; returns whether this loader can."""
+    load_position = getattr(loader, "load_position", None)
+    if callable(load_position):
+        can_load = position_of(loader) is not None
+        if can_load:
+            load_position(position)
+        return can_load
+    can_load = divides_by_torch(loader)
+    if can_load:
+        load_shared_position(loader, position)
+    return can_load
+
+
 def has_other_batch_size(loader: Any, position: Mapping[str, Any]) -> bool:
     """Returns whether a :func:`shared_position` was saved with another batch size than the loader has."""
     size = position.get("batch_size")
