@@ -171,7 +171,7 @@ class StepMemory:
 
     @property
     def _has_chunks_in_turn(self) -> bool:
-        """True where all backwards of a chunk come before those of the chunk before it, whose gradients do not exist.
+        """Whether a chunk ends its backwards before the previous one begins its own, which has no gradients until then.
 
         Interleaved schedules are so while all micro-batches go through a chunk in one group. FSDP makes gradients in
         the first backward; others have buffers for them.
@@ -206,7 +206,7 @@ class StepMemory:
     def _backwards_of_chunks(
         self, number: int, share: StageState, gradients: float, moments: Sequence[dict[str, float]]
     ) -> list[dict[str, float]]:
-        """Returns the parts while each chunk's backwards begin: the last one's moments are given.
+        """Returns the memory by part when each chunk begins its backwards; that of the last one is given.
 
         Args:
             number: Of the stage.

@@ -1,6 +1,6 @@
 """Counts the operations, parameters and time of a forward pass, module by module.
 
-``counting`` has what an operation costs, ``profile`` collects it by module, ``report`` writes it down, ``profiler``
+``counting`` computes what operations cost, ``profile`` collects it by module, ``report`` writes it down, ``profiler``
 is the public class.
 """
 
