@@ -6,6 +6,7 @@ for micro-batches of a pipeline's stages, and for waits for other ranks.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
 PATTERN = "rank-*.trace.json"
+_NO_LOG_LINES = "6"  # above every level of kineto, the library below torch's profiler
 
 
 class TraceRecorder(StepTracker):
@@ -42,6 +44,8 @@ class TraceRecorder(StepTracker):
                 f"trace.path={str(folder)!r}: expected a folder that rank {rank} can make, found: {error.strerror}. "
                 "Change the path or its permissions"
             ) from error
+        if rank > 0:  # torch's profiler announces every start and stop on stderr: once per job is enough
+            os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG_LINES)
         self._path = folder / f"rank-{rank:05d}.trace.json"
         self._first, self._last = first_step, first_step + steps - 1
         self._profile: Any = None

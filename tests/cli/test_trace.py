@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -112,6 +114,17 @@ def test_a_range_that_an_exception_left_ends_with_its_step(tmp_path):
     times = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"}
     assert times["step 1"][0] <= times["forward"][0] <= times["backward"][0]
     assert times["backward"][1] <= times["forward"][1] <= times["step 1"][1]
+
+
+def test_only_rank_0_lets_the_profiler_print(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from deepspeed.profiling.step_trace import TraceRecorder; "
+        "TraceRecorder(Path(sys.argv[1]), int(sys.argv[2]), 1, 1).close()"
+    )
+    for rank in (0, 1):
+        command = [sys.executable, "-c", program, str(tmp_path), str(rank)]
+        printed = subprocess.run(command, stderr=subprocess.PIPE, check=True, text=True).stderr
+        assert ("Profiler" in printed) == (rank == 0), printed
 
 
 def _train(folder):
