@@ -16,18 +16,19 @@ OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/t
 # One thread per process: ranks and test workers share the cores. Bytecode is kept whatever the environment says, because
 # several hundred processes import the package, and without it each compiles it again.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# Ranks of one test wait for each other much of the time, so as many tests run at once as there are cores, but each keeps
-# up to four ranks in memory. `make test AT_ONCE=1` runs one after the other.
-AT_ONCE = logical
-PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n $(AT_ONCE) --maxprocesses 4 --dist worksteal)
+# Tests wait part of their time: for time limits, for ranks that end. One more of them than there are cores runs at once,
+# which fills these pauses, but at most four, because each keeps up to four ranks in memory. `make test AT_ONCE=1` runs
+# one after the other.
+AT_ONCE = $(shell $(BIN)/python -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n $(AT_ONCE) --dist worksteal)
 
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
 
 RAY_VENV := .venv-ray
 
-.PHONY: help quickstart generate test test-all test-older-transformers test-ray lint check-tree docs docs-check install \
-  clean
+.PHONY: help quickstart generate test default-tests test-all test-older-transformers test-ray lint style types check-tree \
+  docs docs-check install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
@@ -47,7 +48,11 @@ quickstart: $(VENV)/.for-quickstart
 generate: $(VENV)/.for-quickstart
 	$(BIN)/python examples/quickstart/generate.py
 
-test: lint
+# mypy takes a core for a minute where it has no cache, so it runs beside the tests.
+test: style
+	@$(MAKE) --no-print-directory -j 2 LATER=--later types default-tests
+
+default-tests: $(VENV)/.for-tests
 	$(PYTEST)
 
 test-all: lint
@@ -64,9 +69,14 @@ test-ray: $(RAY_VENV)/.ready
 	$(TEST_ENV) DS_ACCELERATOR=cpu $(RAY_VENV)/bin/python -m pytest -m "" tests/ecosystem/ray
 
 lint: $(VENV)/.for-tests
+	@$(MAKE) --no-print-directory style types
+
+style: $(VENV)/.for-tests
 	$(STEP) "ruff check" $(BIN)/ruff check .
 	$(STEP) "ruff format --check" $(BIN)/ruff format --check .
-	$(STEP) "mypy" $(BIN)/mypy
+
+types: $(VENV)/.for-tests
+	$(STEP) $(LATER) "mypy" $(BIN)/mypy
 
 check-tree: $(VENV)/.for-tests
 	@$(TEST_ENV) .ci/quietly "layers and files" $(BIN)/python -m pytest -q tests/project/test_imports.py tests/project/test_tree.py

@@ -39,6 +39,17 @@ def test_all_of_it_on_request():
     assert (done.returncode, done.stdout) == (0, "making a thing\nmuch\n")
 
 
+def test_a_step_beside_another_program_is_written_with_its_result():
+    beside = '"$0" --later "making a thing" sh -c "$1" & sleep 0.05; echo from the other; wait $!'
+    for script, status in (("sleep 0.2; echo much", 0), ("sleep 0.2; echo much; exit 3", 3)):
+        command = ["sh", "-c", beside, QUIETLY, script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "VERBOSE": ""})
+        assert done.returncode == status
+        shown = [line for line in done.stdout.splitlines() if line]
+        assert shown[0] == "from the other" and shown[1].startswith("making a thing ... ")
+        assert shown[2:] == ["much"] * (status != 0)
+
+
 def test_whatever_make_sets_up_is_such_a_step():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     loud = [
