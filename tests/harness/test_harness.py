@@ -259,7 +259,8 @@ def _one_raises_one_hangs():
     _sleep_here()
 
 
-def test_peers_of_a_failed_rank_get_a_short_grace():
+def test_peers_of_a_failed_rank_get_a_short_grace(monkeypatch):
+    monkeypatch.setattr(pool, "PEER_LIMIT", 2.0)
     with pytest.raises(RanksFailed, match="left early") as caught:
         run_ranks(_one_raises_one_hangs, 2, timeout=100)
     assert caught.value.first.rank == 0

@@ -184,6 +184,7 @@ def _parted(first: str) -> None:
     label = ("the tokens of a", "the tokens of b")[transport.rank]
     with pytest.raises(DivergenceError, match="rank 0 exchanges the tokens of a .*rank 1 exchanges the tokens of b"):
         _exchange(transport, (2, 2), label)
+    transport.watch._patience = 0.0
     with pytest.raises((CommunicationError, DivergenceError)):
         _exchange(transport, (2, 2), "what is broken stays broken")
 
@@ -199,6 +200,7 @@ def _miscounted() -> None:
         with pytest.raises(DivergenceError, match="rank 0 exchanges.* expects 16 bytes of it where 12 come"):
             _exchange(transport, (2, 4), "tokens")
     else:
+        transport.watch._patience = 0.0
         with pytest.raises((DivergenceError, CommunicationError)):
             _exchange(transport, (3, 2), "tokens")
             _exchange(transport, (3, 2), "tokens")
@@ -254,6 +256,7 @@ def _sees_file_limit() -> None:
             _exchange(transport, (1 << 20, 2), "tokens")
         transport._host.close()  # as its end does
     else:
+        transport.watch._patience = 0.0
         with pytest.raises(CommunicationError, match="waiting for tokens failed"):
             _exchange(transport, (2, 1 << 20), "tokens")
 
@@ -266,6 +269,7 @@ def _too_late() -> None:
     """A wait ends at the time limit of the group, as gloo's would."""
     transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     _exchange(transport, (2, 2), "what both do")
+    transport.watch._patience = 0.0
     if transport.rank == 0:
         with pytest.raises(CommunicationError, match="rank 1 of the group sent nothing within the group's time limit"):
             _exchange(transport, (2, 2), "tokens")
@@ -497,11 +501,13 @@ def test_ranks_that_part_are_named():
 
 def _other_layers() -> None:
     """Sums of one size but of different things: gloo would have added them."""
-    sums = same_host_sums(Job.current().axis_of().transport())
+    transport = Job.current().axis_of().transport()
+    sums = same_host_sums(transport)
     mine = ("the output of a", "the output of b")[dist.get_rank()]
     text = "rank 0 sums the output of a .3 elements.*; rank 1 sums the output of b"
     with pytest.raises(DivergenceError, match=text):
         sums.start(torch.ones(3), mine).wait()
+    transport.watch._patience = 0.0
     with pytest.raises(CommunicationError, match="closed after an earlier failure"):
         sums.start(torch.ones(3), "the output of c").wait()
 
@@ -511,7 +517,9 @@ def test_sums_of_different_things_are_named():
 
 
 def _one_ends() -> None:
-    sums = same_host_sums(Job.current().axis_of().transport())
+    transport = Job.current().axis_of().transport()
+    sums = same_host_sums(transport)
+    transport.watch._patience = 0.0
     started = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(CommunicationError, match="waiting for the output of a failed; a peer has probably died"):

@@ -27,13 +27,14 @@ def _closed() -> str:
     transport.all_gather(flat, key=transport.next_move(), label="the first").wait()
     watched = Job.current().watched.of()
     assert watched is not None
+    transport.watch._patience = 0.0
     if dist.get_rank() == 1:
         _abort(watched)
-    time.sleep(1.0)
+    time.sleep(0.2)
     works = [transport.all_gather(flat, key=transport.next_move(), label=f"number {i}") for i in range(3)]
     with pytest.raises(CommunicationError) as raised:
         works[0].wait()
-    time.sleep(1.0)
+    time.sleep(0.2)
     return str(raised.value)
 
 
