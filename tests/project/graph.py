@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deepspeed"
+
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,24 @@ def path_of(module: str) -> Path:
 @cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(path_of(module).read_text(encoding="utf-8"))
+
+
+@cache
+def _by_type(tree: ast.AST) -> dict[type[ast.AST], list[ast.AST]]:
+    found: dict[type[ast.AST], list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        found.setdefault(type(node), []).append(node)
+    return found
+
+
+def nodes_of(source: str | ast.AST, *types: type[Node]) -> Iterator[Node]:
+    """Yields the nodes of these types in a module or a tree, one type after the other.
+
+    Walking through all modules takes seconds, so each is walked through once.
+    """
+    found = _by_type(tree_of(source) if isinstance(source, str) else source)
+    for kind in types:
+        yield from found.get(kind, ())  # type: ignore[misc]
 
 
 @cache

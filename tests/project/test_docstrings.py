@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 
-from tests.project.graph import modules, tree_of
+from tests.project.graph import modules, nodes_of, tree_of
 
 SHAPES = 0.95  # share of the functions that take tensors and say a shape
 RAISES = 0.98  # share of the functions that raise and say so
@@ -32,7 +33,7 @@ class Function:
     node: ast.FunctionDef
     place: str
 
-    @property
+    @cached_property
     def docstring(self) -> str:
         return ast.get_docstring(self.node) or ""
 
@@ -57,6 +58,7 @@ def _own(node: ast.AST, kind: type) -> Iterator:
         yield from _own(child, kind)
 
 
+@cache
 def functions() -> list[Function]:
     """All public functions of the package and methods of public classes."""
     return [found for module in modules() for found in _functions_in(tree_of(module).body, module)]
@@ -92,11 +94,11 @@ def test_docstrings_name_errors():
 
 def test_no_docstring_begins_in_the_middle_of_a_sentence():
     """Of private functions and classes too: ``Of the elements.`` leaves out what it speaks of."""
-    nodes = ((module, node) for module in modules() for node in ast.walk(tree_of(module)))
     found = [
         f"{module}:{node.lineno} {node.name}"
-        for module, node in nodes
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and _FRAGMENT.match(ast.get_docstring(node) or "")
+        for module in modules()
+        for node in nodes_of(module, ast.ClassDef, ast.FunctionDef)
+        if _FRAGMENT.match(ast.get_docstring(node) or "")
     ]
     assert not found, f"say in a whole sentence what these are or do:\n{chr(10).join(found)}"
 

@@ -50,7 +50,7 @@ def _marks() -> set[str]:
     """Returns the names in class attributes called as the mark is, and in calls of ``mark``."""
     found: set[str] = set()
     for module in graph.modules():
-        for node in ast.walk(graph.tree_of(module)):
+        for node in graph.nodes_of(module, ast.Assign, ast.Call):
             if isinstance(node, ast.Assign) and any(ast.unparse(target) == MARK for target in node.targets):
                 names: ast.AST = node.value
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "mark":

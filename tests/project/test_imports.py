@@ -69,8 +69,8 @@ def test_only_two_packages_import_torch_distributed():
     for module in graph.modules():
         if _part(module) in MAY_IMPORT_TORCH_DISTRIBUTED:
             continue
-        for node in ast.walk(graph.tree_of(module)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        for node in graph.nodes_of(module, ast.Attribute):
+            if node.attr == "distributed" and ast.unparse(node) == "torch.distributed":
                 wrong.append(f"{graph.path_of(module)}:{node.lineno} uses torch.distributed")
     assert not wrong, "torch.distributed outside deepspeed/comm and deepspeed/parallel:\n" + "\n".join(wrong)
 
@@ -79,8 +79,8 @@ def test_nothing_prints():
     wrong = [
         f"{graph.path_of(module)}:{node.lineno}"
         for module in graph.modules()
-        for node in ast.walk(graph.tree_of(module))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "pprint")
+        for node in graph.nodes_of(module, ast.Call)
+        if isinstance(node.func, ast.Name) and node.func.id in ("print", "pprint")
     ]
     assert not wrong, "use deepspeed.logging or a rich Console instead of print:\n" + "\n".join(wrong)
 

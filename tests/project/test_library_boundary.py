@@ -35,7 +35,8 @@ ALLOWED = {
 
 def _named(module: str) -> Iterator[tuple[str, int]]:
     """Yields private names, imports and module names of the library in a module, with their lines."""
-    for node in ast.walk(graph.tree_of(module)):
+    kinds = (ast.Attribute, ast.keyword, ast.Constant, ast.Import, ast.ImportFrom)
+    for node in graph.nodes_of(module, *kinds):
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
             yield node.attr, node.lineno
         elif isinstance(node, ast.keyword) and node.arg in PRIVATE:

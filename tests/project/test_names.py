@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.project.graph import ROOT, modules, path_of, tree_of
+from tests.project.graph import ROOT, modules, nodes_of, path_of
 
 # Names that still occur twice. The list only shrinks: a test fails when a name in it has become unique.
 DOUBLED: frozenset[str] = frozenset()
@@ -36,10 +36,9 @@ def classes() -> list[ClassDef]:
     found = []
     for module in modules():
         path = path_of(module).relative_to(ROOT)
-        for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.ClassDef):
-                bases = tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases)
-                found.append(ClassDef(node.name, bases, f"{path}:{node.lineno}"))
+        for node in nodes_of(module, ast.ClassDef):
+            bases = tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases)
+            found.append(ClassDef(node.name, bases, f"{path}:{node.lineno}"))
     return found
 
 

@@ -52,14 +52,14 @@ def _dotted(node: ast.AST) -> list[str]:
     return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else []
 
 
-def _library_names(tree: ast.Module) -> dict[str, str]:
+def _library_names(module: str) -> dict[str, str]:
     """Local name -> dotted name, for what a module imports from the libraries."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in graph.nodes_of(module, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             for one in node.names:
                 found[one.asname or one.name.partition(".")[0]] = one.name if one.asname else one.name.partition(".")[0]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             found.update({one.asname or one.name: f"{node.module}.{one.name}" for one in node.names})
     return {name: target for name, target in found.items() if target.partition(".")[0] in LIBRARIES}
 
@@ -75,23 +75,26 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
         yield from node.args[:1]
 
 
-def _found_in(module: str) -> Iterator[str]:
-    """Yields the patches and private names in a module, as the page spells them."""
-    tree = graph.tree_of(module)
-    names = _library_names(tree)
+@cache
+def _found_in(module: str) -> frozenset[str]:
+    """Returns the patches and private names in a module, as the page spells them."""
+    return frozenset(_search(module))
+
+
+def _search(module: str) -> Iterator[str]:
+    names = _library_names(module)
 
     def full(node: ast.AST) -> str:
         parts = _dotted(node)
         return ".".join([names[parts[0]], *parts[1:]]) if parts and parts[0] in names else ""
 
-    private = [full(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)] + list(names.values())
+    found = {full(node) for node in graph.nodes_of(module, ast.Attribute)} | set(names.values())
+    private = {name for name in found if any(part.startswith("_") and part[:2] != "__" for part in name.split("."))}
     for name in private:
-        parts = name.split(".")
-        is_private = any(part.startswith("_") and not part.startswith("__") for part in parts)
         is_whole = not any(other.startswith(f"{name}.") for other in private)
-        if is_private and is_whole and not any(fnmatchcase(name, pattern) for pattern in NO_PATCH):
+        if is_whole and not any(fnmatchcase(name, pattern) for pattern in NO_PATCH):
             yield name
-    for node in ast.walk(tree):
+    for node in graph.nodes_of(module, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Call):
         for target in _targets(node):
             if isinstance(target, ast.Attribute) and target.attr in ("forward", "__class__"):
                 yield target.attr
@@ -107,7 +110,7 @@ def test_every_patch_and_private_name_has_a_reason():
     missing = [
         f"{module}: {name}"
         for module in graph.modules()
-        for name in set(_found_in(module))
+        for name in _found_in(module)
         if not any(fnmatchcase(name, pattern) for pattern in _rows().get(module, ()))
     ]
     assert not missing, f"ask for a public way, or give the reason in {PAGE.name}:\n" + "\n".join(sorted(missing))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.project.graph import modules, path_of, tree_of
+from tests.project.graph import modules, nodes_of, path_of, tree_of
 
 FILE = 600  # lines
 FUNCTION = 80  # lines, with its docstring
@@ -20,8 +20,8 @@ def test_functions_are_short():
     long = {
         f"{module}.{node.name}": node.end_lineno - node.lineno + 1
         for module in modules()
-        for node in ast.walk(tree_of(module))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+        for node in nodes_of(module, ast.FunctionDef, ast.AsyncFunctionDef)
+        if node.end_lineno is not None
         if node.end_lineno - node.lineno >= FUNCTION
     }
     assert not long, f"divide these by what they do: {long}"

@@ -28,7 +28,7 @@ from typing import Any
 import deepspeed
 from deepspeed.import_paths import MODULES, PATHS
 from deepspeed.release import VERSION
-from tests.project.graph import ROOT, tree_of
+from tests.project.graph import ROOT, nodes_of
 
 HERE = Path(__file__).parent
 SCHEMA = ROOT / "docs" / "reference" / "ds_config.schema.json"
@@ -193,8 +193,8 @@ def _options() -> Iterator[str]:
     for command, place in COMMANDS.items():
         prefix = f"deepspeed.{place}"
         for module in _modules_below(prefix):
-            for node in ast.walk(tree_of(module)):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            for node in nodes_of(module, ast.Call):
+                if isinstance(node.func, ast.Attribute):
                     if node.func.attr == "add_argument":
                         for word in node.args:
                             if isinstance(word, ast.Constant) and str(word.value).startswith("--"):

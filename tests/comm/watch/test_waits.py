@@ -186,12 +186,12 @@ def test_nobody_else_waits_inside_torch():
     for module in graph.modules():
         if module.removeprefix("deepspeed.") in SUPERVISED:
             continue
-        for node in ast.walk(graph.tree_of(module)):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        for node in graph.nodes_of(module, ast.Call):
+            if not isinstance(node.func, ast.Attribute) or node.func.attr not in BLOCKING:
                 continue
             owner = ast.unparse(node.func.value)
             starts = any(keyword.arg == "async_op" for keyword in node.keywords)
-            if owner in ("dist", "torch_dist", "torch.distributed") and node.func.attr in BLOCKING and not starts:
+            if owner in ("dist", "torch_dist", "torch.distributed") and not starts:
                 wrong.append(f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}")
     assert not wrong, "use deepspeed.comm's, which are watched:\n" + "\n".join(wrong)
 
@@ -212,16 +212,16 @@ NO_TRANSPORT = {
 COLLECTIVES = BLOCKING - SETTING_UP
 
 
-def _collectives_used(tree: ast.AST) -> Iterator[ast.expr]:
+def _collectives_used(source: str | ast.AST) -> Iterator[ast.expr]:
     """Yields where ``deepspeed.comm``'s form of a collective is named, as its attribute or imported from it."""
     imported = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("deepspeed.comm", "deepspeed.comm.collectives")
+        for node in graph.nodes_of(source, ast.ImportFrom)
+        if node.module in ("deepspeed.comm", "deepspeed.comm.collectives")
         for alias in node.names
         if alias.name in COLLECTIVES
     }
-    for node in ast.walk(tree):
+    for node in graph.nodes_of(source, ast.Name, ast.Attribute):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
             if ast.unparse(node.value) in ("comm", "deepspeed.comm", "collectives"):
                 yield node
@@ -235,7 +235,7 @@ def test_a_training_exchanges_through_transports():
         f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}"
         for module in graph.modules()
         if module.removeprefix("deepspeed.") not in NO_TRANSPORT
-        for node in _collectives_used(graph.tree_of(module))
+        for node in _collectives_used(module)
     ]
     assert not wrong, "use a transport (deepspeed.comm.job.job.transport_along):\n" + "\n".join(wrong)
 
