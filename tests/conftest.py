@@ -15,12 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from tests.harness import programs, shut_down
+from tests.harness import programs, scheduling, shut_down
 
 # The same examples in every run, so that a change is judged by what it changes; `make test-all` draws new ones.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Before a process is started, since all of them inherit it.
+scheduling.interrupt_nobody()
 
 _deselected: Counter[str] = Counter()
 

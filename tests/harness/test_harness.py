@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from tests.harness import (
     RankDied,
     RanksFailed,
     RanksTimedOut,
     assert_states_equal,
-    event_loops,
     fork_server,
     on_first_rank,
     pool,
@@ -183,11 +181,19 @@ def _raise_on_rank(rank):
     dist.barrier()
 
 
-def test_a_thread_that_ended_since_it_was_listed_does_not_fail_the_start_of_a_group(monkeypatch):
-    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", lambda: "group")
-    monkeypatch.setattr(event_loops, "threads", lambda: [Path("/proc/self/task/0")])
-    event_loops.lower_priority()
-    assert distributed_c10d._new_process_group_helper() == "group"
+def _policies_of_threads():
+    dist.all_reduce(torch.ones(1))
+    tasks = list(Path("/proc/self/task").iterdir())
+    names = {(task / "comm").read_text().strip() for task in tasks}
+    return names, {os.sched_getscheduler(int(task.name)) for task in tasks}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the policy is Linux's")
+@pytest.mark.parametrize("fresh", [False, "interpreter"])
+def test_no_thread_of_a_rank_interrupts_others_when_it_wakes_up(fresh):
+    for names, policies in run_ranks(_policies_of_threads, 2, fresh=fresh):
+        assert "gloo_tcp_loop" in names
+        assert policies == {os.SCHED_BATCH}
 
 
 def test_an_exception_shows_every_rank_the_first_failure_on_top():

@@ -63,11 +63,9 @@ def serve(connection_descriptor: int, stacks_descriptor: int) -> None:
 
     import torch
 
-    from tests.harness import event_loops
     from tests.harness.state import ProcessState
 
     torch.set_num_threads(1)
-    event_loops.lower_priority()
     state = ProcessState()
     state.restore()  # whatever it imports counts as starting up
     state.collect()
