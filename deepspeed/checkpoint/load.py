@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.checkpoint_engine import CheckpointEngine, StateDictFile
 from deepspeed.checkpoint.consolidate import full_tensors
+from deepspeed.checkpoint.data_position import DataPlan, plan_of, restore_position
 from deepspeed.checkpoint.directory import Format, FoundCheckpoint, find, what_exists
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.fill import WeightFiller, load_buffers
@@ -25,7 +26,7 @@ from deepspeed.checkpoint.reader import CheckpointReader, FileReader
 from deepspeed.checkpoint.roster import names_elsewhere
 from deepspeed.checkpoint.run_state import COUNTERS, RunState
 from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
-from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects, restore_random_state
+from deepspeed.checkpoint.states import ENGINE_KEYS, merge_objects
 from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
@@ -94,6 +95,7 @@ class _LoadPlan:
     buffers: dict[str, str]
     private: PrivateFiller
     schedule: dict[str, Any] | None
+    data: DataPlan
     notes: list[str] = field(default_factory=list)
 
 
@@ -118,12 +120,14 @@ def load(run_state: RunState, options: LoadOptions, exchange: Exchange) -> LoadR
         prepared = _on_all(
             exchange, doing, lambda: _prepare(run_state, options, found, exchange.rank, elsewhere, trained, stack)
         )
-        for note in dict.fromkeys(note for notes in exchange.gather(prepared.notes, doing) for note in notes):
+        everyones = exchange.gather((prepared.notes, prepared.data), doing)
+        for note in dict.fromkeys(note for notes, _ in everyones for note in notes):
             log_dist(f"{doing}: {note}", level=WARNING)
         if prepared.optimizer is not None:
             prepared.optimizer.cut_runs()
         try:
-            loaded = _on_all(exchange, doing, lambda: _apply(run_state, options, found, prepared))
+            data = [plan for _, plan in everyones]
+            loaded = _on_all(exchange, doing, lambda: _apply(run_state, options, found, prepared, data, exchange.rank))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine again"
@@ -310,7 +314,8 @@ def _prepare(
     source.check(wanted)
     private = PrivateFiller(run_state, source, state, rank, wanted=optimizer is not None)
     notes += private.notes
-    return _LoadPlan(source, state, weights, optimizer, buffers, private, _schedule(run_state, state, matches), notes)
+    schedule, data = _schedule(run_state, state, matches), plan_of(run_state, state)
+    return _LoadPlan(source, state, weights, optimizer, buffers, private, schedule, data, notes)
 
 
 def _schedule(
@@ -363,7 +368,14 @@ def _loads_scheduler(run_state: RunState, options: LoadOptions, state: TrainingS
     return wanted and state.lr_scheduler is not None and hasattr(run_state.lr_scheduler, "load_state_dict")
 
 
-def _apply(run_state: RunState, options: LoadOptions, found: FoundCheckpoint, prepared: _LoadPlan) -> LoadResult:
+def _apply(
+    run_state: RunState,
+    options: LoadOptions,
+    found: FoundCheckpoint,
+    prepared: _LoadPlan,
+    data: list[DataPlan],
+    rank: int,
+) -> LoadResult:
     """Copies everything on this rank. No communication."""
     state = prepared.state
     prepared.weights.fill()
@@ -376,7 +388,7 @@ def _apply(run_state: RunState, options: LoadOptions, found: FoundCheckpoint, pr
     if prepared.optimizer is not None:
         prepared.optimizer.fill()
         _restore_schedules(run_state, state)
-        _restore_position(run_state, state)
+        restore_position(run_state, state, data, rank)
     if loads_scheduler:
         run_state.lr_scheduler.load_state_dict(prepared.schedule)
         has_rates = prepared.optimizer is not None and any("lr" in group for group in state.param_groups)
@@ -407,38 +419,6 @@ def _restore_schedules(run_state: RunState, state: TrainingState) -> None:
         run_state.token_schedule.load_state_dict(tokens)
     if run_state.compression is not None:
         run_state.compression.load_state_dict(state.model_states.get("quantization_pace"))
-
-
-def _restore_position(run_state: RunState, state: TrainingState) -> None:
-    """Goes to the saved position in the data. Random states belong to a rank: only where ranks stand as they stood."""
-    position = state.model_states.get("data_position")
-    if state.rank_state is None or state.mesh != run_state.mesh:
-        if position is not None and run_state.load_data_position(position):
-            return
-        if run_state.sampler_state() is None and hasattr(run_state.dataloader, "load_state_dict"):
-            log_dist(
-                "load_checkpoint: the layout of ranks differs from that of the save, so the position in the "
-                "data is not restored: the order of this loader (a sampler of the program, a stream, or a "
-                "loader of another library) depends on the number of ranks. The data start from the "
-                "beginning; skip the samples that were used, or resume on the same layout of ranks",
-                level=WARNING,
-            )
-        return
-    restore = getattr(run_state.dataloader, "load_state_dict", None)
-    if callable(restore) and "data" in state.rank_state:
-        # Only runs with a loader need it.
-        from deepspeed.data.loader import begin_behind, divides_by_torch, epoch_sampler_of, has_other_batch_size
-
-        if position is not None and has_other_batch_size(run_state.dataloader, position):
-            run_state.load_data_position(position)
-            restore_random_state(state.rank_state["random"])
-            return
-        if divides_by_torch(run_state.dataloader):
-            begin_behind(run_state.dataloader, state.rank_state.get("data_passed", 0))
-        if "data_epoch" in state.rank_state and (sampler := epoch_sampler_of(run_state.dataloader)) is not None:
-            sampler.set_epoch(state.rank_state["data_epoch"])
-        restore(state.rank_state["data"])  # draws random numbers, so it comes first
-    restore_random_state(state.rank_state["random"])
 
 
 def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> TrainingState:

@@ -90,17 +90,9 @@ class RunState:
         """Returns the position of all ranks in the data, if it holds for any number of ranks; else None."""
         if self.dataloader is None:
             return None
-        from deepspeed.data.loader import position_of  # only runs with a loader need it
+        from deepspeed.data.positions import position_of  # only runs with a loader need it
 
         return position_of(self.dataloader)
-
-    def load_data_position(self, position: dict[str, Any]) -> bool:
-        """Goes to :meth:`data_position` of any number of ranks; returns whether this loader can."""
-        if self.dataloader is None:
-            return False
-        from deepspeed.data.loader import go_to_position
-
-        return go_to_position(self.dataloader, position)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers by name, each tensor once."""

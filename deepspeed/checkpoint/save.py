@@ -173,26 +173,28 @@ class Saver:
         schedule = run_state.schedule_state()
         has_own_groups = not run_state.is_one_part  # else they are those of rank 0
 
-        def mine() -> tuple[list[Any], RankGroups | None]:
+        def mine() -> tuple[list[Any], RankGroups | None, dict[str, Any] | None]:
             nonlocal collected
             collected = collect(
                 run_state.runtime, run_state.torch_optimizer, listed.numbers, exclude_frozen=options.exclude_frozen
             )
-            return collected.scalars, RankGroups.of(run_state.torch_optimizer, schedule) if has_own_groups else None
+            groups = RankGroups.of(run_state.torch_optimizer, schedule) if has_own_groups else None
+            return collected.scalars, groups, run_state.data_position()
 
         gathered_states = exchange.together("collecting what to save", mine)
-        scalars = [entry for entries, _ in gathered_states for entry in entries]
+        scalars = [entry for entries, _, _ in gathered_states for entry in entries]
+        position = states.position_of_all([position for _, _, position in gathered_states])
         assert collected is not None
         buffers = [(name, buffer) for name, buffer in run_state.buffers().items() if name in listed.buffers]
 
         def small() -> dict[str, bytes]:
             if exchange.rank != 0:
                 return {}
-            by_rank = [(rank, groups) for rank, (_, groups) in enumerate(gathered_states) if groups is not None]
+            by_rank = [(rank, groups) for rank, (_, groups, _) in enumerate(gathered_states) if groups is not None]
             by_rank = by_rank or [(0, RankGroups.of(run_state.torch_optimizer, schedule))]
             named = [(g, listed.group_names(rank, len(g.hyperparameters))) for rank, g in by_rank]
             merged = merge_groups(named, schedule)
-            return states.shared_files(run_state, listed, options.client_state, scalars, merged)
+            return states.shared_files(run_state, listed, options.client_state, scalars, merged, position)
 
         made: list[dict[str, bytes]] = []
         exchange.together("collecting what to save", lambda: made.append(small()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -44,6 +44,7 @@ def shared_files(
     client_state: dict[str, Any],
     scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
     merged: MergedGroups,
+    position: dict[str, Any] | None,
 ) -> dict[str, bytes]:
     """Content by file name of everything small that rank 0 writes for all.
 
@@ -53,8 +54,9 @@ def shared_files(
         client_state: The caller's state.
         scalars: Optimizer states that are no per-element tensors, of all ranks.
         merged: Param groups and learning-rate schedule of all ranks.
+        position: :func:`position_of_all` ranks in the data.
     """
-    top = {**_model_states(run_state, listed, merged), **client_state}
+    top = {**_model_states(run_state, listed, merged), "data_position": position, **client_state}
     kept, refused = restricted.split(top)
     training, odd = restricted.split(_training(run_state, listed, scalars, merged))
     files = {
@@ -70,15 +72,31 @@ def shared_files(
     return files
 
 
+def position_of_all(positions: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Returns the position in the data for any number of ranks, out of those of all ranks; None if there is none.
+
+    If the samplers of two ranks order the samples differently, the checksum of the order becomes None, which no order
+    has.
+    """
+    first = positions[0]
+    if first is None or "order" not in first:
+        return first
+    is_shared = all(other is None or other.get("order") == first["order"] for other in positions)
+    return first if is_shared else {**first, "order": {**first["order"], "checksum": None}}
+
+
 def rank_file(run_state: RunState) -> bytes:
     """Content of this rank's own small file."""
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
-        from deepspeed.data.loader import epoch_sampler_of, passed_before  # only runs with a loader need it
+        # Only runs with a loader need them.
+        from deepspeed.data.loader import epoch_sampler_of
+        from deepspeed.data.positions import is_counted_without_its_sampler, passed_before
 
         state["data"] = position()
         state["data_passed"] = passed_before(run_state.dataloader)
+        state["data_is_rest"] = is_counted_without_its_sampler(run_state.dataloader)
         # Loaders of other libraries save how many batches were given out, but not of which order.
         epoch = getattr(epoch_sampler_of(run_state.dataloader), "epoch", None)
         if isinstance(epoch, int):
@@ -159,7 +177,6 @@ def _model_states(run_state: RunState, listed: Roster, merged: MergedGroups) -> 
         "shared_params": {alias: name for alias, name in listed.aliases.items() if name not in buffers},
         "lr_scheduler": merged.schedule,
         "data_sampler": run_state.sampler_state(),
-        "data_position": run_state.data_position(),
         "random_ltd": run_state.token_schedule.state_dict() if run_state.token_schedule is not None else None,
         "quantization_pace": run_state.compression.state_dict() if run_state.compression is not None else None,
         "skipped_steps": run_state.counters["skipped_steps"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from deepspeed.data.orders import indices_after, order_of
 from deepspeed.logging import warn_once
 
 _STATE = ("state_dict", "position", "sampler_state")
@@ -80,9 +80,8 @@ class DeepSpeedDataLoader:
         self._is_resumed = False
         self._passed = 0  # samples of this pass, over all ranks, before the first batch that is counted in _given
         drop_last = drop_last or dataloader_drop_last
+        self._drop_last = drop_last
         ranks, rank = data_parallel_world_size or 1, data_parallel_rank or 0
-        self._share = _SamplerSettings(ranks, rank, batch_size, shuffle, drop_last)
-        self._has_own_order = data_sampler is None and not is_iterable_style_dataset(dataset)
         self._options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_local_io_workers or 0,
@@ -136,7 +135,7 @@ class DeepSpeedDataLoader:
             self._given_before = self.data_sampler.micro_batches  # type: ignore[union-attr]
         self._given, self._passed = skip, passed
         if (skip or passed) and self.data_sampler is not None:
-            batches = self._share.batches_after(self.dataset, self.epoch - 1, passed) if passed else None
+            batches = self._batches_after(passed) if passed else None
             rest = _ResumedSampler(self.dataloader.batch_sampler if batches is None else batches, skip)
             self._iterator = iter(DataLoader(self.dataset, batch_sampler=rest, **self._options))
             rest.pass_over()
@@ -144,6 +143,19 @@ class DeepSpeedDataLoader:
         self._iterator = iter(self.dataloader)
         for _ in range(skip):  # a stream has no indices to pass over
             next(self._iterator, None)
+
+    def _batches_after(self, passed: int) -> list[list[int]]:
+        """Returns the batches of the present pass behind its first ``passed`` samples of all ranks."""
+        sampler, size = self._shared_sampler, self.batch_size
+        assert sampler is not None
+        mine = indices_after(sampler, passed)
+        cut = len(mine) - len(mine) % size if self._drop_last else len(mine)
+        return [mine[at : at + size] for at in range(0, cut, size)]
+
+    @property
+    def _shared_sampler(self) -> DistributedSampler | None:
+        """The sampler, if its ranks share one order of samples."""
+        return self.data_sampler if isinstance(self.data_sampler, DistributedSampler) else None
 
     @property
     def _has_own_state(self) -> bool:
@@ -167,20 +179,23 @@ class DeepSpeedDataLoader:
         """Returns where the loader stands: the pass, and how many of its batches were given out."""
         if self._has_own_state:  # which all ranks share
             return {"epoch": self.epoch, "given": None, "random": None}
-        own = {"passed": self._passed, "batch_size": self.batch_size} if self._has_own_order else {}
-        return {"epoch": self.epoch, "given": self._given, "random": self._random, **own}
+        shared = {"passed": self._passed, "batch_size": self.batch_size} if self._shared_sampler is not None else {}
+        return {"epoch": self.epoch, "given": self._given, "random": self._random, **shared}
 
     def position(self) -> dict[str, Any] | None:
         """Returns where all ranks together stand: the pass, and how many of its samples were given out.
 
-        Only the default sampler's order is the same for any number of ranks and any batch size; with another one, or a
-        stream, the result is None. ``samples`` is None between two passes.
+        Only the order of a ``DistributedSampler``, which is the default, is the same for any number of ranks and any
+        batch size; with another sampler, or a stream, the result is None. ``samples`` is None between two passes;
+        ``order`` is that of :func:`~deepspeed.data.orders.order_of`.
         """
-        if not self._has_own_order:
+        sampler = self._shared_sampler
+        if sampler is None:
             return None
-        if self._given is None:
-            return {"epoch": self.epoch, "samples": None}
-        return {"epoch": self.epoch, "samples": self._passed + self._given * self.batch_size * self._share.ranks}
+        samples = None
+        if self._given is not None:
+            samples = self._passed + self._given * self.batch_size * sampler.num_replicas
+        return {"epoch": self.epoch, "samples": samples, **order_of(sampler)}
 
     def load_position(self, position: dict[str, Any]) -> None:
         """Goes to :meth:`position` of a run with any number of ranks and any batch size.
@@ -188,7 +203,7 @@ class DeepSpeedDataLoader:
         The remaining samples of the pass come in the order in which they would have come, divided among these ranks.
         """
         self.epoch, self._iterator, self._given, self._is_resumed = position["epoch"], None, None, False
-        if not self._has_own_order or position["samples"] is None:
+        if self._shared_sampler is None or position["samples"] is None:
             return
         self.epoch -= 1
         self._begin_pass(skip=0, passed=position["samples"])
@@ -208,8 +223,8 @@ class DeepSpeedDataLoader:
             return
         passed = state_dict.get("passed", 0)
         size = state_dict.get("batch_size", self.batch_size)
-        if size != self.batch_size:
-            passed += self._given * size * self._share.ranks
+        if size != self.batch_size and self._shared_sampler is not None:
+            passed += self._given * size * self._shared_sampler.num_replicas
             self.load_position({"epoch": self.epoch, "samples": passed})
             return
         present = torch.get_rng_state()
@@ -241,52 +256,6 @@ class DeepSpeedDataLoader:
         return batch
 
 
-@dataclass(frozen=True)
-class _SamplerSettings:
-    """The share of one rank in the order of a default sampler.
-
-    Attributes:
-        ranks: Data-parallel ranks.
-        rank: This one.
-        batch_size: Samples of a batch.
-        shuffle: Whether the order is shuffled.
-        drop_last: Whether samples that do not fill a batch on every rank are left out.
-    """
-
-    ranks: int
-    rank: int
-    batch_size: int
-    shuffle: bool
-    drop_last: bool
-
-    def batches_after(self, dataset: Any, epoch: int, passed: int) -> list[list[int]]:
-        """Returns the batches of a pass behind its first ``passed`` samples of all ranks."""
-        share: DistributedSampler = DistributedSampler(
-            dataset, num_replicas=self.ranks, rank=self.rank, shuffle=self.shuffle, drop_last=self.drop_last
-        )
-        share.set_epoch(epoch)
-        mine = _indices_after(share, passed)
-        cut = len(mine) - len(mine) % self.batch_size if self.drop_last else len(mine)
-        return [mine[at : at + self.batch_size] for at in range(0, cut, self.batch_size)]
-
-
-def _indices_after(share: DistributedSampler, passed: int) -> list[int]:
-    """Returns the indices of a rank in the present pass of ``share``, behind the first ``passed`` of all ranks."""
-    whole: DistributedSampler = DistributedSampler(
-        share.dataset, num_replicas=1, rank=0, shuffle=share.shuffle, seed=share.seed
-    )
-    whole.set_epoch(share.epoch)
-    order = list(whole)
-    rest = order[passed:]
-    ranks = share.num_replicas
-    lacking = -len(rest) % ranks
-    if lacking and share.drop_last:
-        rest = rest[: len(rest) - len(rest) % ranks]
-    elif lacking:
-        rest += (order * ranks)[:lacking]
-    return rest[share.rank :: ranks]
-
-
 class _ResumedSampler(Sampler):
     """The batches of ``batches`` from number ``skip`` on."""
 
@@ -315,128 +284,6 @@ class _ResumedSampler(Sampler):
 
     def __len__(self) -> int:
         return self._length
-
-
-class _RestOfPass(Sampler):
-    """The indices of ``share``; its first pass begins behind the first ``passed`` samples of all ranks.
-
-    Attributes:
-        share: The sampler that the loader was made with.
-        passed: Samples of all ranks before those that the present pass yields.
-    """
-
-    def __init__(self, share: DistributedSampler, passed: int) -> None:
-        self.share = share
-        self.passed = passed
-        self._was_read = False
-
-    def __iter__(self) -> Iterator[int]:
-        # A loader may make several iterators to begin a pass: only one that was read from ends it.
-        if self._was_read:
-            self.passed = 0
-        return self._walk()
-
-    def _walk(self) -> Iterator[int]:
-        self._was_read = True
-        yield from _indices_after(self.share, self.passed) if self.passed else self.share
-
-    def __len__(self) -> int:
-        return len(self.share)
-
-
-def _inner_of(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, RepeatingLoader) else loader
-
-
-def divides_by_torch(loader: Any) -> bool:
-    """Returns whether a stateful loader of another library has torch's ``DistributedSampler`` and batches of one size.
-
-    Then all ranks together have the order of the dataset's permutation, which is the same for any number of ranks.
-    A sampler with a state of its own (torchdata's ``StatefulDistributedSampler``) is left to its library.
-    """
-    inner = _inner_of(loader)
-    if not isinstance(inner, DataLoader) or not callable(getattr(inner, "load_state_dict", None)):
-        return False
-    batches, share = inner.batch_sampler, inner.sampler
-    if not isinstance(batches, BatchSampler) or type(share) is not DistributedSampler:
-        return False
-    return batches.sampler is share or isinstance(batches.sampler, _RestOfPass)
-
-
-def passed_before(loader: Any) -> int:
-    """Returns how many samples of all ranks precede the batches that a loader counts in the present pass."""
-    rest = getattr(getattr(_inner_of(loader), "batch_sampler", None), "sampler", None)
-    return rest.passed if isinstance(rest, _RestOfPass) else 0
-
-
-def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns where all ranks together stand, as :meth:`DeepSpeedDataLoader.position` does.
-
-    Args:
-        loader: One for which :func:`divides_by_torch` is true.
-        state: Its ``state_dict()``. That of torchdata's ``StatefulDataLoader`` has the number of batches given out; for
-            another one the result is None.
-    """
-    inner = _inner_of(loader)
-    if "_num_yielded" in state:
-        given = state["_num_yielded"]
-    elif "_steps_since_snapshot" in state:  # with worker processes
-        given = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
-    else:
-        return None
-    share = inner.sampler
-    begun = share.epoch + 1
-    if state.get("_iterator_finished"):
-        return {"epoch": begun, "samples": None}
-    passed, size = passed_before(inner), inner.batch_sampler.batch_size
-    # The last batch of a pass may be smaller.
-    samples = min(passed + given * size * share.num_replicas, max(passed, len(share) * share.num_replicas))
-    return {"epoch": begun, "samples": samples, "batch_size": size}
-
-
-def position_of(loader: Any) -> dict[str, Any] | None:
-    """Returns where all ranks together stand in a loader of any library, if that holds for any number of ranks."""
-    position = getattr(loader, "position", None)
-    if callable(position):  # the engine's own
-        own: dict[str, Any] | None = position()
-        return own
-    return shared_position(loader, loader.state_dict()) if divides_by_torch(loader) else None
-
-
-def go_to_position(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Goes to a :func:`position_of` of any number of ranks; returns whether this loader can."""
-    load_position = getattr(loader, "load_position", None)
-    if callable(load_position):
-        can_load = position_of(loader) is not None
-        if can_load:
-            load_position(position)
-        return can_load
-    can_load = divides_by_torch(loader)
-    if can_load:
-        load_shared_position(loader, position)
-    return can_load
-
-
-def has_other_batch_size(loader: Any, position: Mapping[str, Any]) -> bool:
-    """Returns whether a :func:`shared_position` was saved with another batch size than the loader has."""
-    size = position.get("batch_size")
-    return size is not None and divides_by_torch(loader) and _inner_of(loader).batch_sampler.batch_size != size
-
-
-def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:
-    """Goes to :func:`shared_position` of a run with any number of ranks and any batch size."""
-    inner = _inner_of(loader)
-    inner.sampler.set_epoch(position["epoch"] - 1)
-    inner.load_state_dict({})  # torchdata: begins anew, without an iterator made before
-    begin_behind(inner, position["samples"] or 0)
-    if isinstance(loader, RepeatingLoader):
-        loader.data_iter = iter(inner)
-
-
-def begin_behind(loader: Any, passed: int) -> None:
-    """Lets the next pass of a loader that :func:`divides_by_torch` begin behind ``passed`` samples of all ranks."""
-    inner = _inner_of(loader)
-    inner.batch_sampler.sampler = _RestOfPass(inner.sampler, passed) if passed else inner.sampler
 
 
 def is_map_style_dataset(dataset: Any) -> bool:
@@ -529,13 +376,18 @@ class RepeatingLoader:
         self.data_iter = iter(self.loader)
 
 
+def inner_of(loader: Any) -> Any:
+    """Returns the loader inside a :class:`RepeatingLoader`, and any other loader itself."""
+    return loader.loader if isinstance(loader, RepeatingLoader) else loader
+
+
 def epoch_sampler_of(loader: Any) -> Any:
     """Returns the sampler of a loader whose order depends on an epoch (``set_epoch``), or None.
 
     Args:
         loader: Of any library. The engine's own counts its passes itself and has none.
     """
-    inner = _inner_of(loader)
+    inner = inner_of(loader)
     batches = getattr(inner, "batch_sampler", None)
     for sampler in (getattr(inner, "sampler", None), batches, getattr(batches, "sampler", None)):
         if callable(getattr(sampler, "set_epoch", None)):

@@ -145,12 +145,12 @@ class EngineCheckpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads what any number of ranks saved at any stage. Every rank must call it.
 
-        The position in the data of the engine's own loader, and of a ``StatefulDataLoader`` of torchdata over torch's
-        ``DistributedSampler``, is restored on any number of ranks: the samples that are left of a pass come in the
-        order in which they would have come. Random states, and the position of a loader with another sampler or over a
-        stream, are restored only where as many ranks save and load. Buffers become those of rank 0 on every rank, also
-        where ranks had values of their own (running statistics of batch norm), as they do in ``initialize``. Gradients
-        of micro-batches since the last update are dropped, and accumulation begins again.
+        The position in the data of the engine's own loader, and of a ``StatefulDataLoader`` of torchdata, is restored
+        on any number of ranks, if its sampler is a ``DistributedSampler`` or derived from one: the samples that are
+        left of a pass come in the order in which they would have come. Random states, and the position of a loader with
+        another sampler or over a stream, are restored only where as many ranks save and load. Buffers become those of
+        rank 0 on every rank, also where ranks had values of their own (running statistics of batch norm), as they do in
+        ``initialize``. Gradients of micro-batches since the last update are dropped, and accumulation begins again.
 
         Args:
             load_dir: Folder of checkpoints.

@@ -6,14 +6,12 @@ from logging.handlers import BufferingHandler
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import deepspeed
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed.data.loader import divides_by_torch, shared_position
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
 
@@ -301,92 +299,3 @@ def test_between_two_passes_the_next_one_begins():
 def test_a_sampler_of_the_program_has_no_position_for_other_numbers_of_ranks():
     loader = DeepSpeedDataLoader(Noisy(), 2, data_sampler=RandomSampler(Noisy()))
     assert loader.position() is None and DeepSpeedDataLoader(Stream(), 2).position() is None
-
-
-class Stateful(DataLoader):
-    """Saves what torchdata's ``StatefulDataLoader`` saves in one process: how many batches were given out."""
-
-    _given, _skip = 0, 0
-
-    def __iter__(self):
-        iter(self.batch_sampler.sampler)  # torchdata makes iterators that it does not read
-        self._given, self._skip = self._skip, 0
-        return self._batches(super().__iter__())
-
-    def _batches(self, batches):
-        for _ in range(self._given):
-            next(batches)
-        for batch in batches:
-            self._given += 1
-            yield batch
-        self._given = 0
-
-    def state_dict(self):
-        return {"_num_yielded": self._given}
-
-    def load_state_dict(self, state):
-        self._skip = state.get("_num_yielded", 0)
-
-
-def _stateful_of(library):
-    if library == "torchdata":
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader
-    return Stateful
-
-
-STEPS, EACH = 12, 8  # updates, and samples in each
-
-
-def part_of_a_run(library, wrap, start, stop, folder, micro_batches=1):
-    """The samples of each update of all ranks; a pass has five updates."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    data = torch.arange(40.0).reshape(40, 1).expand(40, 2)
-    sampler = DistributedSampler(data, ranks, rank, seed=3)
-    loader = _stateful_of(library)(data, batch_size=EACH // ranks // micro_batches, sampler=sampler)
-    engine = _engine_with(RepeatingLoader(loader) if wrap == "before" else loader)
-    if start:
-        engine.load_checkpoint(folder)
-    batches = engine.training_dataloader if wrap == "before" else RepeatingLoader(loader)
-    found = [sum((next(batches)[:, 0].int().tolist() for _ in range(micro_batches)), []) for _ in range(start, stop)]
-    engine.save_checkpoint(folder)
-    every = [None] * ranks
-    dist.all_gather_object(every, found)
-    return [sorted(sum(parts, [])) for parts in zip(*every, strict=True)]
-
-
-@pytest.mark.parametrize("library", ["stand-in", "torchdata"])
-@pytest.mark.parametrize("wrap", ["before", "after"])
-def test_a_stateful_loader_over_torchs_sampler_continues_at_any_number_of_ranks(library, wrap, tmp_path):
-    """Also for the second and third time, with another micro-batch, and at the end of a pass."""
-    if library == "torchdata":
-        pytest.importorskip("torchdata")
-    whole = run_ranks(part_of_a_run, 2, library, wrap, 0, STEPS, str(tmp_path / "whole"))[0]
-    assert sorted(sum(whole[:5], [])) == list(range(40)) and whole[:5] != whole[5:10]
-    found = []
-    for ranks, stop, micro_batches in ((2, 3, 1), (1, 4, 1), (1, 5, 2), (2, 7, 1), (2, 8, 2), (1, STEPS, 1)):
-        folder = str(tmp_path / "parts")
-        found += run_ranks(part_of_a_run, ranks, library, wrap, len(found), stop, folder, micro_batches)[0]
-    assert found == whole
-
-
-def test_the_position_in_the_state_of_worker_processes_is_found_too():
-    data = torch.arange(40.0)
-    loader = Stateful(data, batch_size=3, sampler=DistributedSampler(data, 2, 0))
-    state = {"_snapshot": {"_snapshot_step": 4}, "_steps_since_snapshot": 1}
-    assert shared_position(loader, state) == {"epoch": 1, "samples": 30, "batch_size": 3}
-    assert shared_position(loader, {"_num_yielded": 7})["samples"] == 40  # the last batch is smaller
-    assert shared_position(loader, {"_num_yielded": 7, "_iterator_finished": True}) == {"epoch": 1, "samples": None}
-    assert shared_position(loader, {"given": 7}) is None
-
-
-def test_only_torchs_own_sampler_is_divided_again():
-    class Other(DistributedSampler):
-        pass
-
-    data = torch.arange(40.0)
-    assert divides_by_torch(Stateful(data, batch_size=3, sampler=DistributedSampler(data, 2, 0)))
-    assert not divides_by_torch(Stateful(data, batch_size=3, sampler=Other(data, 2, 0)))
-    assert not divides_by_torch(Stateful(data, batch_size=3, shuffle=True))
-    assert not divides_by_torch(DataLoader(data, batch_size=3, sampler=DistributedSampler(data, 2, 0)))

@@ -1,0 +1,166 @@
+"""Where all ranks together stand in the data, by loaders of any library, and how to go there on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader, inner_of
+from deepspeed.data.orders import indices_after, order_of, why_not_shared
+
+
+class _RestOfPass(Sampler):
+    """The indices of ``share``; its first pass begins behind the first ``passed`` samples of all ranks.
+
+    Attributes:
+        share: The sampler that the loader was made with.
+        passed: Samples of all ranks before those that the present pass yields.
+    """
+
+    def __init__(self, share: DistributedSampler, passed: int) -> None:
+        self.share = share
+        self.passed = passed
+        self._was_read = False
+
+    def __iter__(self) -> Iterator[int]:
+        # A loader may make several iterators to begin a pass: only one that was read from ends it.
+        if self._was_read:
+            self.passed = 0
+        return self._walk()
+
+    def _walk(self) -> Iterator[int]:
+        self._was_read = True
+        yield from indices_after(self.share, self.passed) if self.passed else self.share
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+
+def has_shared_order(loader: Any) -> bool:
+    """Returns whether a stateful loader of another library has a ``DistributedSampler`` and batches of one size.
+
+    Then all ranks together have one order, which is the same for any number of ranks, if their sampler divides it as
+    torch's class does: a position has what :func:`why_not_at` needs to find out.
+    """
+    return _share_in(inner_of(loader)) is not None
+
+
+def _share_in(inner: Any) -> DistributedSampler | None:
+    if not isinstance(inner, DataLoader) or not callable(getattr(inner, "load_state_dict", None)):
+        return None
+    batches = inner.batch_sampler
+    # A class of the program may make batches of other sizes.
+    if not isinstance(batches, BatchSampler) or type(batches).__module__.partition(".")[0] not in (
+        "torch",
+        "torchdata",
+    ):
+        return None
+    share = batches.sampler.share if isinstance(batches.sampler, _RestOfPass) else batches.sampler
+    return share if isinstance(share, DistributedSampler) else None
+
+
+def passed_before(loader: Any) -> int:
+    """Returns how many samples of all ranks precede the batches that a loader counts in the present pass."""
+    rest = _rest_of(loader)
+    return 0 if rest is None else rest.passed
+
+
+def is_counted_without_its_sampler(loader: Any) -> bool:
+    """Returns whether the state of a loader lacks that of its sampler, as the rest of a pass was put in its place."""
+    rest = _rest_of(loader)
+    return rest is not None and callable(getattr(rest.share, "load_state_dict", None))
+
+
+def _rest_of(loader: Any) -> _RestOfPass | None:
+    sampler = getattr(getattr(inner_of(loader), "batch_sampler", None), "sampler", None)
+    return sampler if isinstance(sampler, _RestOfPass) else None
+
+
+def shared_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns where all ranks together stand, as :meth:`DeepSpeedDataLoader.position` does.
+
+    Args:
+        loader: One for which :func:`has_shared_order` is true.
+        state: Its ``state_dict()``. That of torchdata's ``StatefulDataLoader`` has the number of batches given out; for
+            another one the result is None.
+    """
+    inner = inner_of(loader)
+    if "_num_yielded" in state:
+        given = state["_num_yielded"]
+    elif "_steps_since_snapshot" in state:  # with worker processes
+        given = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+    else:
+        return None
+    share = _share_in(inner)
+    assert share is not None
+    begun, order = share.epoch + 1, order_of(share)
+    if state.get("_iterator_finished"):
+        return {"epoch": begun, "samples": None, **order}
+    passed, size = passed_before(inner), inner.batch_sampler.batch_size
+    # The last batch of a pass may be smaller.
+    samples = min(passed + given * size * share.num_replicas, max(passed, len(share) * share.num_replicas))
+    return {"epoch": begun, "samples": samples, "batch_size": size, **order}
+
+
+def position_of(loader: Any) -> dict[str, Any] | None:
+    """Returns where all ranks together stand in a loader of any library, if that holds for any number of ranks."""
+    position = getattr(loader, "position", None)
+    if callable(position):  # the engine's own
+        own: dict[str, Any] | None = position()
+        return own
+    return shared_position(loader, loader.state_dict()) if has_shared_order(loader) else None
+
+
+def why_not_at(loader: Any, position: Mapping[str, Any]) -> str | None:
+    """Returns why a loader cannot go to a :func:`position_of` of any number of ranks, or None. Changes nothing.
+
+    Each rank checks a part of the order: :func:`go_to_position` must follow only where all ranks find None.
+    """
+    inner = inner_of(loader)
+    if isinstance(inner, DeepSpeedDataLoader):
+        share = inner.data_sampler if isinstance(inner.data_sampler, DistributedSampler) else None
+    elif callable(getattr(loader, "load_position", None)):
+        return None if position_of(loader) is not None else "it has no position now"
+    else:
+        share = _share_in(inner)
+    if share is None:
+        return "its order (a sampler of the program, a stream, or a loader of another library) depends on the ranks"
+    return why_not_shared(share, position)
+
+
+def go_to_position(loader: Any, position: Mapping[str, Any]) -> None:
+    """Goes to a :func:`position_of` of any number of ranks, which this loader can by :func:`why_not_at`."""
+    load_position = getattr(loader, "load_position", None)
+    if callable(load_position):
+        load_position(position)
+    else:
+        load_shared_position(loader, position)
+
+
+def has_other_batch_size(loader: Any, position: Mapping[str, Any]) -> bool:
+    """Returns whether a :func:`shared_position` was saved with another batch size than the loader has."""
+    size = position.get("batch_size")
+    return size is not None and has_shared_order(loader) and inner_of(loader).batch_sampler.batch_size != size
+
+
+def load_shared_position(loader: Any, position: Mapping[str, Any]) -> None:
+    """Goes to :func:`shared_position` of a run with any number of ranks and any batch size."""
+    inner = inner_of(loader)
+    share = _share_in(inner)
+    assert share is not None
+    share.set_epoch(position["epoch"] - 1)
+    inner.load_state_dict({})  # torchdata: begins anew, without an iterator made before
+    begin_behind(inner, position["samples"] or 0)
+    if isinstance(loader, RepeatingLoader):
+        loader.data_iter = iter(inner)
+
+
+def begin_behind(loader: Any, passed: int) -> None:
+    """Lets the next pass of a loader with :func:`has_shared_order` begin behind ``passed`` samples of all ranks."""
+    inner = inner_of(loader)
+    share = _share_in(inner)
+    assert share is not None
+    inner.batch_sampler.sampler = _RestOfPass(share, passed) if passed else share
