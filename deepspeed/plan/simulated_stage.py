@@ -21,8 +21,7 @@ from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, MessageLayout
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import StageSchedule, instructions
-from deepspeed.parallel.pipe.schedule.instructions import PASSES
-from deepspeed.parallel.pipe.schedule.lists import Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import PASSES, Kind, Schedule
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.values import map_tensors, put_together, slots_of, taken_apart
 from deepspeed.plan.memory import META

@@ -1,20 +1,22 @@
 """Schedules of a pipeline: pure lists of what each stage does, and what they cost.
 
-``lists`` makes the computations of all stages, ``instructions`` derives one stage's instructions from them,
-``published`` has the schedules in the form that other programs use.
+``lists`` makes the computations of all stages and derives one stage's instructions from them. ``instructions`` has the
+kinds of instructions, ``published`` the schedules in the form that other programs use.
 """
 
 from __future__ import annotations
 
-from deepspeed.parallel.pipe.schedule.instructions import StageSchedule, inference_steps, training_steps
 from deepspeed.parallel.pipe.schedule.lists import (
     TRAIN_SCHEDULES,
     Action,
     Kind,
     Schedule,
+    StageSchedule,
+    inference_steps,
     make_inference,
     make_schedule,
     place_chunks,
+    training_steps,
 )
 
 __all__ = [

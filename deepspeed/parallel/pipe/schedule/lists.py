@@ -1,8 +1,8 @@
-"""The schedules: which computations each stage does, in which order, as a function of sizes.
+"""The schedules: which computations each stage does, in which order, and the instructions of a stage that follow.
 
 A *stage* is a place in the pipeline, held by one rank of each model copy. A *chunk* is a run of consecutive layers,
 numbered through the model; a stage holds one chunk or several. An *action* is one computation on one chunk and one
-micro-batch. Transfers and loads of data follow from the actions (:mod:`deepspeed.parallel.pipe.schedule.instructions`).
+micro-batch. :class:`StageSchedule` derives transfers and loads of data from the actions.
 
 The functions may continue beyond the last micro-batch: computations on micro-batches that do not exist are left out
 afterwards. No computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for
@@ -12,7 +12,7 @@ few of them.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -20,6 +20,23 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from deepspeed.parallel.partition import partition_uniform
+from deepspeed.parallel.pipe.schedule.instructions import (
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    BufferOpInstruction,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    PipeSchedule,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
 
 
 class Kind(Enum):
@@ -396,3 +413,117 @@ def make_inference(stage_of: tuple[int, ...], micro_batches: int) -> Schedule:
                 busy.add(stage)
                 lists[stage].append(chain.pop(0))
     return Schedule("inference", micro_batches, stage_of, tuple(map(tuple, lists)))
+
+
+# -- the instructions of one stage -------------------------------------------------------------------------------------
+
+PASSES: dict[Kind, type[BufferOpInstruction]] = {
+    Kind.FORWARD: ForwardPass,
+    Kind.BACKWARD: BackwardPass,
+    Kind.BACKWARD_INPUT: BackwardInput,
+    Kind.BACKWARD_WEIGHT: BackwardWeight,
+}
+
+
+class StageSchedule(PipeSchedule):
+    """A schedule as one stage sees it; each computation with its transfers is one step.
+
+    What a computation needs is received right before it and what it gives is sent right after it: the code that runs
+    the list may post receives ahead and need not wait for sends. Messages of one kind (activations or gradients)
+    between two stages are sent in the order in which they are received.
+
+    Args:
+        schedule: The whole schedule.
+        stage_id: The stage, from 0.
+    """
+
+    def __init__(self, schedule: Schedule, stage_id: int) -> None:
+        super().__init__(schedule.micro_batches, schedule.stages, stage_id)
+        self.schedule = schedule
+        self.chunks = schedule.chunks_of(stage_id)
+
+    def num_pipe_buffers(self) -> int:
+        """Returns how many activations (of any chunk) the stage holds at once, at most."""
+        if not self.schedule.is_training:
+            return 1
+        return max(held(self.schedule.actions[self.stage_id]), default=0)
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """One step per computation; in training one more for the update."""
+        actions = self.schedule.actions[self.stage_id]
+        first, last = _ends(actions)
+        buffers = _Buffers(keep=self.schedule.is_training)
+        loaded: set[int] = set()
+        for action in actions:
+            about = {"buffer_id": buffers.of(action), "micro_batch": action.micro_batch, "chunk": action.chunk}
+            marks = {"is_first": action in first, "is_last": action in last}
+            step: list[PipeInstruction] = []
+            if self._reads_data(action) and action.micro_batch not in loaded:
+                loaded.add(action.micro_batch)
+                step.append(LoadMicroBatch(**about))
+            step += self._receives(action, about)
+            step.append(PASSES[action.kind](**about, **({} if action.kind is Kind.BACKWARD_INPUT else marks)))
+            step += self._sends(action, about)
+            yield step
+        if self.schedule.is_training:
+            yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+    def _reads_data(self, action: Action) -> bool:
+        return action.kind is Kind.FORWARD and action.chunk in (0, self.schedule.chunks - 1)
+
+    def _receives(self, action: Action, about: dict[str, int]) -> list[PipeInstruction]:
+        if action.kind is Kind.FORWARD and action.chunk > 0:
+            return [RecvActivation(**about, peer=self.schedule.stage_of[action.chunk - 1])]
+        if action.kind.gives_input_gradient and action.chunk < self.schedule.chunks - 1:
+            return [RecvGrad(**about, peer=self.schedule.stage_of[action.chunk + 1])]
+        return []
+
+    def _sends(self, action: Action, about: dict[str, int]) -> list[PipeInstruction]:
+        if action.kind is Kind.FORWARD and action.chunk < self.schedule.chunks - 1:
+            return [SendActivation(**about, peer=self.schedule.stage_of[action.chunk + 1])]
+        if action.kind.gives_input_gradient and action.chunk > 0:
+            return [SendGrad(**about, peer=self.schedule.stage_of[action.chunk - 1])]
+        return []
+
+
+@lru_cache(maxsize=16)
+def training_steps(
+    name: str, stages: int, micro_batches: int, num_chunks: int | None, stage_id: int
+) -> tuple[list[PipeInstruction], ...]:
+    """Returns the instructions of a stage for a training step. Arguments as in ``make_schedule``."""
+    return tuple(StageSchedule(make_schedule(name, stages, micro_batches, num_chunks), stage_id))
+
+
+@lru_cache(maxsize=16)
+def inference_steps(stage_of: tuple[int, ...], micro_batches: int, stage_id: int) -> tuple[list[PipeInstruction], ...]:
+    """Returns the instructions of a stage for an evaluation. Arguments as in ``make_inference``."""
+    return tuple(StageSchedule(make_inference(stage_of, micro_batches), stage_id))
+
+
+def _ends(actions: tuple[Action, ...]) -> tuple[set[Action], set[Action]]:
+    """The first and the last forward of each chunk, and the first and the last computation of its weights' gradient."""
+    first: dict[tuple[int, bool], Action] = {}
+    last: dict[tuple[int, bool], Action] = {}
+    for action in actions:
+        if action.kind is not Kind.BACKWARD_INPUT:
+            key = (action.chunk, action.kind is Kind.FORWARD)
+            first.setdefault(key, action)
+            last[key] = action
+    return set(first.values()), set(last.values())
+
+
+class _Buffers:
+    """Assigns buffers to micro-batches: the lowest free one, from the forward until the weights' gradient."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep = keep
+        self._used: dict[tuple[int, int], int] = {}
+
+    def of(self, action: Action) -> int:
+        key = (action.chunk, action.micro_batch)
+        if not self._keep:
+            return 0
+        if action.kind is Kind.FORWARD:
+            taken = set(self._used.values())
+            self._used[key] = next(number for number in range(len(taken) + 1) if number not in taken)
+        return self._used.pop(key) if action.kind.gives_weight_gradient else self._used[key]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.parallel.pipe.schedule import instructions
-from deepspeed.parallel.pipe.schedule.instructions import PASSES, StageSchedule
-from deepspeed.parallel.pipe.schedule.lists import Action, Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import PASSES, Action, Kind, Schedule, StageSchedule
 
 _KINDS: dict[type, Kind] = {instruction: kind for kind, instruction in PASSES.items()}
 _GRADIENTS = (instructions.SendGrad, instructions.RecvGrad)
