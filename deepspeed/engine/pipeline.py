@@ -19,12 +19,12 @@ from deepspeed.engine.stage_compute import PipelineCompute, StageFailures
 from deepspeed.engine_feature import marks_of
 from deepspeed.errors import DeepSpeedConfigError, PipelineError
 from deepspeed.models.stacked_experts import stacked_weights
+from deepspeed.parallel.pipe.channel import StageChannels, connect_stages
 from deepspeed.parallel.pipe.data import DataFeed
 from deepspeed.parallel.pipe.interpreter import METHOD_OF_INSTRUCTION, Interpreter
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import inference_steps, training_steps
 from deepspeed.parallel.pipe.schedule.instructions import PipeInstruction
-from deepspeed.parallel.pipe.transports import StageTransports, connect_stages
 
 
 def _not_by_itself(sentence: str) -> Callable[..., Any]:
@@ -106,9 +106,9 @@ class PipelineEngine(EngineBase):
             splits_backward=not (parts.placement.shard_params and _has_experts(module)),
             after_update=self._end_step,
         )
-        transports = connect_stages(module.mesh, parts.device)
-        transports.connect_pairs(module.stage_of_chunks)
-        self.start_interpreter(transports, module.stage_of_chunks, parts.device)
+        channels = connect_stages(module.mesh, parts.device)
+        channels.connect_pairs(module.stage_of_chunks)
+        self.start_interpreter(channels, module.stage_of_chunks, parts.device)
         self._loader: Iterable[Any] | None = None  # what the feed's items come from, again and again
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
@@ -124,7 +124,7 @@ class PipelineEngine(EngineBase):
         assert isinstance(module, PipelineModule)
         return module
 
-    def start_interpreter(self, wires: StageTransports, stage_of: tuple[int, ...], device: torch.device) -> None:
+    def start_interpreter(self, wires: StageChannels, stage_of: tuple[int, ...], device: torch.device) -> None:
         """Makes what executes the instructions of this stage.
 
         Args:

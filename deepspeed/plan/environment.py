@@ -33,7 +33,7 @@ from deepspeed.logging import quiet
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.offload.run_directory import disk_is
 from deepspeed.ops.flat import drop_scratch
-from deepspeed.parallel.pipe.transports import StageTransports
+from deepspeed.parallel.pipe.channel import StageChannels
 from deepspeed.plan.autocasting import autocast_on_meta
 from deepspeed.plan.memory import META
 from deepspeed.plan.simulated_hardware import (
@@ -43,7 +43,7 @@ from deepspeed.plan.simulated_hardware import (
     SimulatedHostMemory,
     SimulatedStream,
 )
-from deepspeed.plan.simulated_stage import Stage, simulated_transports
+from deepspeed.plan.simulated_stage import Stage, simulated_channels
 from deepspeed.plan.timeline.step_trace import (
     FINISHING_STREAM,
     HostWaitEvent,
@@ -283,7 +283,7 @@ def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount,
             ):
                 stack.enter_context(context)
             if part.stage is not None:
-                world.substitutes[StageTransports] = simulated_transports(part.stage, packs=part.kind == "cpu")
+                world.substitutes[StageChannels] = simulated_channels(part.stage, packs=part.kind == "cpu")
             if part.autocast:
                 stack.enter_context(device.casting.active())
             yield count, disk, world

@@ -18,12 +18,12 @@ from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, MessageLayout
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import StageSchedule, instructions
 from deepspeed.parallel.pipe.schedule.lists import PASSES, Kind, Schedule
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
-from deepspeed.parallel.pipe.values import map_tensors, put_together, slots_of, taken_apart
+from deepspeed.parallel.pipe.values import MessageLayout, map_tensors, put_together, slots_of, taken_apart
 from deepspeed.plan.memory import META
 from deepspeed.plan.models import LayerRow
 from deepspeed.plan.pipeline import Pipeline
@@ -99,7 +99,7 @@ class StageCost:
     rest: StepTotals = field(default_factory=StepTotals)
 
 
-class SimulatedTransports:
+class SimulatedChannels:
     """The connections of a stage: what is sent is counted, and what is received has the form that it would have.
 
     Args:
@@ -159,7 +159,7 @@ class SimulatedTransports:
 
 @dataclass(frozen=True)
 class _SimulatedReceiver:
-    transports: SimulatedTransports
+    channels: SimulatedChannels
     kind: str
     stage: int
 
@@ -167,7 +167,7 @@ class _SimulatedReceiver:
         """Nothing is posted."""
 
     def take(self, micro_batch: int) -> Any:
-        return self.transports.received(self.kind, self.stage)
+        return self.channels.received(self.kind, self.stage)
 
 
 class _Outgoing:
@@ -219,11 +219,11 @@ class SimulatedStage:
         inspected: EngineInspection = engine.inspect()
         interpreter, precision = inspected.interpreter, inspected.precision
         assert interpreter is not None, "the engine is one of a pipeline"
-        assert isinstance(interpreter.transports, SimulatedTransports), "made by simulated_transports"
+        assert isinstance(interpreter.channels, SimulatedChannels), "made by simulated_channels"
         interpreter.wrap_handlers(self._watched)
         context = precision.forward_context(get_accelerator())
         sequences = SequenceLayout.of(engine.module, sequence_ranks)
-        interpreter.transports.forms = forms_between(stage, items, precision.compute_dtype, context, sequences)
+        interpreter.channels.forms = forms_between(stage, items, precision.compute_dtype, context, sequences)
 
     def step(self) -> StageCost:
         """One step.
@@ -328,6 +328,6 @@ def forms_between(
     return found
 
 
-def simulated_transports(stage: Stage, *, packs: bool) -> Callable[[Mesh, torch.device], Any]:
-    """Returns what makes the transports of a stage in the place of ``StageTransports``."""
-    return lambda _mesh, _device: SimulatedTransports(stage, packs=packs)
+def simulated_channels(stage: Stage, *, packs: bool) -> Callable[[Mesh, torch.device], Any]:
+    """Returns what makes the channels of a stage in the place of ``StageChannels``."""
+    return lambda _mesh, _device: SimulatedChannels(stage, packs=packs)

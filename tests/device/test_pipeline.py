@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, TENSORS, ChannelReceiver, ChannelSender, Route
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, ChannelReceiver, ChannelSender, Route
+from deepspeed.parallel.pipe.transports import TENSORS
 from tests.harness import run_ranks
 from tests.harness.device import simulated_rank
 from tests.harness.device.peers import SimulatedGroup
@@ -18,7 +19,7 @@ from tests.parallel.pipe import support
 
 def _train(on_device: bool, schedule: str) -> tuple[Any, bool]:
     engine = support.engine_of(2, 1, 3, schedule=schedule)
-    groups = [] if not on_device else list(engine._interpreter.transports._native.values())
+    groups = [] if not on_device else list(engine._interpreter.channels._native.values())
     assert all(isinstance(group, SimulatedGroup) for group in groups)
     at_start = [sorted(group.pairs) for group in groups]
     result = support.train(engine, 3, steps=2)

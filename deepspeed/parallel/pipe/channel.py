@@ -10,61 +10,49 @@ tensors for the next message only, as their buffers are large. Both sides derive
 are posted: the layout of the message two before, if that was the layout of its predecessor too. The tensors of a
 message with another layout follow separately, and zeros fill what was posted, since a posted receive cannot be taken
 back. Sends never block; what they carry is kept until it has left.
+
+:class:`StageChannels` has all channels of a stage.
 """
 
 from __future__ import annotations
 
 import pickle
-import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
+from deepspeed import comm
 from deepspeed.axes import PIPE
+from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.job import Job, rank_in
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.transports.connect import open_message_queue
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.watch.watched_group import WatchedGroup
+from deepspeed.comm.transports.transport import job_is_over
+from deepspeed.comm.watch.watched_group import ShortMessages, WatchedGroup
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe.values import Slot, put_together, quick_description, slots_of, taken_apart
+from deepspeed.parallel.pipe.transports import DESCRIPTIONS, HEADERS, TENSORS, PipeTransport, transport_over
+from deepspeed.parallel.pipe.values import (
+    HEADER,
+    MessageLayout,
+    as_bytes,
+    put_together,
+    quick_description,
+    slots_of,
+    taken_apart,
+)
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
-HEADERS, DESCRIPTIONS, TENSORS = range(3)  # what may be on its way side by side
-_HEADER = struct.Struct("=3q")
-_HEADER_NBYTES = _HEADER.size
-_ALIGNED = 16  # bytes; the largest element
-_PACKET = 1 << 16  # bytes up to which copying costs less than a transfer more
+_KINDS = (ACTIVATIONS, GRADIENTS)
+_OTHER = {ACTIVATIONS: GRADIENTS, GRADIENTS: ACTIVATIONS}
 _AHEAD = 2
-
-
-class PipeTransport(Protocol):
-    """Sends and receives 1-D byte tensors between two stages, in order; each returns a work with ``wait``.
-
-    ``what`` is one of HEADERS and DESCRIPTIONS, which lie on the host wherever the model computes, and TENSORS.
-
-    Attributes:
-        posts_tensors_ahead: Receives of tensors are started before it is known that they have been sent. Equal on both
-            sides. Not where a receive is a kernel, which would occupy the device until then.
-    """
-
-    posts_tensors_ahead: bool
-
-    def send(self, tensor: torch.Tensor, what: int) -> Any:
-        """Starts to send ``tensor`` (contiguous, any shape); returns None where nothing needs to be kept for it."""
-
-    def receive(self, tensor: torch.Tensor, what: int) -> Any:
-        """Starts to receive into ``tensor`` (contiguous, any shape)."""
-
-    def has_left(self, work: Any, what: int) -> bool:
-        """Returns whether a send of a message that has been taken is over on the device too."""
-
-    def has_come(self, work: Any, what: int) -> bool:
-        """Returns whether a receive is complete, so that its wait need not be watched; False where it is not known.
-
-        Where it is true, ``work`` has been waited for.
-        """
+_TAGS = (1 << 30) + (1 << 28)  # above those of transports
+_OWNERS = 8
 
 
 @dataclass(frozen=True)
@@ -105,55 +93,6 @@ class Route:
             f"the {self.kind} of micro-batch {micro_batch} from stage {self.source} (rank {self.ranks[0]}) to stage "
             f"{self.target} (rank {self.ranks[1]})"
         )
-
-
-class MessageLayout:
-    """Lays out the tensors of a message for sending.
-
-    Args:
-        slots: Theirs.
-        packs: Small ones may lie in one packet with the header.
-
-    Attributes:
-        slots: As given.
-        is_packed: They do.
-        nbytes: Bytes of the packet.
-    """
-
-    def __init__(self, slots: Sequence[Slot], *, packs: bool) -> None:
-        self.slots = tuple(slots)
-        self._starts: list[int] = []
-        self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in self.slots]
-        self.nbytes = _HEADER_NBYTES
-        for slot in self.slots:
-            self._starts.append(-(-self.nbytes // _ALIGNED) * _ALIGNED)
-            self.nbytes = self._starts[-1] + slot.nbytes
-        self.is_packed = packs and self.nbytes <= _PACKET
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        """Bytes and transfers of a message like the one before it."""
-        if self.is_packed:
-            return self.nbytes, 1
-        sizes = [slot.nbytes for slot in self.slots]
-        return _HEADER_NBYTES + sum(sizes), 1 + sum(nbytes > 0 for nbytes in sizes)
-
-    def put(self, packet: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors, in the shapes of the slots, into a packet (1-D bytes)."""
-        for buffer, tensor in zip(self.taken_from(packet), tensors, strict=True):
-            buffer.copy_(_plain(tensor))
-
-    def taken_from(self, packet: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors of a packet (1-D bytes) in the shapes of the slots, where they lie.
-
-        Each may be written to without changing the version of the others.
-        """
-        return [
-            torch.empty(0, dtype=slot.dtype).set_(
-                packet.untyped_storage(), start // slot.dtype.itemsize, slot.shape, strides
-            )
-            for start, slot, strides in zip(self._starts, self.slots, self._strides, strict=True)
-        ]
 
 
 class _NextMessages:
@@ -235,8 +174,8 @@ class ChannelSender:
         self._expected.message(MessageLayout(slots_of(description), packs=self._packs) if is_new else None)
         layout = self._expected.layout
         assert layout is not None
-        packet = torch.empty(posted.nbytes if posted and posted.is_packed else _HEADER_NBYTES, dtype=torch.uint8)
-        _HEADER.pack_into(packet.numpy().data, 0, micro_batch, len(self._text) if is_new else 0, self._taken())
+        packet = torch.empty(posted.nbytes if posted and posted.is_packed else HEADER.size, dtype=torch.uint8)
+        HEADER.pack_into(packet.numpy().data, 0, micro_batch, len(self._text) if is_new else 0, self._taken())
         sent = [(packet, HEADERS)]
         if is_new:
             sent.append((torch.frombuffer(bytearray(self._text), dtype=torch.uint8), DESCRIPTIONS))
@@ -360,7 +299,7 @@ class ChannelReceiver:
         for number in range(len(self._posted), min(_AHEAD, self.expected)):
             layout = self._known.of(number)
             layout = layout if layout is not None and layout.is_packed else None
-            packet = torch.empty(layout.nbytes if layout else _HEADER_NBYTES, dtype=torch.uint8)
+            packet = torch.empty(layout.nbytes if layout else HEADER.size, dtype=torch.uint8)
             self._posted.append(_PostedReceive(packet, self._transport.receive(packet, HEADERS), layout))
         if self._posted and self._known.has_buffers() and not self._posted[0].buffers:
             assert self._known.layout is not None
@@ -387,7 +326,7 @@ class ChannelReceiver:
         posted = self._posted.popleft()
         if not self._transport.has_come(posted.work, HEADERS):
             self._route.guard(posted.work, ticket, micro_batch)
-        number, length, taken = _HEADER.unpack_from(posted.packet.numpy().data)
+        number, length, taken = HEADER.unpack_from(posted.packet.numpy().data)
         if number != micro_batch:
             raise PipelineError(
                 f"stage {self._route.target} expected {self._route.label(micro_batch)}, and micro-batch {number} came: "
@@ -433,11 +372,163 @@ class ChannelReceiver:
         return posted.buffers
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's values as a 1-D tensor of bytes, where it lies if it is dense."""
-    return _plain(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+# -- all channels of a stage -------------------------------------------------------------------------------------------
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    return plain if plain.layout is torch.strided else plain.to_dense()
+class StageChannels:
+    """The channels of this rank's stage. Every rank of the job must make it.
+
+    Args:
+        mesh: The ranks.
+        device: Where the model computes.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._device = device
+        rank, job = rank_in(), Job.current()
+        self._ranks = mesh.group(rank, PIPE)
+        self.stage = mesh.position(rank, PIPE)
+        self._out: dict[tuple[str, int], ChannelSender] = {}
+        self._in: dict[tuple[str, int], ChannelReceiver] = {}
+        self._native: dict[tuple[str, bool], Any] = {}
+        self._queue: ShortMessages | None = None
+        if len(self._ranks) == 1:
+            return
+        timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
+        # Transfers have tags, and a group of its own has threads of its own: all ranks share that of the job.
+        why = "transfers between stages"
+        self._axis: Axis | None = job.axis_over(pipes, PIPE, why=why, device=device, timeout=timeout, backend="gloo")
+        watched = self._axis.watched
+        assert watched is not None
+        self._watched: WatchedGroup | None = watched
+        self._owner = watched.watch.next_owner(f"{watched.scope}stages")
+        backend = job.ranks.backend_for(job.ranks.world, device)
+        if backend != "gloo":
+            # What goes up and what goes down must not wait for each other in one stream.
+            for kind in _KINDS:
+                for upwards in (True, False):
+                    why = f"{kind} between stages, {'up' if upwards else 'down'}"
+                    self._native[kind, upwards] = job.process_groups.mine(
+                        pipes, backend=backend, timeout=timeout, why=why, owner="job"
+                    )
+        # Copying into a packet is worth it where tensors are on the host and are sent as headers do.
+        self._packs = not self._native and device.type == "cpu"
+        # Code that has the group has opened it already; requested here, as every rank of a pipeline is.
+        self._queue = open_message_queue(job.connector.over(self._axis.group, None))
+        watched.watch.members.add(self)
+
+    def connect_pairs(self, stage_of: Sequence[int]) -> None:
+        """Makes the communicators between this stage and its neighbours. Every rank of the pipeline must call it.
+
+        NCCL makes a communicator of two ranks at their first transfer, which blocks the host until both have come to
+        it; in the middle of a step that can be a cycle. Here all ranks go through the pairs in one order.
+
+        Args:
+            stage_of: The stage of each chunk of the model.
+        """
+        if len(self._ranks) == 1 or not self._native:
+            return
+        ways: dict[tuple[str, int, int], None] = {}  # in one order on all ranks, each once
+        for below, above in zip(stage_of, stage_of[1:], strict=False):
+            if below != above:
+                ways |= {(ACTIVATIONS, below, above): None, (GRADIENTS, above, below): None}
+        for kind, source, target in ways:
+            if self.stage in (source, target):
+                self._connect_pair(kind, source, target)
+
+    def _connect_pair(self, kind: str, source: int, target: int) -> None:
+        route, transport = self._connect(kind, source, target)
+        transfer = transport.send if source == self.stage else transport.receive
+        tensor = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        label = f"the connection for {kind} from stage {source} to stage {target}"
+        route.watched.guard(
+            lambda: transfer(tensor, TENSORS).wait(), route.issue(), label, members=route.ranks, axis=PIPE
+        )
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Runs one schedule of all stages inside the context: what is sent in it is received in it.
+
+        A communicator in which that failed on some rank is used by no later engine.
+        """
+        with ExitStack() as rows:
+            for group in self._native.values():
+                watched = Job.current().watched.of(group)
+                assert watched is not None
+                rows.enter_context(watched.row("batch"))
+            yield
+
+    def leave(self) -> None:
+        """Drops process groups and sent tensors at the end of the job, so that no remaining reference keeps them."""
+        self._in.clear()
+        self._out.clear()
+        self._native.clear()
+        self._axis = self._watched = self._queue = None
+
+    def outgoing(self, kind: str, stage: int) -> ChannelSender:
+        """Returns the channel that carries ``kind`` to another stage."""
+        if (kind, stage) not in self._out:
+            route, transport = self._connect(kind, self.stage, stage)
+            self._out[kind, stage] = ChannelSender(
+                route, transport, packs=self._packs, taken=partial(self._taken_from, _OTHER[kind], stage)
+            )
+        return self._out[kind, stage]
+
+    def incoming(self, kind: str, stage: int) -> ChannelReceiver:
+        """Returns the channel that carries ``kind`` from another stage."""
+        if (kind, stage) not in self._in:
+            route, transport = self._connect(kind, stage, self.stage)
+            self._in[kind, stage] = ChannelReceiver(
+                route,
+                transport,
+                self._device,
+                packs=self._packs,
+                let_go=partial(self._have_been_taken, _OTHER[kind], stage),
+            )
+        return self._in[kind, stage]
+
+    def _taken_from(self, kind: str, stage: int) -> int:
+        known = self._in.get((kind, stage))
+        return 0 if known is None else known.taken
+
+    def _have_been_taken(self, kind: str, stage: int, count: int) -> None:
+        if (known := self._out.get((kind, stage))) is not None:
+            known.let_go(count)
+
+    @property
+    def kept(self) -> int:
+        """Messages of this rank that may not have left yet."""
+        return sum(channel.kept for channel in self._out.values())
+
+    def drain(self) -> None:
+        """Waits until everything sent has left."""
+        for channel in self._out.values():
+            channel.drain()
+        if self._queue is not None and self._queue.has_unsent:
+            assert self._watched is not None
+            # No rank must issue anything for that, and a rank that has not read yet is only late: no rank is waited
+            # for.
+            label = "free space for messages to other stages"
+            self._watched.guard(self._queue.flush, self._watched.issue("queue"), label, members=(), axis=PIPE)
+
+    def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
+        if self._watched is None or self._axis is None:
+            raise job_is_over(f"{kind} between stages")
+        peer = target if source == self.stage else source
+        ranks = (self._ranks[source], self._ranks[target])
+        route = Route(kind, source, target, ranks, self._watched, self._owner)
+        place = self._axis.members.index(self._ranks[peer])
+        number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
+        native = self._native[kind, source < target] if self._native else None
+        return route, transport_over(self._axis.group, place, _TAGS + 3 * number, queue=self._queue, native=native)
+
+
+def connect_stages(mesh: Mesh, device: torch.device) -> StageChannels:
+    """Returns the channels of this rank's stage. Every rank of the job must call it.
+
+    Args:
+        mesh: The mesh of the job.
+        device: Where the model computes.
+    """
+    made: StageChannels = Job.current().make(StageChannels, mesh, device)
+    return made

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, StageChannels
 from deepspeed.parallel.pipe.schedule import instructions
-from deepspeed.parallel.pipe.transports import StageTransports
 from deepspeed.parallel.pipe.values import leaves_of, tensors_of, to_device, writable
 
 BUFFERS = ("inputs", "labels", "outputs", "output_tensors", "gradients", "work")
@@ -95,13 +94,13 @@ class Interpreter:
     """Executes the instructions of one pipeline stage.
 
     Args:
-        transports: The channels to other stages.
+        channels: The channels to other stages.
         stage_of: The stage of each chunk of the model.
         device: Where the model computes.
         compute: What forwards, backwards and the update do.
 
     Attributes:
-        transports: As given.
+        channels: As given.
         stage_of: As given.
         at: The instruction that is executed, or words; for messages.
         pipe_buffers: By kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``,
@@ -110,16 +109,16 @@ class Interpreter:
     """
 
     def __init__(
-        self, transports: StageTransports, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
+        self, channels: StageChannels, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
     ) -> None:
-        self.transports = transports
+        self.channels = channels
         self.stage_of = stage_of
         self.at: instructions.PipeInstruction | str = ""
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
         self._compute = compute
         self._device = device
-        self._first_chunk = stage_of.index(transports.stage)  # of this stage
-        self._has_ends = stage_of[0] == transports.stage, stage_of[-1] == transports.stage
+        self._first_chunk = stage_of.index(channels.stage)  # of this stage
+        self._has_ends = stage_of[0] == channels.stage, stage_of[-1] == channels.stage
         self._wrap: Callable[[type, Handler], Handler] | None = None
         self._items: list[Any] = []
         self._sends_labels = False
@@ -170,10 +169,10 @@ class Interpreter:
             self._execute(first, handlers)
             self.at = "pulling data"
             self._sends_labels = self._compute.agree()
-            with self.transports.batch():
+            with self.channels.batch():
                 self._execute(commands[len(first) :], handlers)
                 self.at = "waiting until everything sent has left"
-                self.transports.drain()
+                self.channels.drain()
         finally:
             for buffers in self.pipe_buffers.values():
                 buffers.clear()
@@ -198,11 +197,11 @@ class Interpreter:
             elif isinstance(command, instructions.RecvGrad):
                 counts[GRADIENTS, self._peer(command.kwargs, 1)] += 1
         for (kind, peer), count in counts.items():
-            if peer != self.transports.stage:
-                self.transports.incoming(kind, peer).expect(count)
+            if peer != self.channels.stage:
+                self.channels.incoming(kind, peer).expect(count)
 
     def _peer(self, arguments: dict[str, Any], step: int) -> int:
-        return arguments["peer"] if "peer" in arguments else self.transports.stage + step
+        return arguments["peer"] if "peer" in arguments else self.channels.stage + step
 
     def _about(self, kind: str, arguments: dict[str, Any]) -> tuple[int, int]:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
@@ -303,14 +302,14 @@ class Interpreter:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _send(self, kind: str, peer: int, chunk: int, micro_batch: int, value: Any) -> None:
-        if peer == self.transports.stage:
+        if peer == self.channels.stage:
             self._handed[kind, chunk, micro_batch] = value
         else:
-            self.transports.outgoing(kind, peer).send(micro_batch, value)
+            self.channels.outgoing(kind, peer).send(micro_batch, value)
 
     def _receive(self, kind: str, peer: int, chunk: int, micro_batch: int) -> Any:
-        if peer != self.transports.stage:
-            return self.transports.incoming(kind, peer).take(micro_batch)
+        if peer != self.channels.stage:
+            return self.channels.incoming(kind, peer).take(micro_batch)
         value = self._handed.pop((kind, chunk, micro_batch))
         return leaves_of(value) if kind == ACTIVATIONS else value
 

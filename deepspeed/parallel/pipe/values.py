@@ -1,17 +1,23 @@
 """Nested values as tensors and a description of the rest, so that any value can cross from one stage to another.
 
 Tuples (named ones too), lists, dicts and dataclasses may be nested; everything else that is not a tensor is part of the
-description and is sent by pickle.
+description and is sent by pickle. :class:`MessageLayout` lays the tensors out for sending.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+HEADER = struct.Struct("=3q")
+"""Of a message: its micro-batch, the bytes of its description, and the messages that were received the other way."""
+_ALIGNED = 16  # bytes; the largest element
+_PACKET = 1 << 16  # bytes up to which copying costs less than a transfer more
 
 
 @dataclass(frozen=True)
@@ -158,3 +164,65 @@ def writable(value: Any) -> Any:
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     is_free = not (tensor.requires_grad and tensor.is_leaf)
     return tensor if is_free else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+
+
+# -- messages between stages -------------------------------------------------------------------------------------------
+
+
+class MessageLayout:
+    """Lays out the tensors of a message for sending.
+
+    Args:
+        slots: Theirs.
+        packs: Small ones may lie in one packet with the header.
+
+    Attributes:
+        slots: As given.
+        is_packed: They do.
+        nbytes: Bytes of the packet.
+    """
+
+    def __init__(self, slots: Sequence[Slot], *, packs: bool) -> None:
+        self.slots = tuple(slots)
+        self._starts: list[int] = []
+        self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in self.slots]
+        self.nbytes = HEADER.size
+        for slot in self.slots:
+            self._starts.append(-(-self.nbytes // _ALIGNED) * _ALIGNED)
+            self.nbytes = self._starts[-1] + slot.nbytes
+        self.is_packed = packs and self.nbytes <= _PACKET
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Bytes and transfers of a message like the one before it."""
+        if self.is_packed:
+            return self.nbytes, 1
+        sizes = [slot.nbytes for slot in self.slots]
+        return HEADER.size + sum(sizes), 1 + sum(nbytes > 0 for nbytes in sizes)
+
+    def put(self, packet: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors, in the shapes of the slots, into a packet (1-D bytes)."""
+        for buffer, tensor in zip(self.taken_from(packet), tensors, strict=True):
+            buffer.copy_(_plain(tensor))
+
+    def taken_from(self, packet: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of a packet (1-D bytes) in the shapes of the slots, where they lie.
+
+        Each may be written to without changing the version of the others.
+        """
+        return [
+            torch.empty(0, dtype=slot.dtype).set_(
+                packet.untyped_storage(), start // slot.dtype.itemsize, slot.shape, strides
+            )
+            for start, slot, strides in zip(self._starts, self.slots, self._strides, strict=True)
+        ]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's values as a 1-D tensor of bytes, where it lies if it is dense."""
+    return _plain(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    return plain if plain.layout is torch.strided else plain.to_dense()

@@ -28,7 +28,7 @@ from deepspeed.comm.transports.connect import open_message_queue, warm_up
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
-from deepspeed.parallel.pipe.transports import StageTransports
+from deepspeed.parallel.pipe.channel import StageChannels
 from tests.harness import RanksFailed, run_ranks
 
 SOON = 60.0  # seconds, on a busy machine
@@ -488,7 +488,7 @@ def test_a_wait_ends_at_the_time_limit_of_the_group():
 def _late_stage() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
     mail_module._ROOM = 1 << 17
-    transports = StageTransports(Mesh((("pipe", 3),)), torch.device("cpu"))
+    transports = StageChannels(Mesh((("pipe", 3),)), torch.device("cpu"))
     transport = Job.current().axis_of().transport()
     assert transports._queue is open_message_queue(transport)
     message = torch.ones(16000)

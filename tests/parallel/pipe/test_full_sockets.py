@@ -75,7 +75,7 @@ def test_a_stage_that_is_ready_sends_on_while_it_waits_elsewhere():
 def _without_a_queue(stages: int) -> list[float]:
     """As between stages on different hosts: descriptions go over gloo too."""
     engine = engine_of([nn.Linear(4, 4), nn.Tanh()], stages, 3, "1f1b", room=4096)
-    assert stages == 1 or engine._interpreter.transports._queue is None
+    assert stages == 1 or engine._interpreter.channels._queue is None
     return [engine.train_batch(iter(items(*[ROWS] * 3))).item() for _ in range(2)]
 
 

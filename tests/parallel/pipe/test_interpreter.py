@@ -192,7 +192,7 @@ def test_first_forwards_come_before_the_agreement_and_nothing_is_sent():
     assert first[0] == "forward 0"
     assert first.index("agree") < first.index("send 0")
     assert computes[1].events[0] == "agree", "the last stage computes nothing without the first"
-    assert interpreters[1].transports.expected == {(ACTIVATIONS, 0): COUNT}
+    assert interpreters[1].channels.expected == {(ACTIVATIONS, 0): COUNT}
     later, _ = _run("1f1b", 2, begins=False)
     assert later[0].events[0] == "agree"
 

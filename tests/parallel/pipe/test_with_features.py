@@ -138,7 +138,7 @@ def _held(stages: int, count: int, width: int) -> dict[str, tuple[int, int, int]
         engine, *_ = deepspeed.initialize(model=module, config=config)
         _Keeper.most, kept = 0, 0
 
-        def note(*_arguments: Any, transports: Any = engine._interpreter.transports) -> None:
+        def note(*_arguments: Any, transports: Any = engine._interpreter.channels) -> None:
             nonlocal kept
             kept = transports.kept
 
