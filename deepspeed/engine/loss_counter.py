@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from deepspeed.comm.watch.wait_records import with_advice
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, PipelineError
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 _FIRST_COUNT = with_advice(
     "the token counts of the first losses (engine.backward(loss, count=...))",
@@ -28,7 +27,7 @@ _FIRST_COUNT = with_advice(
 
 
 class LossCounter:
-    """Counts the tokens (or samples) of the losses of one update.
+    """Counts the tokens (or samples) of the losses of one update, and determines what its gradients are divided by.
 
     Args:
         updater: Makes the updates; None where nothing is trained.
@@ -36,8 +35,6 @@ class LossCounter:
 
     def __init__(self, updater: DeepSpeedZeroOptimizer | None) -> None:
         self._updater = updater
-        if updater is not None:
-            updater.attach_losses(self.update, self.clear)
         self._mine: list[Any] = []  # tensors are read at the update, so that no backward waits for the device
         self._scale = 0.0  # the power of two; 0 before it is known
         self._is_counted: bool | None = None  # of the losses since the last update
@@ -101,47 +98,35 @@ class LossCounter:
         """
         return sum(map(_number_of, read_counts(self._mine)), start=0.0)
 
-    def update(self, extra: Sequence[float] = ()) -> StepReport:
-        """Makes the update, which divides by the tokens of all ranks. Every rank must call it.
+    def numbers(self) -> list[float]:
+        """Returns what the ranks of the job exchange in the update; as many numbers on every rank."""
+        return [self._own_count() if self._is_counted else _NO_COUNT]
 
-        Args:
-            extra: See :meth:`DeepSpeedZeroOptimizer.update`.
-
-        Returns:
-            The report of the update; where losses have a count, the last of its ``extra`` numbers is the count.
-
-        Raises:
-            DivergenceError: Losses of some ranks have a count, and those of others have none.
-        """
-        assert self._updater is not None
-        mine = self._own_count() if self._is_counted else _NO_COUNT
-        report = self._updater.update((*extra, mine), self._divisor_of_ranks)
-        if self._is_counted:
-            self._end_update(report.extra[:, -1])
-            return report
-        self.clear()
-        return replace(report, extra=report.extra[:, :-1])
-
-    def _divisor_of_ranks(self, rows: torch.Tensor) -> float:
+    def divisor_of(self, rows: torch.Tensor) -> float:
         """Returns what the gradients are to be divided by.
 
         Args:
-            rows: Of every rank of the job: 2-D, fp64, the count in the last column.
+            rows: Of every rank of the job: 2-D, fp64, :meth:`numbers` in the last columns.
 
         Raises:
             DivergenceError: Losses of some ranks are sums with a count, of others means; the same on every rank.
         """
+        counts = self._counts_of(rows)
+        return 1.0 if counts is None else self._divisor(counts)
+
+    def _counts_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Returns the count of each rank that has one, 1-D; None where losses are means."""
         counts = rows[:, -1]
         is_mean = counts == _NO_COUNT
         if bool(is_mean.all()):
-            return 1.0
+            return None
         if bool(is_mean.any()):
             raise DivergenceError(
                 f"engine.backward(loss, count=...): expected a count on all ranks or on none, found that rank "
                 f"{int((~is_mean).nonzero()[0])} gave one since the last update and rank {int(is_mean.nonzero()[0])} "
                 "did not. Pass count on every rank, 0 where a rank has no tokens"
             )
-        return self._divisor(counts)
+        return counts
 
     def _divisor(self, counts: torch.Tensor) -> float:
         """Returns what the mean gradient of the divided sums is to be divided by.
@@ -160,14 +145,15 @@ class LossCounter:
         assert self._updater is not None
         return self._updater.copies
 
-    def _end_update(self, counts: torch.Tensor) -> None:
-        """Starts over after an update, with the power of two that fits it.
+    def end_update(self, rows: torch.Tensor) -> None:
+        """Starts over after an update, with the power of two that fits its tokens.
 
         Args:
-            counts: As for :meth:`_divisor`.
+            rows: As for :meth:`divisor_of`.
         """
         assert self._updater is not None
-        if mean := float(counts.mean()):
+        counts = self._counts_of(rows)
+        if counts is not None and (mean := float(counts.mean())):
             fitting = _near(mean)
             if fitting != self._scale:
                 self._updater.scale_feedback(self._scale / fitting)
@@ -208,21 +194,30 @@ class PipelineLossCounter(LossCounter):
         """Does nothing: only the last stage has losses, and it records itself whether they have counts."""
 
     @override
-    def update(self, extra: Sequence[float] = ()) -> StepReport:
-        assert self._updater is not None
+    def numbers(self) -> list[float]:
         kind = _UNKNOWN if self._is_counted is None else _COUNTED if self._is_counted else _MEAN
-        report = self._updater.update((*extra, kind, self._own_count()), self._divisor_of_stages)
-        counts = _counts_of(report.extra)
-        report = replace(report, extra=report.extra[:, :-2])
-        if counts is None:
-            self.clear()
-        else:
-            self._end_update(counts)
-        return report
+        return [kind, self._own_count()]
 
-    def _divisor_of_stages(self, rows: torch.Tensor) -> float:
-        counts = _counts_of(rows)
-        return 1.0 if counts is None else self._divisor(counts)
+    @override
+    def _counts_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
+
+        Args:
+            rows: Of every rank of the job: 2-D, fp64, :meth:`numbers` in the last two columns.
+
+        Raises:
+            CallOrderError: Losses of some copies of the model are sums, of others means; the same on every rank.
+        """
+        kinds = rows[:, -2]
+        is_counted = kinds == _COUNTED
+        if not bool(is_counted.any()):
+            return None
+        if bool((kinds == _MEAN).any()):
+            raise CallOrderError(
+                f"train_batch: the loss_fn of rank {int(is_counted.nonzero()[0])} returns (sum, count), that of rank "
+                f"{int((kinds == _MEAN).nonzero()[0])} a mean; let it return the same on every copy of the model"
+            )
+        return rows[is_counted, -1]
 
     @override
     def _copies(self) -> int:
@@ -231,27 +226,6 @@ class PipelineLossCounter(LossCounter):
 
 _UNKNOWN, _MEAN, _COUNTED = 0.0, 1.0, 2.0
 """Kinds of losses that a pipeline rank reports with an update; not known on a stage without the loss."""
-
-
-def _counts_of(rows: torch.Tensor) -> torch.Tensor | None:
-    """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
-
-    Args:
-        rows: Of every rank of the job, the last two columns of :meth:`PipelineLossCounter.update`: 2-D, fp64.
-
-    Raises:
-        CallOrderError: Losses of some copies of the model are sums, of others means; the same on every rank.
-    """
-    kinds = rows[:, -2]
-    is_counted = kinds == _COUNTED
-    if not bool(is_counted.any()):
-        return None
-    if bool((kinds == _MEAN).any()):
-        raise CallOrderError(
-            f"train_batch: the loss_fn of rank {int(is_counted.nonzero()[0])} returns (sum, count), that of rank "
-            f"{int((kinds == _MEAN).nonzero()[0])} a mean; let it return the same on every copy of the model"
-        )
-    return rows[is_counted, -1]
 
 
 def _near(value: float) -> float:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -140,6 +141,8 @@ class TrainStep:
         self._runs_backward = False
         self._program_runs_backward = False
         runtime.attach(updater, self.open_backward)
+        if updater is not None:
+            updater.attach_losses(self._update_parameters, self.counts.clear)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -467,7 +470,7 @@ class TrainStep:
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
         self._hooks.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
         uneven = self._hooks.uneven_batch
-        report = self.counts.update((*extra, *(() if uneven is None else uneven.numbers())))
+        report = self._update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
         if uneven is not None:
             uneven.take(report.extra)
         self.global_steps += 1
@@ -478,6 +481,13 @@ class TrainStep:
         if self.was_applied:
             self._advance_lr(lr_arguments)
         return report
+
+    def _update_parameters(self, extra: Sequence[float] = ()) -> StepReport:
+        """Updates the parameters by the gradients, divided by the tokens of losses that are sums."""
+        assert self._updater is not None
+        report = self._updater.update((*extra, *self.counts.numbers()), self.counts.divisor_of)
+        self.counts.end_update(report.extra)
+        return replace(report, extra=report.extra[:, : len(extra)])
 
     def before_update(self) -> None:
         """Frees what must not be gathered while parameters change. Called by every update.

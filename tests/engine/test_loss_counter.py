@@ -164,6 +164,19 @@ def test_a_rank_that_alone_counts_its_first_loss_raises():
     run_ranks(_only_rank_0_counts_first, 2)
 
 
+def _scales():
+    engine, found = engine_of(_model(), 2), []
+    for tokens in (5, 70, 70):
+        engine.backward(_sum(engine, *_batch(0))[0], count=tokens)
+        found.append(engine._train_step.counts._scale)
+        engine.step()
+    return found
+
+
+def test_the_power_of_two_follows_the_tokens_of_the_update_before():
+    assert run_ranks(_scales, 1) == [[4.0, 4.0, 64.0]]
+
+
 class _Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

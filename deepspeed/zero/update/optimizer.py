@@ -197,7 +197,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._leave_backward("optimizer.zero_grad")
         self._reducer.zero_grad()
 
-    # -- losses that are sums (deepspeed.engine.loss_counter) ----------------------------------------------------------
+    # -- losses that are sums (deepspeed.engine.train_step) ------------------------------------------------------------
 
     def attach_losses(self, update: Callable[[], Any], clear: Callable[[], None]) -> None:
         """Connects the counter of losses.
