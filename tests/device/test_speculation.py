@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.offload.host import HostGradientDestination
 from deepspeed.zero.gradient.gradients import GradientReducer
-from deepspeed.zero.update.driver import StepAgreement
+from deepspeed.zero.update.optimizer import StepAgreement
 from deepspeed.zero.update.speculation import ShadowMaster, SpeculativeUpdate
 from tests.device.support import engine_at, step
 from tests.harness.device import OrderError, simulated_device

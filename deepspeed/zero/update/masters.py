@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transports.transport import Transport
+from deepspeed.comm.transports.transport import Transport, Work
 from deepspeed.ops.rounding import ParameterInterval
 from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
@@ -307,6 +307,30 @@ class MasterBucket:
             if not bool(torch.isfinite(gradient[fragment.in_slice]).all()):
                 return fragment.tile
         return None
+
+
+class PublishWork:
+    """The transfers by which masters that changed reach all ranks that have their parameters.
+
+    Args:
+        masters: Of this rank, whether they change or not.
+    """
+
+    def __init__(self, masters: Sequence[MasterBucket]) -> None:
+        self._masters = masters
+        self._works: list[Work] = []
+
+    def start(self, master: MasterBucket) -> None:
+        """Sends what this rank owns of a master whose compute tensor is written, unless every rank has all of it."""
+        if master.is_sharded and (work := master.bucket.start_publish()) is not None:
+            self._works.append(work)
+
+    def wait(self) -> None:
+        """Waits for all that was started; what else is written to the parameters is seen from now on."""
+        for work in self._works:
+            work.wait()
+        for master in self._masters:
+            master.bucket.remember_values()
 
 
 def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:

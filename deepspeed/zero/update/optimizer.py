@@ -1,5 +1,9 @@
 """The whole update: unscale, norm, overflow check, clip, update the runs, publish, clear.
 
+:class:`DeepSpeedZeroOptimizer` has the order of these steps, :class:`StepAgreement` the exchange before them: norm,
+flags and checksums of all ranks. Rates, scales and states, which programs read and change between updates, are in
+``zero.update.master_optimizer``.
+
 The gradient is multiplied by one fp32 factor (unscaling times clipping) inside the update, at the same point for every
 stage, so that the stage never changes the arithmetic.
 """
@@ -7,6 +11,7 @@ stage, so that the stage never changes the arithmetic.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,27 +19,27 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transports.transport import Work
 from deepspeed.comm.watch.agreement import Agreement
-from deepspeed.errors import CallOrderError, NonFiniteError
+from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate, step_hooks
 from deepspeed.ops.elementwise import flat_updater
-from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.ops.rounding import NarrowStates
-from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradient_sum import norm_from_squares
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
-from deepspeed.zero.storage import MemoryTracker, StorageKind, storage_key
-from deepspeed.zero.tiling.layout import DATA
-from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
-from deepspeed.zero.update.driver import MeanGradient, StepAgreement, UpdateDriver, UpdateParts, gradient_factor
+from deepspeed.zero.storage import MemoryTracker
+from deepspeed.zero.update.base_optimizer import refuse_changed_groups
+from deepspeed.zero.update.driver import MeanGradient, UpdateDriver, UpdateParts, gradient_factor
 from deepspeed.zero.update.loop import ChunkUpdater, UpdateStrategy
-from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_tables, split_state
+from deepspeed.zero.update.master_optimizer import MasterOptimizer
+from deepspeed.zero.update.masters import MasterBucket, PublishWork
 from deepspeed.zero.update.speculation import SpeculativeUpdater
+
+_FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
+_NAME = 240  # bytes of a parameter's name that are sent
 
 
 @dataclass
@@ -52,7 +57,7 @@ class StepReport:
     extra: torch.Tensor
 
 
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
+class DeepSpeedZeroOptimizer(MasterOptimizer):
     """Drives a torch optimizer over the runs that this rank owns.
 
     Args:
@@ -94,241 +99,48 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         strategies: Mapping[Tier, UpdateStrategy],
         driver: UpdateDriver | None = None,
     ) -> None:
-        self.optimizer = optimizer
-        self.driver = driver_of(optimizer) if driver is None else driver
+        flat = flat_updater(optimizer)
+        if placement.narrow_states and flat is not None:
+            flat = NarrowStates(flat)
+        super().__init__(
+            optimizer,
+            masters,
+            reducer,
+            groups=groups,
+            driver=driver_of(optimizer) if driver is None else driver,
+            flat=flat,
+            memory_tracker=ledger,
+            loss_scaler=loss_scaler,
+            leave_backward=leave_backward,
+            before_update=before_update,
+            backward=backward,
+        )
         self.clip_grad = clip_grad
         self.overflow = False
-        self.loss_scaler = loss_scaler
         self.parameter_offload: Any = None
         self.last_report: StepReport | None = None
-        self._masters = masters
-        self._reducer = reducer
-        self._groups = groups
         self._step_agreement = StepAgreement(masters, reducer, groups, agreement)
-        self._memory_tracker = ledger
         self._max_skipped = max_skipped
         self._skip_non_finite = skip_non_finite
-        self._leave_backward = leave_backward
-        self._before_update = before_update
-        self._backward = backward
-        self._update_by_losses: Callable[[], Any] = self.update
-        self._steps = 0
-        self._skipped_in_a_row = 0
         self._first_skip = ""
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
-        self._flat: FlatUpdate | None = flat_updater(optimizer)
-        if placement.narrow_states and self._flat is not None:
-            self._flat = NarrowStates(self._flat)
         self._updater = (
-            None
-            if self._flat is None
-            else ChunkUpdater(self._flat, optimizer, strategies, rounds=placement.narrow_masters)
+            None if flat is None else ChunkUpdater(flat, optimizer, strategies, rounds=placement.narrow_masters)
         )
         self.driver.open(
             UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),
         )
         self.driver.begin_update(self._steps)
-        self.speculation: SpeculativeUpdater | None = None
-        if placement.speculates and self._flat is not None and self.driver.reads_mean_gradients:
+        if placement.speculates and flat is not None and self.driver.reads_mean_gradients:
             self.speculation = SpeculativeUpdater(
                 masters,
                 reducer,
-                self._flat,
+                flat,
                 optimizer,
                 strategies=strategies,
                 factor=lambda: gradient_factor(0.0, scale=self.loss_scale, clip_grad=0.0),
                 memory_tracker=ledger,
             )
-        self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
-        self._attach_segments()
-
-    # -- the public face ---------------------------------------------------------------------------------------------
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss: 1 unless fp16."""
-        return float(self.loss_scaler.loss_scale) if self.loss_scaler is not None else 1.0
-
-    cur_scale = loss_scale
-
-    @property
-    def steps(self) -> int:
-        """Updates so far, skipped ones included; they decide in which phase the next one is."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        self._steps = count
-        self.driver.restart()
-        self.driver.begin_update(count)
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Returns whether the loss scale follows the gradients."""
-        return bool(getattr(self.loss_scaler, "dynamic", False))
-
-    def override_loss_scale(self, loss_scale: float) -> None:
-        """Sets the scale from now on; a dynamic one continues from there.
-
-        Raises:
-            CallOrderError: There is no loss scale.
-        """
-        if self.loss_scaler is None:
-            raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
-        before = self.loss_scale
-        self.loss_scaler.cur_scale = float(loss_scale)
-        self._reducer.scale_feedback(self.loss_scale / before)
-
-    def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every param group."""
-        for group in self.param_groups:
-            group["lr"] = lr
-
-    def get_lr(self) -> float:
-        """Learning rate of the first param group."""
-        return self.param_groups[0]["lr"]
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Runs the engine's backward of a 0-dim ``loss``."""
-        self._backward(loss, retain_graph=retain_graph)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws away every gradient, reduced or not."""
-        self._leave_backward("optimizer.zero_grad")
-        self._reducer.zero_grad()
-
-    # -- losses that are sums (deepspeed.engine.train_step) ------------------------------------------------------------
-
-    def attach_losses(self, update: Callable[[], Any], clear: Callable[[], None]) -> None:
-        """Connects the counter of losses.
-
-        Args:
-            update: Calls :meth:`update` with what the gradients are divided by; :meth:`step` calls it.
-            clear: Called when all gradients are thrown away or were used.
-        """
-        self._update_by_losses = update
-        self._reducer.on_clear = clear
-
-    @property
-    def mean_over(self) -> int:
-        """Divisor of the sum over ranks of a gradient that all data-parallel ranks share."""
-        return self._groups.by_name[DATA].divisor if self._reducer.policy.is_mean else 1
-
-    @property
-    def copies(self) -> int:
-        """Ranks of the job that compute the same losses: those that hold other parts of the model."""
-        return self._groups.job.size // self._groups.peers.size
-
-    def gather_over_job(self, number: float, label: str) -> torch.Tensor:
-        """Returns a number of every rank of the job, 1-D, fp64. Every rank must call it."""
-        mine = torch.tensor([number], dtype=torch.float64)
-        return self._groups.job.gather_small(mine, channel="call", label=label).view(-1)
-
-    def scale_feedback(self, factor: float) -> None:
-        """Multiplies the error feedback of reductions: the unit of gradients has changed."""
-        self._reducer.scale_feedback(factor)
-
-    def refresh_fp32_params(self) -> None:
-        """Reads the masters again from the compute parameters (after they were loaded or written)."""
-        for master in self._masters:
-            master.refresh_all()
-            master.bucket.remember_values()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of this rank's runs; for a file that other world sizes can read, save a checkpoint."""
-        return {
-            "optimizer": torchs(self.optimizer.state_dict)(),
-            "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
-            "masters": [master.flat.clone() for master in self._masters],
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any], **_ignored: Any) -> None:
-        """Restores :meth:`state_dict` of a run with the same layout; group dicts stay the same objects."""
-        self._leave_backward("optimizer.load_state_dict")
-        groups = self.optimizer.param_groups
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        for kept, loaded in zip(groups, self.optimizer.param_groups, strict=True):
-            params = kept["params"]
-            kept.update(loaded)
-            kept["params"] = params
-        self.optimizer.param_groups = groups
-        if self.loss_scaler is not None and state_dict["loss_scaler"] is not None:
-            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self._before_update()
-        for master, saved in zip(self._masters, state_dict["masters"], strict=True):
-            master.flat.copy_(saved)
-            master.publish()
-        self._finish_publishing([work for m in self._masters if (work := m.bucket.start_publish()) is not None])
-        self._skipped_in_a_row = state_dict["skipped_in_a_row"]
-        self.driver.restart()
-
-    # -- what checkpoints need ---------------------------------------------------------------------------------------
-
-    @property
-    def flat_update(self) -> FlatUpdate | None:
-        """The fused update of the torch optimizer, which also lists the state that a run needs; None if it has none."""
-        return self._flat
-
-    @property
-    def skipped_in_a_row(self) -> int:
-        """Updates skipped since the last one that was applied."""
-        return self._skipped_in_a_row
-
-    @skipped_in_a_row.setter
-    def skipped_in_a_row(self, count: int) -> None:
-        self._skipped_in_a_row = count
-
-    def carry_user_writes(self) -> None:
-        """Takes what users wrote into resident parameters into buckets and masters, as the next step would."""
-        self._carry_user_writes()
-        for master in self._masters:
-            master.bucket.remember_values()
-
-    def publish_masters(self) -> None:
-        """Makes the compute parameters follow masters that were written. Every rank that shares them must call it."""
-        self._before_update()
-        publishing: list[Work] = []
-        for master in self._masters:
-            master.publish()
-            self._start_publish(master, publishing)
-        self._finish_publishing(publishing)
-
-    def cut_runs(self, labels: Sequence[Sequence[Any]]) -> None:
-        """Cuts runs until all parameters of a run have the same label. Every rank must call it.
-
-        Needed where parameters that share a run must not share its scalar states (their step counts differ).
-
-        Args:
-            labels: For each master, a label for each tile of its bucket; compared by ``==``.
-        """
-        for master, of_tiles in zip(self._masters, labels, strict=True):
-            for run in list(master.runs):
-                cut = master.split(run, of_tiles)
-                if len(cut) > 1:
-                    self._replace_in_optimizer(run, cut)
-        self._attach_segments()
-
-    def add_masters(self, masters: Sequence[MasterBucket]) -> None:
-        """Takes the runs of parameters that are trained from now on into their param groups. Every rank must call it.
-
-        Args:
-            masters: Which are in the list of masters already.
-        """
-        for master in masters:
-            for run in master.runs:
-                self.optimizer.param_groups[run.span.param_group]["params"].append(run.param)
-        if self.speculation is not None:
-            self.speculation.add_masters()
-        self._attach_segments()
-
-    def destroy(self) -> None:
-        """Frees the gradients and takes the gradient hooks from the model."""
-        self._reducer.clear()
-        self._reducer.remove()
-        if self.speculation is not None:
-            self.speculation.close()
-        self.driver.end()
 
     # -- the update --------------------------------------------------------------------------------------------------
 
@@ -348,7 +160,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
         """
         loss = evaluate(closure)
-        self._update_by_losses()
+        (self._update_by_losses or self.update)()
         return loss
 
     @torch.no_grad()
@@ -408,14 +220,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             if self.loss_scale != before:
                 self._reducer.scale_feedback(self.loss_scale / before)
 
-    def _carry_user_writes(self) -> None:
-        for position, master in enumerate(self._masters):
-            changed = master.bucket.take_back_changes()
-            if changed and self.speculation is not None:
-                self.speculation.note_write(position)
-            for index in changed:
-                master.refresh(index)
-
     def _skip(self, scale: float) -> None:
         rank, name = self._step_agreement.first_offender()
         self._skipped_in_a_row += 1
@@ -437,24 +241,22 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _apply(self, factor: float | None, used: list[list[bool]]) -> None:
         self._cut_runs(used)
-        publishing: list[Work] = []
+        publishing = PublishWork(self._masters)
         if self._updater is not None:
             work = [entry for entry in zip(self._masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
             with step_hooks(self.optimizer):
                 store = self._kept_updates(factor, used)
-                self._updater.run(
-                    work, factor, lambda master: self._start_publish(master, publishing), store, self._steps
-                )
+                self._updater.run(work, factor, publishing.start, store, self._steps)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
             self._update_by_step(factor, used)
             for master, flags in zip(self._masters, used, strict=True):
                 if any(flags):
                     master.publish()
-                    self._start_publish(master, publishing)
+                    publishing.start(master)
         for master, flags in zip(self._masters, used, strict=True):
             master.bucket.note_update(flags)
-        self._finish_publishing(publishing)
+        publishing.wait()
 
     def _cut_runs(self, used: list[list[bool]]) -> None:
         """Cuts runs in which only some parameters have gradients, so that the others are left alone."""
@@ -467,23 +269,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             for run in list(master.runs):
                 cut = master.split(run, flags)
                 if len(cut) > 1:
-                    self._replace_in_optimizer(run, cut)
+                    self._replace_run(run, cut)
         if is_new:
             self._attach_segments()
-
-    def _replace_in_optimizer(self, run: MasterRun, cut: list[MasterRun]) -> None:
-        params = self.optimizer.param_groups[run.span.param_group]["params"]
-        position = next(index for index, param in enumerate(params) if param is run.param)
-        params[position : position + 1] = [new.param for new in cut]
-        state = self.optimizer.state.pop(run.param, None)
-        if state:
-            for new in cut:
-                self.optimizer.state[new.param] = split_state(state, run, new)
-
-    def _attach_segments(self) -> None:
-        if self._needs_segments:
-            tables = segment_tables(self._masters, self._groups.other_parts)
-            self.optimizer.attach_segments(*tables)  # type: ignore[attr-defined]
 
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
         """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
@@ -510,35 +298,237 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         kept = speculation.settle(factor, used)
         return {self._masters[position]: partial(speculation.store, one) for position, one in kept.items()}
 
-    def _start_publish(self, master: MasterBucket, publishing: list[Work]) -> None:
-        if not master.is_sharded:
-            return  # every rank has updated everything
-        work = master.bucket.start_publish()
-        if work is not None:
-            publishing.append(work)
 
-    def _finish_publishing(self, publishing: list[Work]) -> None:
-        for work in publishing:
-            work.wait()
-        for master in self._masters:
-            master.bucket.remember_values()
+class StepAgreement:
+    """The exchange of one optimizer's updates.
 
-    def count_state(self) -> int:
-        """Bytes of the optimizer's state on this rank, in all tiers; also written into the memory tracker."""
-        nbytes, seen = dict.fromkeys(Tier, 0), set[tuple[int, int]]()
-        for master in self._masters:
-            for run in master.runs:
-                for value in self.optimizer.state.get(run.param, {}).values():
-                    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                        continue
-                    place = (storage_key(value), int(value.storage_offset()))
-                    if place not in seen:
-                        seen.add(place)
-                        self._memory_tracker.claim(value)
-                        nbytes[master.state_tier] += value.numel() * value.element_size()
-        for tier, counted in nbytes.items():
-            self._memory_tracker.set(StorageKind.OPTIMIZER, tier, counted)
-        return sum(nbytes.values())
+    Args:
+        masters: What is updated; the list may grow.
+        reducer: Of the gradients.
+        groups: The ranks that share them.
+        agreement: Keeps the checksum of the order of gathers.
+    """
+
+    def __init__(
+        self, masters: list[MasterBucket], reducer: GradientReducer, groups: Groups, agreement: Agreement
+    ) -> None:
+        self._masters = masters
+        self._reducer = reducer
+        self._groups = groups
+        self._agreement = agreement
+
+    def exchange(self, extra: Sequence[float]) -> tuple[float, list[list[bool]], torch.Tensor]:
+        """Exchanges the numbers that the update needs.
+
+        The host waits for the device once, to read what all ranks have sent. One small exchange over the job also
+        compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
+        ranks, others have other parameters, and the flags are exchanged separately.
+
+        Returns:
+            Sum of squares of the whole gradient; per bucket and parameter, whether it got a gradient on any rank that
+            shares it; the ``extra`` numbers of each rank of the job, 2-D, fp64.
+        """
+        groups = self._groups
+        flags = [
+            *_pack_flags([used for gradients in self._reducer.buckets for used in gradients.used]),
+            self._digest_of_writes(),
+        ]
+        squares, on_device = self._own_squares()
+        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *extra]
+        together = groups.job is groups.peers
+        mine = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
+        if on_device is not None:
+            mine = mine.to(on_device.device, non_blocking=True)
+            mine[: len(squares)] += on_device
+        rows = groups.job.gather_small(
+            mine,
+            channel="step",
+            label="the update (optimizer.step)",
+        )
+        _check_order(rows)
+        received = rows[:, len(numbers) - len(extra) : len(numbers)]
+        flag_rows = rows[:, len(numbers) :]
+        if not together:
+            flag_rows = groups.peers.gather_small(
+                torch.tensor(flags, dtype=torch.float64), channel="step", label="which parameters are updated"
+            )
+        flag_rows, writes = flag_rows[:, :-1], flag_rows[:, -1]
+        _check_writes(writes)
+        if bool((flag_rows != flag_rows[0]).any()):
+            self._reducer.note_uneven()
+        counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
+        # A rank that simulates all the others (the planner's) may count nothing; elsewhere both are 0 then.
+        total = (counted or copies) if math.isfinite(copies) else counted + copies
+        return total, self._merge_flags(flag_rows), received
+
+    def _digest_of_writes(self) -> float:
+        """Returns a checksum of the set gradients of parameters that all peers share; 0 if the program set none."""
+        shared = self._groups.among_peers
+        names = [
+            gradients.bucket.layout.tiles[index].name
+            for gradients in self._reducer.buckets
+            if gradients.writes and shared(gradients.bucket.group) is None
+            for index in sorted(gradients.writes)
+        ]
+        return float(zlib.crc32("\n".join(names).encode())) if names else 0.0
+
+    def _own_squares(self) -> tuple[list[float], torch.Tensor | None]:
+        """Returns this rank's parts of the sum of squares: those that it counts, and those that others count.
+
+        Returns:
+            (The two sums, as far as the host knows them; what must be added to them, 1-D fp64 on the device that the
+            exchange of the update accepts, or None.)
+        """
+        squares, accepted = [0.0, 0.0], self._groups.job.small_device
+        on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            found = gradients.sum_of_squares()
+            column = 0 if master.counts else 1
+            if found is None:
+                continue
+            if found.device.type in ("cpu", "meta"):
+                squares[column] += found.item()
+            else:
+                on_device[column].append(found)
+        if not any(on_device):
+            return squares, None
+        nothing = next(one for column in on_device for one in column).new_zeros(())
+        sums = torch.stack([torch.stack(column or [nothing]).sum() for column in on_device])
+        if accepted is not None and accepted.type == sums.device.type:
+            return squares, sums
+        return [known + more for known, more in zip(squares, sums.cpu().tolist(), strict=True)], None
+
+    def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
+        """Per bucket and parameter, whether any rank that shares it had a gradient.
+
+        Args:
+            rows: The packed flags of every peer.
+        """
+        count = sum(len(gradients.used) for gradients in self._reducer.buckets)
+        merged: dict[str, list[bool]] = {}
+        used, position = [], 0
+        for gradients in self._reducer.buckets:
+            group = gradients.bucket.group
+            if group.name not in merged:
+                members = self._groups.among_peers(group)
+                merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
+            stop = position + len(gradients.used)
+            # Copies in other parts of the model are summed whole, whichever of them was used.
+            whole = group.spans_parts and (self._reducer.keeps_own or gradients.result is not None)
+            used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
+            position = stop
+        return used
+
+    def refuse_unused(self, used: list[list[bool]]) -> None:
+        """Raises on every rank, or on none."""
+        names = [
+            tile.name
+            for master, flags in zip(self._masters, used, strict=True)
+            for tile, parameter, flag in zip(master.layout.tiles, master.bucket.params, flags, strict=True)
+            if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
+        ]
+        counts = torch.tensor([len(names)])
+        if not self._groups.has_all_flags:
+            label = "the search for parameters without a gradient"
+            counts = self._groups.job.gather_small(counts, channel="step", label=label).view(-1)
+        if bool(counts.any()):
+            self._reducer.clear()
+            names = names or [f"those of rank(s) {torch.nonzero(counts).view(-1).tolist()}"]
+            raise CallOrderError(
+                f"{len(names)} parameter(s) got no gradient on any rank: {', '.join(names[:10])}; zero_optimization."
+                "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
+                "to true"
+            )
+
+    def first_offender(self) -> tuple[int, str]:
+        """Lowest rank and first parameter, in model order, whose gradient is not finite; the same on all ranks."""
+        mine = first = 0
+        names: list[str] = []
+        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            names += [tile.name for tile in master.layout.tiles]
+            result = gradients.result
+            if mine == 0:
+                tile = gradients.first_not_finite() if result is None else master.first_non_finite(result)
+                if tile is not None:
+                    mine = first + tile + 1
+            first += len(master.layout.tiles)
+        rows = self._groups.job.gather_small(
+            torch.tensor([mine], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
+        )
+        found = rows.view(-1).tolist()
+        for rank, index in enumerate(found):
+            if index:
+                return rank, self._name_on(rank, names[mine - 1] if mine else "", names[index - 1 :])
+        return 0, "the sum of all gradients"  # every element is finite, their squares are not
+
+    def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
+        """Returns the name of a parameter of ``rank``, which ranks with another part of the model do not have.
+
+        Args:
+            rank: In the job; the same on all ranks.
+            mine: The name on this rank.
+            same: Begins with the name, where ranks have the same part of the model.
+        """
+        if self._groups.job is self._groups.peers:
+            return same[0]
+        text = mine.encode()[:_NAME].ljust(_NAME, b"\0")
+        rows = self._groups.job.gather_small(
+            torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64),
+            channel="step",
+            label="the name of a non-finite gradient",
+        )
+        return bytes(rows[rank].tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _number_of_order(groups: Groups) -> int:
+    """Returns a number that ranks share if they must gather in one order: the rank in the job of the first of them."""
+    first = groups.gathering.ranks[:1]
+    return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
+
+
+def _check_order(rows: torch.Tensor) -> None:
+    """Raises on every rank where ranks that gather in one order have other checksums of it."""
+    expected: dict[float, float] = {}
+    for _, _, digest, order in rows[:, :4].tolist():
+        if expected.setdefault(order, digest) != digest:
+            raise DivergenceError(
+                "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
+                f"different orders (checksums by rank: {[int(one) for one in rows[:, 2].tolist()]}); nothing was "
+                "updated. Every rank must run the same modules, for as many micro-batches"
+            )
+
+
+def _check_writes(digests: torch.Tensor) -> None:
+    """Raises on every rank where some ranks have set gradients that others have not."""
+    if bool((digests != digests[0]).any()):
+        alike = torch.nonzero(digests == digests[0]).view(-1).tolist()
+        raise DivergenceError(
+            "optimizer.step: every rank must have set the gradients of the same parameters "
+            f"(safe_set_full_grad, safe_set_local_grad), but ranks {alike} have set others than the rest, so "
+            "the replicas of the parameters would differ; nothing was updated. Call them on every rank, with "
+            "the same parameters and values"
+        )
+
+
+def _pack_flags(flags: list[bool]) -> list[float]:
+    numbers = []
+    for start in range(0, len(flags), _FLAGS_PER_NUMBER):
+        bits = 0
+        for offset, flag in enumerate(flags[start : start + _FLAGS_PER_NUMBER]):
+            bits |= int(flag) << offset
+        numbers.append(float(bits))
+    return numbers
+
+
+def _unpack_flags(rows: torch.Tensor, count: int) -> list[bool]:
+    """Bitwise or over the ranks."""
+    flags: list[bool] = []
+    for column in range(rows.shape[1]):
+        bits = 0
+        for value in rows[:, column].tolist():
+            bits |= int(value)
+        flags += [bool(bits >> offset & 1) for offset in range(_FLAGS_PER_NUMBER)]
+    return flags[:count]
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name

@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.zero.update.driver import StepAgreement
+from deepspeed.zero.update.optimizer import StepAgreement
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import Rank, adamw, batch, rank_of, reference, stack
 
