@@ -414,7 +414,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.git_version_info": "required_torch_version",
     },
     "utils.z3_leaf_module": {
-        "deepspeed.zero.gather.units": (
+        "deepspeed.zero.gather.leaf_modules": (
             "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
             "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
         ),

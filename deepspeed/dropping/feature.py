@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ from deepspeed.engine_feature import (
     takes_keyword,
 )
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.zero.gather.units import ParameterBlockMap
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.runtime import ZeroRuntime
 
 _IN_A_STAGE = "a stage has some of the layers, and several micro-batches are in flight at once"
@@ -38,6 +39,32 @@ def _random_ltd_of(root: Root) -> RandomLtd | None:
     if section is None or not (section.enabled and section.data_routing.enabled):
         return None
     return section.data_routing.random_ltd if section.data_routing.random_ltd.enabled else None
+
+
+class ParameterBlockMap:
+    """Maps the parameters of each bucket to the blocks they belong to.
+
+    Args:
+        model: The model.
+        buckets: Its buckets.
+        blocks: Modules of the model that a forward may leave out.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Iterable[Bucket], blocks: Sequence[nn.Module]) -> None:
+        block_of = {module: number for number, block in enumerate(blocks) for module in block.modules()}
+        owners: dict[nn.Parameter, set[int | None]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(parameter, set()).add(block_of.get(module))
+        self._owners = {
+            bucket.index: frozenset[int | None]().union(*(owners.get(parameter, {None}) for parameter in bucket.params))
+            for bucket in buckets
+        }
+
+    def only_of(self, numbers: Iterable[int]) -> frozenset[int]:
+        """Returns the buckets whose parameters belong to these blocks alone."""
+        left_out = frozenset[int | None](numbers)
+        return frozenset(index for index, owners in self._owners.items() if owners and owners <= left_out)
 
 
 class LayerDropHooks:

@@ -27,8 +27,8 @@ from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
 from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
+from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherLimits
-from deepspeed.zero.gather.units import mark_configured_leaves
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
 from deepspeed.zero.group import Groups, create_groups
 from deepspeed.zero.placement import Placement, Tier

@@ -1,37 +1,32 @@
 """The model states of one model on this rank: its parameters in buckets, and a master for every bucket that is trained.
 
-Making them moves the model's parameters into flat buffers (:func:`first_values`). What runs over them is
-``zero.runtime``.
+Making them cuts the model into units and moves its parameters into flat buffers (:func:`first_values`). What runs over
+them is ``zero.runtime``.
 
-Modules that were built on the ``meta`` device are given values, a few modules at a time.
-
-A module on the meta device has shapes and no values. What its constructor would have done is repeated by the methods
-that modules have for it: ``reset_parameters`` (or ``_reset_parameters``), then ``_init_weights(module)`` of the nearest
-module above it, as model libraries call it. Whatever neither of them has written is an error that names the module, for
-a model that trains from uninitialised memory looks almost right.
+A *unit* is what is gathered together: a repeated block, that is a child of a ``ModuleList`` or ``Sequential``.
+Parameters outside every block belong to the unit of the module that owns them. A block that is larger than the
+granularity and itself holds blocks is taken apart, unless it is marked as a leaf (``zero.gather.leaf_modules``).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
-from deepspeed.models.layers import initialiser_of
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
-from deepspeed.zero.address import Address, address_of, full_shape
+from deepspeed.zero.address import Address, address_of, full_numel, full_shape
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
+from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_module
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
-from deepspeed.zero.gather.units import Unit
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.runtime_options import RuntimeOptions
@@ -43,11 +38,82 @@ from deepspeed.zero.tiling.layout import BucketLayout, Fragment, ModelLayout, Un
 from deepspeed.zero.tiling.parts import tile_of
 from deepspeed.zero.update.masters import MasterBucket
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass
+class Unit:
+    """Parameters that are gathered together for the forward of one module.
+
+    Attributes:
+        name: Qualified name of the module; empty for the root.
+        module: The module whose forward needs the parameters.
+        params: Qualified name to parameter, in model order; a tied parameter belongs to its first owner.
+    """
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def is_flat(self) -> bool:
+        """Returns whether all parameters are the module's own, none of a module below it."""
+        own = {id(parameter) for parameter in self.module._parameters.values()}
+        return all(id(parameter) in own for parameter in self.params.values())
+
+
+def find_units(model: nn.Module, granularity: int) -> list[Unit]:
+    """Cuts ``model`` into units, in model order; units without parameters are left out.
+
+    Args:
+        model: The model.
+        granularity: Elements up to which a block is never taken apart.
+    """
+    seen: set[int] = set()
+    units = [_fill(unit, seen) for unit in _walk(model, "", granularity, inside_container=False)]
+    return [unit for unit in units if unit.params]
+
+
+def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: bool) -> Iterator[tuple[Unit, bool]]:
+    """Yields units and whether each takes the parameters of its whole subtree."""
+    if z3_leaf_module(module):
+        yield Unit(name, module), True
+        return
+    if inside_container and not (_numel(module) > granularity and _holds_blocks(module)):
+        yield Unit(name, module), True
+        return
+    if next(module.parameters(recurse=False), None) is not None:
+        yield Unit(name, module), False
+    is_container = isinstance(module, _CONTAINERS) or getattr(module, "holds_blocks", False)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        yield from _walk(child, path, granularity, inside_container=is_container)
+
+
+def _fill(found: tuple[Unit, bool], seen: set[int]) -> Unit:
+    unit, whole = found
+    for name, parameter in unit.module.named_parameters(recurse=whole):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            unit.params[f"{unit.name}.{name}" if unit.name else name] = parameter
+    return unit
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(child, _CONTAINERS) and _numel(child) > 0 for child in module.modules() if child is not module
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(full_numel(parameter) for parameter in module.parameters())
+
 
 class ModelStates:
     """Buckets and masters of one model. Every rank must make it, with the same model.
 
     Attributes:
+        units: What is gathered together.
         layout: Where every parameter lives.
         placed: Where the states of each bucket live, by index.
         buckets: In model order.
@@ -57,7 +123,6 @@ class ModelStates:
 
     Args:
         model: The model; its parameters are changed in place and take rank 0's values.
-        units: What is gathered together.
         options: Decisions of the configuration.
         groups: The ranks that share parameters, and those that decide together.
         param_groups: ``id(parameter)`` to index of its optimizer param group.
@@ -66,29 +131,30 @@ class ModelStates:
     def __init__(
         self,
         model: nn.Module,
-        units: list[Unit],
         options: RuntimeOptions,
         groups: Groups,
         param_groups: Mapping[int, int],
     ) -> None:
+        self.units = find_units(model, options.granularity)
         self.memory_tracker = MemoryTracker()
+        self._model = model
         self._options = options
         self._groups = groups
         self._group_names = {
             parameter: groups.name_of(name, describe(name, parameter)) for name, parameter in model.named_parameters()
         }
         self._materializer = Materializer(model, options.device)
-        self.layout = self._make_layout(units, param_groups)
+        self.layout = self._make_layout(param_groups)
         self.placed = options.placement.of_buckets(self.layout)
         self._open_memories()
-        self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
+        self.param_names = {parameter: name for unit in self.units for name, parameter in unit.params.items()}
         self.masters: list[MasterBucket] = []
         self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
         self.buckets: list[Bucket] = []
-        self._make_buckets(units)
+        self._make_buckets()
         self._materializer.finish()
 
-    def _make_layout(self, units: list[Unit], param_groups: Mapping[int, int]) -> ModelLayout:
+    def _make_layout(self, param_groups: Mapping[int, int]) -> ModelLayout:
         dtype_of = self._options.compute_dtype
 
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
@@ -98,7 +164,7 @@ class ModelStates:
             return UnitTile(tile, dtype, parameter.requires_grad and group >= 0, self._group_names[parameter])
 
         return model_layout(
-            [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
+            [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in self.units],
             slice_layouts={group.name: group.slice_layout for group in self._groups},
             limits=self._options.layout,
         )
@@ -124,8 +190,8 @@ class ModelStates:
             ranks = torch.nonzero(failed).view(-1).tolist()
             raise OffloadError(f"the files for offloaded states could not be made on rank(s) {ranks}; see their errors")
 
-    def _make_buckets(self, units: list[Unit]) -> None:
-        by_name = {name: parameter for unit in units for name, parameter in unit.params.items()}
+    def _make_buckets(self) -> None:
+        by_name = {name: parameter for unit in self.units for name, parameter in unit.params.items()}
         for layout in self.layout.buckets:
             params = [by_name[tile.name] for tile in layout.tiles]
             placed = self.placed[layout.index]
@@ -215,6 +281,39 @@ class ModelStates:
     def sharded(self) -> list[Bucket]:
         """The buckets that are gathered for their uses."""
         return [bucket for bucket in self.buckets if bucket.is_sharded]
+
+    def buckets_of_leaves(self) -> dict[nn.Module, list[Bucket]]:
+        """Returns the leaf modules with every sharded bucket that they use, tied weights of other units included."""
+        bucket_of = {parameter: bucket for bucket in self.sharded for parameter in bucket.params}
+        found = {}
+        for module in get_z3_leaf_modules(self._model):
+            used = {bucket_of[parameter] for parameter in module.parameters() if parameter in bucket_of}
+            found[module] = sorted(used, key=lambda bucket: bucket.index)
+        return found
+
+    def gathering_modules(self, leaves: Mapping[nn.Module, list[Bucket]]) -> list[tuple[nn.Module, list[Bucket]]]:
+        """Returns modules with the buckets that their forward gathers; first those that may only be the outermost one.
+
+        Args:
+            leaves: What :meth:`buckets_of_leaves` returned.
+        """
+        found = dict(leaves)
+        for unit, own in zip(self.units, self.layout.units, strict=True):
+            found.setdefault(unit.module, [self.buckets[i] for i in own if self.buckets[i].is_sharded])
+        return [*self._between_root_and_units(), *((module, needed) for module, needed in found.items() if needed)]
+
+    def _between_root_and_units(self) -> list[tuple[nn.Module, list[Bucket]]]:
+        """Returns modules between the root and the units, such as an encoder: a program may call one by itself."""
+        known = {unit.module for unit in self.units}
+        for unit in self.units:
+            if not unit.is_flat:
+                known.update(unit.module.modules())
+        params = {parameter for bucket in self.sharded for parameter in bucket.params}
+        return [
+            (module, [])
+            for module in self._model.modules()
+            if module not in known and any(parameter in params for parameter in module.parameters())
+        ]
 
     def position_of(self, bucket: Bucket) -> int | None:
         """Returns the place of a bucket among those that are trained; None where it is not."""
@@ -420,133 +519,3 @@ def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
                 )
             )
     return found
-
-
-class Materializer:
-    """Gives values to the parameters and buffers of one model.
-
-    Args:
-        model: The model.
-        device: Where they shall be.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._names: dict[nn.Module, str] = {}
-        self._above: dict[nn.Module, list[nn.Module]] = {}
-        self._owners: dict[int, list[nn.Module]] = {}
-        self._children_first = list(_children_first(model, [], set(), self._above))
-        for name, module in model.named_modules():
-            self._names[module] = name
-        self.is_needed = False
-        for module in self._children_first:
-            for tensor in _own_tensors(module):
-                if tensor.device.type == "meta" != device.type:
-                    self.is_needed = True
-                    self._owners.setdefault(id(tensor), []).append(module)
-
-    def materialize(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Gives values to those of ``params`` that have none, and with them to whatever their modules own."""
-        if not self.is_needed:
-            return
-        needed = {module for p in params if p.device.type == "meta" for module in self._owners.get(id(p), ())}
-        self._materialize([module for module in self._children_first if module in needed])
-
-    def finish(self) -> None:
-        """Gives values to what is left: buffers of modules without parameters."""
-        if self.is_needed:
-            left = [m for m in self._children_first if any(t.device.type == "meta" for t in _own_tensors(m))]
-            self._materialize(left)
-
-    @torch.no_grad()
-    def _materialize(self, modules: list[nn.Module]) -> None:
-        made: list[tuple[nn.Module, str, torch.Tensor]] = []
-        for module in modules:
-            made += self._allocate(module)
-        for module in modules:
-            self._initialise(module)
-        for module, name, tensor in made:
-            if _is_unwritten(tensor):
-                self._refuse(module, name)
-
-    def _allocate(self, module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        made: list[tuple[nn.Module, str, torch.Tensor]] = []
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
-                fresh = nn.Parameter(_unwritten(parameter, self._device), requires_grad=parameter.requires_grad)
-                fresh.__dict__.update(parameter.__dict__)
-                fresh.__class__ = type(parameter)
-                torch.utils.swap_tensors(parameter, fresh)  # the object stays: optimizers and tied modules hold it
-                made.append((module, name, parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                fresh_buffer = _unwritten(buffer, self._device)
-                module._buffers[name] = fresh_buffer
-                made.append((module, name, fresh_buffer))
-        return made
-
-    def _initialise(self, module: nn.Module) -> None:
-        for name in ("reset_parameters", "_reset_parameters"):
-            method = getattr(module, name, None)
-            if callable(method) and _accepts(method, 0):
-                method()
-                break
-        for above in reversed(self._above[module]):
-            method = initialiser_of(above)
-            if method is not None and _accepts(method, 1):
-                method(module)
-                break
-
-    def _refuse(self, module: nn.Module, name: str) -> None:
-        path = self._names.get(module, "")
-        raise DeepSpeedConfigError(
-            f"initialize: {name!r} of module {path!r} ({type(module).__name__}) is on the meta device, and neither a "
-            "reset_parameters() of the module nor an _init_weights(module) above it gave it values. Add "
-            "reset_parameters() to the class, build that module on a real device, or build the model under "
-            "deepspeed.zero.Init instead"
-        )
-
-
-def _children_first(
-    module: nn.Module, above: list[nn.Module], seen: set[nn.Module], found: dict[nn.Module, list[nn.Module]]
-) -> Iterator[nn.Module]:
-    if module in seen:
-        return
-    seen.add(module)
-    path = [*above, module]
-    found[module] = path
-    for child in module.children():
-        yield from _children_first(child, path, seen, found)
-    yield module
-
-
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
-
-
-def _accepts(method: Callable[..., Any], count: int) -> bool:
-    """Returns whether a method can be called with ``count`` positional arguments."""
-    try:
-        inspect.signature(method).bind(*range(count))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory with a pattern that no initialiser leaves behind."""
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if made.is_floating_point() or made.is_complex():
-        return made.fill_(float("nan"))
-    return made if made.dtype == torch.bool else made.fill_(torch.iinfo(made.dtype).max)
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    """Returns whether some element still has the pattern (of integers: all of them)."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(torch.isnan(tensor).any())
-    return bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -23,8 +23,8 @@ from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.gather.hooks import ForwardHooks, tensors_in
+from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules
 from deepspeed.zero.gather.schedule import GatherSchedule
-from deepspeed.zero.gather.units import buckets_of_leaves, find_units, gathering_modules, get_z3_leaf_modules
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
@@ -458,20 +458,19 @@ def build_runtime(
         param_groups: ``id(parameter)`` to index of its optimizer param group.
     """
     _retire_earlier_owners(model)
-    units = find_units(model, options.granularity)
-    states = ModelStates(model, units, options, groups, param_groups)
+    states = ModelStates(model, options, groups, param_groups)
     sharded = states.sharded
     agreement = Agreement(
         groups.gathering,
         lambda index: f"the parameters {states.buckets[index].label}",
         serves=options.serves_branches,
     )
-    leaves = buckets_of_leaves(model, sharded)
+    leaves = states.buckets_of_leaves()
     schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
     backward_tracker = BackwardTracker(lambda entry: hooks.reach(entry))
     hooks = ForwardHooks(
         model,
-        gathering_modules(model, units, states.layout.units, states.buckets, leaves),
+        states.gathering_modules(leaves),
         sharded,
         schedule,
         in_backward=lambda: backward_tracker.is_open,

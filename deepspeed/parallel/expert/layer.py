@@ -25,7 +25,7 @@ from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.address import address_of
 from deepspeed.zero.construction.modules import shard_built
-from deepspeed.zero.gather.units import set_z3_leaf_module
+from deepspeed.zero.gather.leaf_modules import set_z3_leaf_module
 from deepspeed.zero.tiling.describe import in_group
 
 

@@ -25,7 +25,7 @@ from deepspeed.utils.z3_leaf_module import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from deepspeed.zero.gather.units import find_units
+from deepspeed.zero.model_states import find_units
 from tests.engine.support import engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.toy_models import Layer
