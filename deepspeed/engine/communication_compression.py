@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -35,6 +36,22 @@ MEASURED_NUMEL = 1 << 20
 """Elements that are reduced. On a link of 100 Mbit/s that takes about a third of a second."""
 _ROUNDS = 3  # the first of them is not counted
 _BUCKET = (1 << 15) - 1  # a number that no bucket has
+
+
+def compressed(groups: Groups, setup: EngineSetup, precision: PrecisionPolicy, *, has_warm_up: bool) -> Groups:
+    """Returns the groups with all that the configuration requests here. Every rank must call it.
+
+    Args:
+        groups: Of the engine.
+        setup: What was requested.
+        precision: Dtypes of what is sent as it is.
+        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
+    """
+    if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
+        rows = replace(groups[ROWS], reduces_rows=True)
+        groups = replace(groups, by_name={**groups.by_name, ROWS: rows})
+    groups = with_codecs(groups, setup.root, precision, setup.device, has_warm_up=has_warm_up)
+    return use_zero_plus_plus(groups, setup.root.zero_optimization)
 
 
 def with_codecs(
@@ -240,11 +257,16 @@ def steps_until_reset(zero: ZeroOptimization) -> int:
 
 
 def tables_of_rows(setup: EngineSetup, *, has_warm_up: bool) -> dict[str, bool]:
-    """Puts the tables of embeddings into a group of their own, for ``sparse_gradients``; communicates nothing.
+    """Puts the tables of embeddings into a group of their own, if ``sparse_gradients`` is set; communicates nothing.
+
+    Returns:
+        The name of the group, and that every rank counts in it; empty without such tables.
 
     Raises:
         DeepSpeedConfigError: Gradients are not sent as sums over data-parallel ranks alone.
     """
+    if not setup.root.sparse_gradients:
+        return {}
     problem = None
     if setup.ranks.model_size > 1:
         problem = f"tensor or pipeline parallelism (a model over {setup.ranks.model_size} ranks)"

@@ -12,13 +12,32 @@ from deepspeed import comm
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
+from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.islands import settle_islands
-from deepspeed.engine.optimizers import check_optimizer, choose_optimizer
+from deepspeed.engine.optimizers import (
+    check_optimizer,
+    choose_optimizer,
+    group_indices,
+    move_to_runs,
+    refuse_cut_tensors,
+)
 from deepspeed.engine.parts import Client, EngineParts
-from deepspeed.engine.zero_settings import make_groups, place_model, placement_for, precision_for
+from deepspeed.engine.zero_settings import (
+    gathers_by_nodes,
+    gradient_divisor,
+    place_frozen,
+    placement_for,
+    precision_for,
+    runtime_options,
+    tiers_for,
+)
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.zero.construction.modules import suspended
+from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
+from deepspeed.zero.group import create_groups
+from deepspeed.zero.model_states import spread_buffers
+from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, driver_of
 
 
@@ -105,8 +124,26 @@ def build_parts(
     check_optimizer(placement, optimizer)
     driver = driver_of(optimizer) if islands is None else islands.driver_around(driver_of(optimizer))
     driver.refuse(parsed.root, placement)
-    groups, placement = make_groups(setup, placement, precision, optimizer, own_groups, has_warm_up=driver.has_warm_up)
-    tiers, runtime = place_model(setup, placement, precision, groups, optimizer)
+    own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
+    placement = place_frozen(placement, own_groups)
+    groups = create_groups(
+        placement,
+        setup.ranks,
+        setup.device,
+        by_nodes=gathers_by_nodes(parsed.root),
+        divisor=gradient_divisor(parsed.root, setup.ranks),
+        copies=own_groups,
+    )
+    groups = compressed(groups, setup, precision, has_warm_up=driver.has_warm_up)
+    refuse_cut_tensors(optimizer, client.model, groups, placement)
+    mark_configured_leaves(client.model, parsed.root.zero_optimization.leaf_module)
+    tiers = tiers_for(setup, placement, optimizer)
+    options = runtime_options(setup, placement, precision, optimizer, tiers)
+    runtime = build_runtime(client.model, options, groups, group_indices(optimizer))
+    precision.cast_buffers(client.model, setup.device)
+    spread_buffers(client.model, groups.peers)
+    if optimizer is not None:
+        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
     return EngineParts(
         client=client,
         model=client.model,

@@ -1,41 +1,30 @@
-"""Places a model under ZeRO: settings and groups as the configuration requests them, and the runtime built by them."""
+"""What the configuration requests of ZeRO: dtypes, placement, divisor of gradients, memory and limits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.start.environment import ranks_per_node
-from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.communication_compression import (
-    steps_until_reset,
-    tables_of_rows,
-    use_zero_plus_plus,
-    with_codecs,
-)
+from deepspeed.engine.communication_compression import steps_until_reset
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
-from deepspeed.engine.optimizers import group_indices, move_to_runs, needs_whole_tensors, refuse_cut_tensors
+from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
 from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
-from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
-from deepspeed.zero.group import Groups, create_groups
 from deepspeed.zero.placement import Placement, Tier
-from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.storage import distinct
-from deepspeed.zero.tiling.describe import OFFLOADED, ROWS
+from deepspeed.zero.tiling.describe import OFFLOADED
 from deepspeed.zero.tiling.layout import Limits
 from deepspeed.zero.update.loop import state_itemsizes
 
@@ -98,57 +87,55 @@ def gathers_by_nodes(root: Root) -> bool:
     return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
 
 
-def place_model(
-    setup: EngineSetup,
-    placement: Placement,
-    precision: PrecisionPolicy,
-    groups: Groups,
-    optimizer: torch.optim.Optimizer | None,
-) -> tuple[OffloadTiers, ZeroRuntime]:
-    """Gives parameters, buffers and masters of a model their places. Every rank of the job must call it.
+def place_frozen(placement: Placement, own_groups: Collection[str]) -> Placement:
+    """Returns the placement with the memory of frozen bases.
+
+    Args:
+        placement: Where everything else lives.
+        own_groups: Names of the groups of parameters that are sharded by themselves.
+    """
+    return replace(placement, base_tier=Tier.HOST if OFFLOADED in own_groups else Tier.DEVICE)
+
+
+def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.Optimizer | None) -> OffloadTiers:
+    """Opens the memory away from the device. Every rank of the job must call it.
 
     Args:
         setup: What was requested.
         placement: Where model states live.
-        precision: Their dtypes.
-        groups: Who shares them.
-        optimizer: The torch optimizer, whose parameters become this rank's parts of the masters; or None.
-
-    Returns:
-        The memory away from the device, and the runtime.
-
-    Raises:
-        DeepSpeedConfigError: A leaf module does not exist, or the optimizer cannot update what it would get.
+        optimizer: The torch optimizer, or None.
     """
-    root, model, device = setup.root, setup.model, setup.device
-    mark_configured_leaves(model, root.zero_optimization.leaf_module)
-    tiers = open_tiers(
-        root,
+    return open_tiers(
+        setup.root,
         placement,
-        device,
+        setup.device,
         rank=comm.get_rank(),
         ranks_here=ranks_per_node(os.environ, comm.get_world_size(), get_accelerator().device_count()),
         state_itemsizes=state_itemsizes(optimizer),
         is_trained=optimizer is not None,
     )
-    options = _runtime_options(root, placement, precision, device, optimizer, tiers)
-    runtime = build_runtime(model, options, groups, group_indices(optimizer))
-    precision.cast_buffers(model, device)
-    _spread_buffers(model, groups.peers)
-    if optimizer is not None:
-        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
-    return tiers, runtime
 
 
-def _runtime_options(
-    root: Root,
+def runtime_options(
+    setup: EngineSetup,
     placement: Placement,
     precision: PrecisionPolicy,
-    device: torch.device,
     optimizer: torch.optim.Optimizer | None,
     tiers: OffloadTiers,
 ) -> RuntimeOptions:
-    """Returns the settings of the runtime for this model and optimizer."""
+    """Returns the settings of the runtime for this model and optimizer.
+
+    Args:
+        setup: What was requested.
+        placement: Where model states live.
+        precision: Their dtypes.
+        optimizer: The torch optimizer, or None.
+        tiers: The memory away from the device.
+
+    Raises:
+        DeepSpeedConfigError: The optimizer needs whole tensors, which the ZeRO stage cuts.
+    """
+    root = setup.root
     zero = root.zero_optimization
     # One layout serves both directions, so the smaller limit decides how large a bucket may be.
     most_at_once = max(min(zero.reduce_bucket_size, zero.allgather_bucket_size), 1)
@@ -170,7 +157,7 @@ def _runtime_options(
         granularity=max(zero.stage3_prefetch_bucket_size, zero.stage3_module_granularity_threshold),
         compute_dtype=precision.dtype_for,
         whole_tensors=optimizer is not None and needs_whole_tensors(optimizer, placement, root),
-        device=device,
+        device=setup.device,
         param_memories=tiers.param_memories,
         master_memories=tiers.master_memories,
         destination=tiers.destination,
@@ -197,61 +184,3 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         is_trial=root.communication_compression.gradients == "auto",
         forget_every=steps_until_reset(root.zero_optimization),
     )
-
-
-@torch.no_grad()
-def _spread_buffers(model: nn.Module, transport: Transport) -> None:
-    """Gives all ranks the buffers of rank 0, as bytes: backends support neither all dtypes nor strides."""
-    for buffer in model.buffers():
-        values = distinct(buffer)
-        dense = values.contiguous()
-        transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
-        if dense is not values:
-            values.copy_(dense)
-
-
-def make_groups(
-    setup: EngineSetup,
-    placement: Placement,
-    precision: PrecisionPolicy,
-    optimizer: torch.optim.Optimizer | None,
-    own: Mapping[str, bool],
-    *,
-    has_warm_up: bool,
-) -> tuple[Groups, Placement]:
-    """Makes the groups of an engine. Every rank of the job must call it.
-
-    Args:
-        setup: What was requested.
-        placement: Where model states live, as far as the configuration has it.
-        precision: Dtypes of what is sent.
-        optimizer: The torch optimizer, or None.
-        own: Groups of parameters that are sharded by themselves, and whether this rank counts in each.
-        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
-
-    Returns:
-        The groups, and the placement with the memory of frozen bases.
-
-    Raises:
-        DeepSpeedConfigError: Groups that cannot be used together.
-        NotYetSupportedError: The optimizer needs whole tensors, of which ranks have parts.
-    """
-    root, ranks = setup.root, setup.ranks
-    if root.sparse_gradients:
-        own = {**own, **tables_of_rows(setup, has_warm_up=has_warm_up)}
-    groups = create_groups(
-        placement,
-        ranks,
-        setup.device,
-        by_nodes=gathers_by_nodes(root),
-        divisor=gradient_divisor(root, ranks),
-        copies=own,
-    )
-    if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
-        rows = replace(groups[ROWS], reduces_rows=True)
-        groups = replace(groups, by_name={**groups.by_name, ROWS: rows})
-    groups = with_codecs(groups, root, precision, setup.device, has_warm_up=has_warm_up)
-    groups = use_zero_plus_plus(groups, root.zero_optimization)
-    placement = replace(placement, base_tier=Tier.HOST if OFFLOADED in own else Tier.DEVICE)
-    refuse_cut_tensors(optimizer, setup.model, groups, placement)
-    return groups, placement

@@ -30,7 +30,7 @@ from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.storage import MemoryTracker
+from deepspeed.zero.storage import MemoryTracker, distinct
 from deepspeed.zero.tiling.assemble import assemble, scatter
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.formula import MemoryFormula
@@ -519,3 +519,14 @@ def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
                 )
             )
     return found
+
+
+@torch.no_grad()
+def spread_buffers(model: nn.Module, transport: Transport) -> None:
+    """Gives all ranks the buffers of rank 0, as bytes: backends support neither all dtypes nor strides."""
+    for buffer in model.buffers():
+        values = distinct(buffer)
+        dense = values.contiguous()
+        transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
+        if dense is not values:
+            values.copy_(dense)

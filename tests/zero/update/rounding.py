@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from deepspeed.comm.codecs.codec import Codec
-from deepspeed.engine import zero_settings
 
 
 class Rounding(Codec):
@@ -36,13 +36,14 @@ class Rounding(Codec):
 @contextmanager
 def rounded_transfers(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
-    original = zero_settings.create_groups
+    initialize = importlib.import_module("deepspeed.engine.initialize")
+    original = initialize.create_groups
 
     def create(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs).coded(gather, reduce)
 
-    zero_settings.create_groups = create
+    initialize.create_groups = create
     try:
         yield
     finally:
-        zero_settings.create_groups = original
+        initialize.create_groups = original
