@@ -147,7 +147,7 @@ def test_gloo_groups_are_made_once(kind: str) -> None:
 
 
 def _wires(engine: Any) -> set[int]:
-    return {id(group) for group in engine._interpreter.transports._native.values()}
+    return {id(group) for group in engine._interpreter.channels._native.values()}
 
 
 def _after_a_failed_batch() -> None:
@@ -155,7 +155,7 @@ def _after_a_failed_batch() -> None:
         engines = _Engines("pipeline")
         first, second = engines.make(), engines.make()
         assert len(_wires(first)) == 4 and _wires(first) == _wires(second)
-        with suppress(ArithmeticError), first._interpreter.transports.batch():
+        with suppress(ArithmeticError), first._interpreter.channels.batch():
             if rank() == 1:
                 raise ArithmeticError
         third = engines.make()

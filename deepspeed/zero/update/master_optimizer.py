@@ -130,7 +130,7 @@ class MasterOptimizer(ZeROOptimizer):
         """Connects the counter of losses.
 
         Args:
-            update: Calls :meth:`update` with what the gradients are divided by; :meth:`step` calls it.
+            update: Calls ``update`` with what the gradients are divided by; ``step`` calls it.
             clear: Called when all gradients are thrown away or were used.
         """
         self._update_by_losses = update
