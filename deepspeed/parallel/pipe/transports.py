@@ -17,13 +17,14 @@ class PipeTransport(Protocol):
     """Sends and receives 1-D byte tensors between two stages, in order; each returns a work with ``wait``.
 
     ``what`` is one of HEADERS and DESCRIPTIONS, which lie on the host wherever the model computes, and TENSORS.
-
-    Attributes:
-        posts_tensors_ahead: Receives of tensors are started before it is known that they have been sent. Equal on both
-            sides. Not where a receive is a kernel, which would occupy the device until then.
     """
 
-    posts_tensors_ahead: bool
+    @property
+    def posts_tensors_ahead(self) -> bool:
+        """Returns whether receives of tensors are started before it is known that they have been sent.
+
+        Equal on both sides. False where a receive is a kernel, which would occupy the device until then.
+        """
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
         """Starts to send ``tensor`` (contiguous, any shape); returns None where nothing needs to be kept for it."""
