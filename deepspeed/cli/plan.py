@@ -25,6 +25,7 @@ from deepspeed.cli.measure import measure_in_ranks
 from deepspeed.cli.predict import (
     PredictionOutput,
     add_prediction_options,
+    refuse_beside_prediction,
     refuse_without_prediction,
     run_prediction,
 )
@@ -74,11 +75,17 @@ def main(args: Sequence[str] | None = None) -> int:
                     "--measure times this machine and plans nothing; leave the model and the configuration out, and "
                     f"then plan with --machine {options.measure}"
                 )
+            if options.nodes > 1 or options.machine is not None or options.network is not None:
+                raise DeepSpeedConfigError(
+                    "--measure times one node, and neither its network nor another file; leave --nodes, --machine and "
+                    "--network out, and give them when you plan"
+                )
             measure_in_ranks(options.measure, options.devices)
             return 0
         refuse_without_prediction(options)
         if options.predict or options.search is not None:
             _refuse_below_one(options)
+            refuse_beside_prediction(options)
             config = read_config(options.config if options.config is not None else _plain_config())
             output = PredictionOutput(_show, _width(120), functools.partial(_save, "picture", options.picture))
             return run_prediction(options, _model(options), _machine(options), config, output)
@@ -188,6 +195,11 @@ def _check_targets(options: argparse.Namespace) -> None:
                 raise DeepSpeedConfigError(f"--{option} {target}: expected a file, found a folder; add a file name")
             if not path.parent.is_dir():
                 raise DeepSpeedConfigError(f"--{option} {target}: there is no folder {path.parent}; make it first")
+    endings = (".svg",) if options.sweep else (".svg", ".json")
+    if options.picture is not None and not options.picture.endswith(endings):
+        raise DeepSpeedConfigError(
+            f"--picture {options.picture}: expected a name that ends in {' or '.join(endings)}; change it"
+        )
 
 
 def _save(option: str, target: str, text: str) -> None:

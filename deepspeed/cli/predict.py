@@ -13,10 +13,12 @@ from rich.text import Text
 
 from deepspeed.accelerator.devices import in_words
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.configs import check_config, without_batch
 from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.degrees import DEGREES
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.picture import step_svg, step_trace_json
-from deepspeed.plan.pipeline import pipeline_of
+from deepspeed.plan.pipeline import Pipeline, pipeline_of
 from deepspeed.plan.prediction.layout import RECOMPUTATIONS, layout_of
 from deepspeed.plan.prediction.search import LayoutSearch, search_layouts
 from deepspeed.plan.prediction.step import ERROR, PredictedStep, StepSetup, costs_turned_off, predict_step
@@ -43,6 +45,8 @@ _NUMBERS = {
     "gradient-bytes": ("gradient_bytes", int, "bytes per element of the gradients, 2 or 4"),
     "imbalance": ("imbalance", float, "tokens of the busiest expert divided by the mean"),
 }
+_ONLY_SIMULATED = ("sweep", "longest", "write", "codes", "host-memory")
+_SEARCHED = ("schedule", "num-chunks", "micro-batch", "accumulation", "recompute", "activation-checkpointing", *DEGREES)
 _MOST_HELP = 4  # lines of what would help
 
 
@@ -84,6 +88,32 @@ def refuse_without_prediction(options: argparse.Namespace) -> None:
     given += [f"--{name}" for name in ("whole-vocabulary", "no-overlap") if getattr(options, name.replace("-", "_"))]
     if given:
         raise DeepSpeedConfigError(f"{', '.join(given)}: only with --predict or --search; add one of them")
+
+
+def refuse_beside_prediction(options: argparse.Namespace) -> None:
+    """Raises for options that have no effect beside ``--predict`` or ``--search``, and for both of these.
+
+    Raises:
+        DeepSpeedConfigError: There is one.
+    """
+    if options.predict and options.search is not None:
+        raise DeepSpeedConfigError("--predict and --search are both given; keep one")
+    kind = "--predict" if options.predict else "--search"
+    if given := _given(options, _ONLY_SIMULATED):
+        raise DeepSpeedConfigError(f"{given}: {kind} simulates no step and does not use it; leave one of them out")
+    if options.search is None:
+        return
+    if options.search < 1:
+        raise DeepSpeedConfigError(f"--search: expected 1 or more samples, found {options.search}")
+    if given := _given(options, ("context", *_SEARCHED)):
+        raise DeepSpeedConfigError(
+            f"{given}: --search tries all of them; leave it out, or give the whole layout and use --predict"
+        )
+
+
+def _given(options: argparse.Namespace, names: tuple[str, ...]) -> str:
+    values = {name: getattr(options, name.replace("-", "_")) for name in names}
+    return ", ".join(f"--{name}" for name, value in values.items() if value is not None and value is not False)
 
 
 @dataclass(frozen=True)
@@ -138,6 +168,22 @@ def run_prediction(
     given |= {"cuts_vocabulary": False} if options.whole_vocabulary else {}
     given |= {"overlaps_data": False} if options.no_overlap else {}
     given["recompute"] = options.recompute or ("full" if options.activation_checkpointing else None)
+    check_config(config)
+    if options.fp8 and not machine.device.fp8_flops:
+        raise DeepSpeedConfigError(
+            f"--fp8: device {machine.device.name!r} has no fp8 operations per second (fp8_flops); choose another "
+            "device, give them in a file of --machine, or leave --fp8 out"
+        )
+    if options.search is not None:
+        open_batch = {**without_batch(config), "tensor_parallel": {}, "sequence_parallel_size": 1}
+        found = layout_of(open_batch, machine.ranks, pipeline=Pipeline(), tensor=1, sequence=1, ep=1, **given)
+        base = replace(found, cuts_norms=True)
+        ranking = search_layouts(shape, machine, options.sequence_length, options.search, base=base)
+        if options.picture:
+            output.save(prediction_picture(ranking.best[0].step, is_trace=options.picture.endswith(".json")))
+        text = json.dumps(_ranking_dict(ranking), indent=2) + "\n"
+        output.show(text if options.json else ranking_text(ranking, output.width))
+        return 0
     found = layout_of(
         config,
         machine.ranks,
@@ -149,14 +195,6 @@ def run_prediction(
         accumulation=options.accumulation,
         **given,
     )
-    if options.search is not None:
-        base = replace(found, cuts_norms=True)
-        ranking = search_layouts(shape, machine, options.sequence_length, options.search, base=base)
-        if options.picture:
-            output.save(prediction_picture(ranking.best[0].step, is_trace=options.picture.endswith(".json")))
-        text = json.dumps(_ranking_dict(ranking), indent=2) + "\n"
-        output.show(text if options.json else ranking_text(ranking, output.width))
-        return 0
     step = predict_step(StepSetup(shape, found, machine, options.sequence_length))
     facts = {**step.to_dict(), "would_help_seconds": dict(costs_turned_off(step))}
     if options.picture:

@@ -6,12 +6,41 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed.config import parse
+from deepspeed.config.batch import MICRO
+from deepspeed.config.reader import BATCH_KEYS
 from deepspeed.config.source import read_source
+from deepspeed.config.types import to_bool
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """The configuration as a dict of its own: from a dict, a path, or base64."""
-    return copy.deepcopy(dict(read_source(source).data))
+    """Returns the configuration as a dict of its own, with the old form ``zero_optimization: true`` as a section.
+
+    Args:
+        source: A dict, a path, or base64.
+    """
+    found = copy.deepcopy(dict(read_source(source).data))
+    zero = found.get("zero_optimization")
+    if isinstance(zero, bool) or (isinstance(zero, str) and zero.strip().lower() in ("true", "false")):
+        found["zero_optimization"] = {"stage": int(to_bool(zero))}
+    return found
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises where the engine would refuse keys or values; batch sizes are left out, as the number of ranks is open.
+
+    Args:
+        config: The configuration as a dict.
+
+    Raises:
+        DeepSpeedConfigError: With every problem.
+    """
+    parse({**without_batch(config), MICRO: 1})
+
+
+def without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a configuration that leaves the batch sizes open."""
+    return {name: value for name, value in config.items() if name not in BATCH_KEYS}
 
 
 def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:

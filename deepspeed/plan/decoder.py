@@ -75,7 +75,10 @@ class DecoderShape:
             raise DeepSpeedConfigError(
                 f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}; choose a divisor of it"
             )
-
+        if self.experts < 0:
+            raise DeepSpeedConfigError(f"--experts: expected 0 (none) or more, found {self.experts}")
+        if not 0 <= self.dropout < 1:
+            raise DeepSpeedConfigError(f"--dropout: expected a probability from 0 to below 1, found {self.dropout}")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise DeepSpeedConfigError(
                 f"--experts-per-token: expected 1 to {self.experts}, as there are so many, found "

@@ -12,6 +12,8 @@ from deepspeed.accelerator.devices import Device, DeviceEfficiency, find_device,
 from deepspeed.errors import DeepSpeedConfigError
 
 _HOST_BANDWIDTH = 300e9  # bytes per second of a node's memory, for updates on the host: a guess
+_MAY_BE_ZERO = frozenset({"half_size", "contention", "launch", "start", "shared_link", "shared_start"})
+"""Fields of ``DeviceEfficiency`` by which nothing is divided, or that mean something else at 0."""
 NETWORKS: dict[str, float] = {
     "edr": 100,
     "hdr": 200,
@@ -88,6 +90,15 @@ class Machine:
         return int(self.device_memory * (1 - self.headroom))
 
 
+def unknown_rates(machine: Machine) -> list[str]:
+    """Returns the rates that a predicted time needs and that are not known, in words."""
+    device = machine.device
+    found = [("operations per second", device.flops), ("bytes per second of its memory", device.memory_bandwidth)]
+    if machine.devices_per_node > 1:
+        found.append(("bytes per second of the links inside a node", device.link))
+    return [name for name, rate in found if rate <= 0]
+
+
 def read_machine_file(path: str | Path) -> Device:
     """Returns the device that a file describes.
 
@@ -99,7 +110,7 @@ def read_machine_file(path: str | Path) -> Device:
         path: The file.
 
     Raises:
-        DeepSpeedConfigError: It cannot be read, or a field is unknown, missing or no number above 0.
+        DeepSpeedConfigError: It cannot be read, or a field is unknown, missing or of another kind.
     """
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -116,11 +127,8 @@ def read_machine_file(path: str | Path) -> Device:
     _refuse_unknown(path, reached, {f.name for f in fields(DeviceEfficiency)}, "of efficiency")
     if "memory" in facts:
         facts["memory"] = read_bytes(facts["memory"], f"machine {path}: memory")
-    for name, value in [*facts.items(), *reached.items()]:
-        if name not in ("name", "source") and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0
-        ):
-            raise DeepSpeedConfigError(f"machine {path}: {name}: expected a number of 0 or more, found {value!r}")
+    _check_facts(path, facts)
+    _check_numbers(path, reached, {name for name in reached if name not in _MAY_BE_ZERO})
     if like is None:
         missing = [name for name in ("memory", "flops", "memory_bandwidth") if name not in facts]
         if missing:
@@ -134,6 +142,26 @@ def read_machine_file(path: str | Path) -> Device:
         base = find_device(like)
     made: dict[str, Any] = {"source": str(path), **facts}
     return replace(base, **made, efficiency=replace(base.efficiency, **reached))
+
+
+def _check_facts(path: str | Path, facts: dict[str, Any]) -> None:
+    """Raises for fields of a device that are no text, no whole number or no number, as the field wants it."""
+    for name in ("name", "source"):
+        if not isinstance(facts.get(name, ""), str):
+            raise DeepSpeedConfigError(f"machine {path}: {name}: expected text, found {facts[name]!r}")
+    _check_numbers(path, {name: value for name, value in facts.items() if name not in ("name", "source")}, set())
+    for name in ("cores", "domain"):
+        if not isinstance(facts.get(name, 0), int):
+            raise DeepSpeedConfigError(f"machine {path}: {name}: expected a whole number, found {facts[name]!r}")
+
+
+def _check_numbers(path: str | Path, numbers: dict[str, Any], positive: set[str]) -> None:
+    """Raises unless all are numbers of 0 or more, and those named in ``positive`` above 0. JSON may also have NaN."""
+    for name, value in numbers.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not value >= 0 or (name in positive and value == 0):
+            least = "above 0" if name in positive else "of 0 or more"
+            raise DeepSpeedConfigError(f"machine {path}: {name}: expected a number {least}, found {value!r}")
 
 
 def write_machine_file(device: Device, path: str | Path) -> None:

@@ -155,11 +155,11 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
             return make()
     except DeepSpeedError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DeepSpeedConfigError(_why_not_built(name, error)) from error
 
 
-def _why_not_built(name: str, error: Exception) -> str:
+def _why_not_built(name: str, error: BaseException) -> str:
     reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
     if "meta" not in str(error):
         return f"{name} cannot be built: {reason}. Nothing was planned; correct the code that builds the model"
@@ -192,7 +192,7 @@ def _find_callable(path: str) -> Callable[[], Any]:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise DeepSpeedConfigError(
             f"model {path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); call from "
             "the folder that holds it, or set PYTHONPATH"
@@ -291,11 +291,10 @@ def _read_transformers(path: Path) -> Any:
         if not isinstance(facts, dict):
             raise ValueError(f"a {type(facts).__name__}")
         return building.described_configuration(facts.pop("model_type"), **facts)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error)
-        reason = (
-            reason if len(reason) <= 200 else reason[:200] + "..."
-        )  # for an unknown model_type the error lists all types
+    except Exception as error:  # the library checks fields with exceptions of its own
+        reason = " ".join(str(error).split())  # its messages have several lines
+        # For an unknown model_type the message lists all types.
+        reason = reason if len(reason) <= 200 else reason[:200] + "..."
         raise DeepSpeedConfigError(
             f"{path}: expected a transformers configuration (JSON with model_type); found {type(error).__name__}: "
             f"{reason}"

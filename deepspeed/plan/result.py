@@ -16,7 +16,7 @@ from deepspeed.parallel.pipe.schedule.lists import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.codes import NAMES, CodedCost, coded_costs
 from deepspeed.plan.kinds import RankKind
-from deepspeed.plan.machine import Machine
+from deepspeed.plan.machine import Machine, unknown_rates
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.pipeline import Pipeline, PipelineBubble, idle_shares, idle_time
 from deepspeed.plan.prediction.network_model import NetworkModel
@@ -227,7 +227,7 @@ class Plan:
     def timed_step(self) -> TimedStep | None:
         """Times of a step's parts; None where the device's rates or some of the stages are not known."""
         machine, is_asynchronous = self.machine, self.request.kind != "cpu"
-        if min(machine.device.flops, machine.device.memory_bandwidth) <= 0:
+        if unknown_rates(machine):
             return None
         if self.request.pipeline.stages == 1:
             trace = self.simulated.trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,19 @@ class ParallelLayout:
         if self.recompute not in RECOMPUTATIONS:
             raise DeepSpeedConfigError(
                 f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTATIONS)}; choose one of them"
+            )
+        for name, least in (("shard_ranks", 1), ("lighter_ends", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise DeepSpeedConfigError(f"{name}={number}: expected {least} or more, or leave it out")
+        if self.gradient_bytes not in (2, 4):
+            raise DeepSpeedConfigError(
+                f"gradient_bytes={self.gradient_bytes}: expected 2 (16-bit gradients) or 4 (fp32); choose one of them"
+            )
+        if not 1 <= self.imbalance < math.inf:
+            raise DeepSpeedConfigError(
+                f"imbalance={self.imbalance}: expected 1 or more, as it divides the busiest rank's tokens by the mean; "
+                "1 means that tokens are spread evenly"
             )
         if self.data * self.context % self.experts:
             raise DeepSpeedConfigError(

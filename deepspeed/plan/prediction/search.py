@@ -17,7 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.machine import Machine
 from deepspeed.plan.prediction.layout import ParallelLayout
-from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, predict_step
+from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, predict_step, refuse_unknown_rates
 
 _REFINED = 40  # layouts of the first round whose schedules are simulated
 _MOST_MICRO_BATCH = 64
@@ -79,6 +79,7 @@ def search_layouts(
     Raises:
         DeepSpeedConfigError: No layout has so many samples, or none fits.
     """
+    refuse_unknown_rates(machine)
     base = base or ParallelLayout(cuts_norms=True)
     ranking = LayoutSearch([])
     kept: list[tuple[float, int, StepSetup]] = []
@@ -131,6 +132,8 @@ def _layouts(
     for tensor, context, pipe in product(tensors, contexts, pipes):
         data, left = divmod(ranks, tensor * context * pipe)
         if left or not data or samples % data:
+            continue
+        if base.shard_ranks is not None and data * context % base.shard_ranks:
             continue
         each = samples // data
         experts = [n for n in _divisors(data) if shape.experts % n == 0] if shape.experts else [1]

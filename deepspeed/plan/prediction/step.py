@@ -16,7 +16,7 @@ from deepspeed.accelerator.devices import Device
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.decoder import DecoderShape
-from deepspeed.plan.machine import Machine
+from deepspeed.plan.machine import Machine, unknown_rates
 from deepspeed.plan.pipeline import Pipeline, idle_time
 from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
 from deepspeed.plan.prediction.device_model import DeviceModel
@@ -460,21 +460,54 @@ def predict_step(setup: StepSetup, *, is_quick: bool = False) -> PredictedStep:
         is_quick: Use a formula for the idle time of a pipeline instead of simulating its schedule.
 
     Raises:
-        DeepSpeedConfigError: The layers cannot be divided so, the layout has other ranks than the machine, or the
-            device's rates are not known.
+        DeepSpeedConfigError: The layers, heads, experts or tokens cannot be divided so, the layout has other ranks than
+            the machine, or the device's rates are not known.
     """
-    device = setup.machine.device
-    if min(device.flops, device.memory_bandwidth) <= 0:
-        raise DeepSpeedConfigError(
-            f"device {device.name!r}: its operations and bytes per second are not known, so no time can be predicted; "
-            "choose a device of the table (--device), or give its figures in a file (--machine)"
-        )
+    refuse_unknown_rates(setup.machine)
+    _refuse_uneven(setup)
     if setup.layout.ranks != setup.machine.ranks:
         raise DeepSpeedConfigError(
             f"the layout ({setup.layout.describe()}) is one of {setup.layout.ranks} ranks, but the machine has "
             f"{setup.machine.ranks}; change the degrees or the number of nodes"
         )
     return StepModel(setup, is_quick=is_quick).predict()
+
+
+def refuse_unknown_rates(machine: Machine) -> None:
+    """Raises unless everything is known that predicted times need.
+
+    Raises:
+        DeepSpeedConfigError: A rate is not known.
+    """
+    if unknown := unknown_rates(machine):
+        raise DeepSpeedConfigError(
+            f"device {machine.device.name!r}: no time can be predicted, as these are not known: {', '.join(unknown)}; "
+            "choose a device of the table (--device), or give its figures in a file (--machine)"
+        )
+
+
+def _refuse_uneven(setup: StepSetup) -> None:
+    """Raises where ranks would have unequal parts of a layer or of a sample."""
+    shape, layout, tokens = setup.shape, setup.layout, setup.tokens
+    if shape.heads % layout.tensor:
+        raise DeepSpeedConfigError(
+            f"tensor={layout.tensor}: must divide the {shape.heads} attention heads; choose a divisor"
+        )
+    if tokens % layout.context:
+        raise DeepSpeedConfigError(
+            f"context={layout.context}: must divide the {tokens} tokens of a sample; choose a divisor, or another "
+            "--sequence-length"
+        )
+    if not layout.is_ring and shape.heads % (layout.tensor * layout.context):
+        raise DeepSpeedConfigError(
+            f"sequence={layout.context}: exchanges tokens for heads, of which each rank has "
+            f"{shape.heads // layout.tensor}; choose a divisor of that, or a ring (--context)"
+        )
+    if layout.experts > 1 and (not shape.experts or shape.experts % layout.experts):
+        raise DeepSpeedConfigError(
+            f"ep={layout.experts}: must divide the number of experts ({shape.experts}); choose a divisor, or leave ep "
+            "out"
+        )
 
 
 def costs_turned_off(step: PredictedStep) -> list[tuple[str, float]]:
