@@ -185,7 +185,8 @@ def compare(ranks: int, steps: int) -> tuple[list[Row], str]:
         figures = (
             f"{ranks} ranks: products {device.flops / 1e9:.1f} GFLOP/s, "
             f"elementwise {device.memory_bandwidth / 1e9:.2f} GB/s, collectives {device.link / 1e9:.2f} GB/s "
-            f"after {1e3 * reached.start:.2f} ms, "
+            f"after {1e3 * reached.start:.2f} ms, sums of activations {reached.shared_link / 1e9:.2f} GB/s read "
+            f"after {1e3 * reached.shared_start:.2f} ms, "
             f"{1e6 * reached.launch:.0f} us per operation, factor {reached.factor:.2f}"
         )
         return rows, figures

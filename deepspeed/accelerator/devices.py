@@ -47,6 +47,9 @@ class DeviceEfficiency:
             use the device's cores and its memory.
         launch: Seconds that the host takes to start one operation.
         start: Seconds to start a collective: its kernel and the first synchronisation of the ranks.
+        shared_link: Bytes per second that a rank reads of what others wrote into shared memory: sums and exchanges of
+            activations between processors of one host; 0: these take as long as other collectives.
+        shared_start: Seconds to start one of those.
         factor: Measured over predicted time of operations on one machine; 1 where nothing is known.
     """
 
@@ -60,6 +63,8 @@ class DeviceEfficiency:
     contention: float = 0.32
     launch: float = 6e-6
     start: float = 12e-6
+    shared_link: float = 0.0
+    shared_start: float = 0.0
     factor: float = 1.0
 
 

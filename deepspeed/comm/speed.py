@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import bandwidths
 from deepspeed.comm.start.device import local_device
+from deepspeed.comm.transports.connect import channel_over
 from deepspeed.comm.transports.transport import Reduction, Transport
 
 _ALIGNED = 64  # elements; slices begin at multiples of it, as in the engine's buckets
@@ -103,7 +105,6 @@ def measure_collectives(
     Returns:
         A row per operation, the same on every rank.
     """
-    accelerator = get_accelerator()
     device = local_device()
     ranks = comm.get_world_size()
     whole = ranks * _ALIGNED
@@ -113,18 +114,58 @@ def measure_collectives(
         transport = Job.current().axis_of().transport(device=device)
     rows = []
     for name in operations:
-        slowest = []
-        for trial in range(warmups + trials):
-            comm.barrier()
-            accelerator.synchronize()
-            start = time.perf_counter()
-            OPERATIONS[name](full, transport)
-            accelerator.synchronize()
-            mine = torch.tensor([time.perf_counter() - start], device=device)
-            comm.all_reduce(mine, op=comm.ReduceOp.MAX)
-            if trial >= warmups:
-                slowest.append(float(mine))
-        seconds = statistic(slowest)
+        call = functools.partial(OPERATIONS[name], full, transport)
+        seconds = statistic(_slowest_of(call, device, warmups, trials))
         size = numel * dtype.itemsize
         rows.append(CollectiveSpeed(name, size, seconds, *bandwidths(name, size, seconds, ranks)))
     return rows
+
+
+def measure_sums(
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    warmups: int = 5,
+    trials: int = 20,
+    statistic: Callable[[list[float]], float] = statistics.median,
+) -> list[float]:
+    """Times sums of activations between all ranks, as ranks that share layers make them. Every rank must call it alike.
+
+    Ranks of one host sum through shared memory, unlike the collectives of :func:`measure_collectives`.
+
+    Args:
+        sizes: Bytes of the summands.
+        dtype: Of their elements.
+        warmups: Sums before the first that counts.
+        trials: Sums that count.
+        statistic: Of the trials' seconds.
+
+    Returns:
+        Seconds of the slowest rank by size, the same on every rank.
+    """
+    device = local_device()
+    with Job.current().process_groups.leased():
+        channel = channel_over(Job.current().axis_of().transport(device=device))
+    found = []
+    for nbytes in sizes:
+        values = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        call = functools.partial(channel.sum, values, "the benchmark")
+        found.append(statistic(_slowest_of(call, device, warmups, trials)))
+    return found
+
+
+def _slowest_of(call: Callable[[], object], device: torch.device, warmups: int, trials: int) -> list[float]:
+    """Returns the seconds of the slowest rank in each trial."""
+    accelerator = get_accelerator()
+    slowest = []
+    for trial in range(warmups + trials):
+        comm.barrier()
+        accelerator.synchronize()
+        start = time.perf_counter()
+        call()
+        accelerator.synchronize()
+        mine = torch.tensor([time.perf_counter() - start], device=device)
+        comm.all_reduce(mine, op=comm.ReduceOp.MAX)
+        if trial >= warmups:
+            slowest.append(float(mine))
+    return slowest

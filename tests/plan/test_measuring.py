@@ -15,7 +15,7 @@ from deepspeed.plan import DecoderShape
 from deepspeed.plan.machine import read_machine_file, write_machine_file
 from deepspeed.plan.measuring import block_probe
 from deepspeed.plan.measuring.block_probe import ProbeSizes, _TimedBlock, predict_block, probe_block
-from deepspeed.plan.measuring.machine import measure_device
+from deepspeed.plan.measuring.machine import measure_device, shared_speed
 from deepspeed.plan.timeline.operation_cost import OperationKind
 from tests.harness import run_ranks
 
@@ -71,6 +71,7 @@ def test_a_measured_machine_predicts_a_step(tmp_path):
     device = read_machine_file(target)
     assert device.name == "cpu" and "2 ranks" in device.source
     assert 1e8 < device.flops < 1e13 and 1e7 < device.memory_bandwidth < 1e12 and device.link > 1e5
+    assert device.efficiency.shared_link > 1e6 and device.efficiency.shared_start >= 0
     assert device.efficiency.contention == 1.0 and device.efficiency.start >= 0  # 0: noise of a busy machine
     plan = deepspeed.plan(
         DecoderShape(2, 64, 4, 128),
@@ -83,6 +84,35 @@ def test_a_measured_machine_predicts_a_step(tmp_path):
     assert plan.timed_step.seconds > plan.timed_step.exposed["data"] > 0
     collectives = sum(1 for span in plan.timed_step.spans if span.stream == "data")
     assert plan.timed_step.exposed["data"] <= collectives * (device.efficiency.start + 1e6 / device.link)
+
+
+def test_the_rate_of_sums_through_shared_memory():
+    sizes, rate, start = (2**16, 2**21), 3e9, 2e-4
+    seconds = [3 * nbytes / rate + start for nbytes in sizes]
+    assert shared_speed(sizes, seconds, 4) == pytest.approx((rate, start))
+    assert shared_speed(sizes, [1e-3, 1e-3], 4) == pytest.approx((3 * 2**21 / 1e-3, 1e-3 - 1e-3 / 32))  # noise
+
+
+def test_tensor_ranks_of_processors_wait_as_long_as_sums_through_shared_memory_take():
+    efficiency = DeviceEfficiency(half_size=0.0, contention=1.0, launch=0.0, start=5e-3, shared_link=1e9)
+    device = Device("cpu", 2**33, 50e9, 8e9, 1e9, 8e9, "", cores=2, efficiency=efficiency)
+    shape = DecoderShape(2, 64, 4, 128)
+    plans = [
+        deepspeed.plan(
+            shape,
+            {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}},
+            devices_per_node=4,
+            device=replace(device, efficiency=replace(efficiency, **more)),
+            sequence_length=32,
+            compare_checkpointing=False,
+            tensor=4,
+        )
+        for more in ({}, {"shared_start": 1e-3}, {"shared_link": 0.0})
+    ]
+    sums = plans[0].simulated.flow.requested_along["all_reduce", "tensor"][0]
+    base, later, by_gloo = (plan.timed_step.exposed["tensor"] for plan in plans)
+    assert later - base == pytest.approx(sums * 1e-3, rel=0.05)
+    assert by_gloo - base > sums * 5e-3, "other collectives start in 5 ms"
 
 
 def test_devices_by_the_names_of_their_makers():
@@ -107,6 +137,8 @@ def test_devices_by_the_names_of_their_makers():
         (["--layers", "2"], "leave the model and the configuration out"),
         (["--predict"], "leave the model and the configuration out"),
         (["--devices", "0"], "expected 1 or more"),
+        (["--nodes", "2"], "times one node"),
+        (["--network", "8xndr"], "times one node"),
     ],
 )
 def test_measuring_is_refused_beside_a_plan(arguments, message, tmp_path, capsys):

@@ -144,6 +144,20 @@ def test_a_sum_between_processors_starts_twice():
     assert times[1] - times[0] == pytest.approx(1e-3, rel=0.01)
 
 
+def test_activations_of_processors_go_through_shared_memory():
+    efficiency = replace(DEVICES["h100"].efficiency, start=2e-3, shared_link=2e9, shared_start=1e-4)
+    shared = NetworkModel(Machine(replace(DEVICES["h100"], cores=2, efficiency=efficiency), 2, 4, 10**9))
+    near, far = RankGroup(4), RankGroup(8)
+    assert shared.sum_of_activations(4e5, near) == pytest.approx(3 * 4e5 / 2e9 + 1e-4)
+    assert shared.exchange_of_activations(4e5, near) == pytest.approx(3e5 / 2e9 + 1e-4)
+    assert shared.sum_of_activations(4e5, far) == shared.all_reduce(4e5, far), "the ranks are on two nodes"
+    assert shared.all_reduce(4e5, near) > 2e-3 > shared.sum_of_activations(4e5, near)
+    plain = NetworkModel(machine(8))
+    assert plain.sum_of_activations(4e5, far) == plain.all_reduce(4e5, far)
+    assert plain.exchange_of_activations(4e5, far) == plain.all_to_all(4e5, far)
+    assert shared.sum_of_activations(4e5, RankGroup(1)) == shared.sum_of_activations(0, near) == 0
+
+
 def test_a_link_domain_may_span_nodes():
     rack = Machine(DEVICES["gb200"], 16, 4, DEVICES["gb200"].memory)
     assert NetworkModel(rack).spread(RankGroup(64)) == (1, 64)
@@ -273,26 +287,6 @@ def test_a_layout_of_other_ranks_is_refused():
     unknown = replace(DEVICES["h100"], flops=0.0, name="mine")
     with pytest.raises(DeepSpeedConfigError, match="mine"):
         predict_step(StepSetup(LLAMA_8B, ParallelLayout(), Machine(unknown, 1, 1, 10**10), 2048))
-
-
-# -- search ------------------------------------------------------------------------------------------------------------
-
-
-def test_search_finds_the_fastest_layouts_and_why_the_others_are_not():
-    found = search_layouts(LLAMA_8B, machine(16), 8192, 128)
-    seconds = [each.step.seconds for each in found.best]
-    assert len(found.best) == 10
-    assert seconds == sorted(seconds)
-    assert all(each.step.fits and each.step.setup.layout.samples == 128 for each in found.best)
-    assert found.tried == sum(found.refused.values()) + len(found.best)
-    assert any("do not fit" in reason for reason in found.refused)
-    plain = step(data=16, micro_batch=1, accumulation=8, recompute="full")
-    assert found.best[0].step.seconds < plain.seconds
-
-
-def test_search_where_nothing_fits():
-    with pytest.raises(DeepSpeedConfigError, match="do not fit"):
-        search_layouts(LLAMA_70B, machine(8), 8192, 64)
 
 
 # -- the machine and the command line ----------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
-"""Measures a machine with three probes: a block, an all-gather and a reduce-scatter."""
+"""Measures a machine with three probes: a block, an all-gather and a reduce-scatter; on processors also a sum."""
 
 from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from deepspeed import comm
 from deepspeed.accelerator.devices import CONTENTION_OF_PROCESSORS, Device, DeviceEfficiency, device_of_product
-from deepspeed.comm.speed import CollectiveSpeed, measure_collectives
+from deepspeed.comm.speed import CollectiveSpeed, measure_collectives, measure_sums
 from deepspeed.comm.start.device import local_device
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import DecoderShape
@@ -23,6 +24,7 @@ CPU_SIZES = ProbeSizes(DecoderShape(1, 512, 8, 64), 256, (1, 4), torch.float32, 
 DEVICE_SIZES = ProbeSizes(DecoderShape(1, 4096, 32, 64), 4096, (1, 2), torch.bfloat16, 7)
 """What the block probe runs on processors and on other devices."""
 _BUFFERS = (256 * 1024, 16 * 2**20)
+_SUMMANDS = (64 * 1024, 2 * 2**20)
 _TRIALS = 15
 
 
@@ -30,6 +32,8 @@ _TRIALS = 15
 class _LinkSpeed:
     link: float  # bytes per second and direction
     start: float  # seconds to start a collective
+    shared_link: float = 0.0  # bytes per second that a rank reads from shared memory; 0: there is none
+    shared_start: float = 0.0  # seconds to start a sum through it
 
 
 def measure_device(sizes: ProbeSizes | None = None) -> Device:
@@ -73,13 +77,14 @@ def _slowest(mine: BlockSpeed, where: torch.device) -> BlockSpeed:
 
 
 def _probe_collectives(dtype: torch.dtype) -> _LinkSpeed:
-    """Times an all-gather and a reduce-scatter of a small and of a large buffer.
+    """Times an all-gather and a reduce-scatter of a small and of a large buffer; on processors also sums.
 
     The shortest trial counts, because other programs only lengthen them. Where ranks share cores the median counts: in
     every trial some rank has to wait for a core, and the shortest one is luck.
     """
     ranks = comm.get_world_size()
-    shares_cores = local_device().type == "cpu" and ranks > len(os.sched_getaffinity(0))
+    is_cpu = local_device().type == "cpu"
+    shares_cores = is_cpu and ranks > len(os.sched_getaffinity(0))
     statistic = statistics.median if shares_cores else min
     small, large = (
         measure_collectives([GATHER, SCATTER], nbytes, dtype, trials=_TRIALS, statistic=statistic)
@@ -94,7 +99,26 @@ def _probe_collectives(dtype: torch.dtype) -> _LinkSpeed:
 
     link = statistics.harmonic_mean([rate(pair) for pair in zip(small, large, strict=True)])
     share = small[0].nbytes * (ranks - 1) / ranks / link
-    return _LinkSpeed(link, max(0.0, statistics.fmean(row.seconds for row in small) - share))
+    found = _LinkSpeed(link, max(0.0, statistics.fmean(row.seconds for row in small) - share))
+    if not is_cpu:
+        return found
+    seconds = measure_sums(_SUMMANDS, dtype, trials=_TRIALS, statistic=statistic)
+    shared_link, shared_start = shared_speed(_SUMMANDS, seconds, ranks)
+    return replace(found, shared_link=shared_link, shared_start=shared_start)
+
+
+def shared_speed(sizes: Sequence[int], seconds: Sequence[float], ranks: int) -> tuple[float, float]:
+    """Returns bytes per second that a rank reads from shared memory, and the seconds to start a sum through it.
+
+    Args:
+        sizes: Bytes of a small and of a large summand.
+        seconds: That their sums take.
+        ranks: That sum; each reads the summands of the others.
+    """
+    read = [nbytes * (ranks - 1) for nbytes in sizes]
+    more = seconds[1] - seconds[0]
+    rate = (read[1] - read[0]) / more if more > 0 else read[1] / seconds[1]
+    return rate, max(0.0, seconds[0] - read[0] / rate)
 
 
 def _device(
@@ -131,7 +155,13 @@ def _device(
     )
     if collectives is not None:
         link = base.link if known is not None else collectives.link
-        reached = replace(reached, link=collectives.link / link, start=collectives.start)
+        reached = replace(
+            reached,
+            link=collectives.link / link,
+            start=collectives.start,
+            shared_link=collectives.shared_link,
+            shared_start=collectives.shared_start,
+        )
         base = replace(base, link=link)
     return replace(base, efficiency=reached)
 

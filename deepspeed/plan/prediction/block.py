@@ -239,7 +239,7 @@ class BlockCost:
         nbytes = 2 * self._tokens * self._shape.hidden
         if layout.tensor > 1:
             group = layout.tensor_group
-            once = 2 * network.gather(nbytes, group) if layout.cuts_norms else network.all_reduce(nbytes, group)
+            once = 2 * network.gather(nbytes, group) if layout.cuts_norms else network.sum_of_activations(nbytes, group)
             if layout.overlaps_tensor:
                 there, back = (
                     max(_WAIT_OF_CHUNKS * once, once - products / 2) for products in (of_output, of_input + of_weight)
@@ -256,7 +256,7 @@ class BlockCost:
         if layout.context > 1:
             self._add_context_exchanges(forward, backward)
         if self._shape.experts and layout.experts > 1:
-            once = 2 * network.all_to_all(2 * self._rows * self._shape.hidden, layout.expert_group)
+            once = 2 * network.exchange_of_activations(2 * self._rows * self._shape.hidden, layout.expert_group)
             forward.wait_along("expert", once, once)
             backward.wait_along("expert", once, once)
 
@@ -271,7 +271,9 @@ class BlockCost:
             forward.wait_along("context", steps * there, steps * hop)
             backward.wait_along("context", steps * back, steps * 2 * hop)
             return
-        once = network.all_to_all(pair + 2 * 2 * self._tokens * self._heads * self._head, layout.context_group)
+        once = network.exchange_of_activations(
+            pair + 2 * 2 * self._tokens * self._heads * self._head, layout.context_group
+        )
         forward.wait_along("context", once, once)
         backward.wait_along("context", once, once)
 
@@ -355,7 +357,11 @@ class BlockCost:
         if self._vocabulary_ranks > 1:
             nbytes = 2 * self._tokens * shape.hidden
             group = layout.tensor_group
-            once = self._network.gather(nbytes, group) if layout.cuts_norms else self._network.all_reduce(nbytes, group)
+            once = (
+                self._network.gather(nbytes, group)
+                if layout.cuts_norms
+                else self._network.sum_of_activations(nbytes, group)
+            )
             forward.wait_along("tensor", once, once)
             back = self._network.gather(nbytes, group) if layout.cuts_norms else 0.0
             backward.wait_along("tensor", back, back)
@@ -384,7 +390,7 @@ class BlockCost:
         )
         if self._vocabulary_ranks > 1:
             nbytes = 2 * self._tokens * shape.hidden
-            once = self._network.all_reduce(nbytes, layout.tensor_group)
+            once = self._network.sum_of_activations(nbytes, layout.tensor_group)
             there = once / 2 if layout.cuts_norms else 0.0
             forward.wait_along("tensor", there, there)
             backward.wait_along("tensor", max(0.0, once - of_weight), once)

@@ -75,6 +75,29 @@ class NetworkModel:
         between = nbytes * (group.size - near) / group.size / self._network
         return max(inside, between) + self._start + (_BETWEEN if domains > 1 else _INSIDE) * math.log2(group.size)
 
+    def sum_of_activations(self, nbytes: float, group: RankGroup) -> float:
+        """Returns the seconds of a sum of ``nbytes`` between ranks that share layers."""
+        if not self._shares_memory(group):
+            return self.all_reduce(nbytes, group)
+        return self._shared_seconds(nbytes * (group.size - 1))
+
+    def exchange_of_activations(self, nbytes: float, group: RankGroup) -> float:
+        """Returns the seconds of an exchange of tokens: each rank has ``nbytes``, equally many for every rank."""
+        if not self._shares_memory(group):
+            return self.all_to_all(nbytes, group)
+        return self._shared_seconds(nbytes * (group.size - 1) / group.size)
+
+    def _shares_memory(self, group: RankGroup) -> bool:
+        """Returns whether activations go through memory that all ranks of a group can read."""
+        return group.size > 1 and self.machine.device.efficiency.shared_link > 0 and self.spread(group)[0] == 1
+
+    def _shared_seconds(self, nbytes: float) -> float:
+        """Returns the seconds until a rank has read ``nbytes`` that others wrote."""
+        if nbytes <= 0:
+            return 0.0
+        reached = self.machine.device.efficiency
+        return nbytes / reached.shared_link + reached.shared_start
+
     def send(self, nbytes: float, stride: int) -> float:
         """Returns the seconds of a message to the rank that is ``stride`` further."""
         domains, _ = self.spread(RankGroup(2, stride))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from deepspeed.axes import EXPERT, SEQUENCE, TENSOR
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.network_model import NetworkModel, RankGroup
 from deepspeed.plan.timeline.operation_cost import OperationCost, OperationKind
@@ -244,10 +245,13 @@ class ReplayRunner:
     def _exchange(self, event: CollectiveEvent) -> None:
         ranks = event.ranks
         group = RankGroup(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+        is_of_layers = event.axis in (TENSOR, SEQUENCE, EXPERT)
         if event.name == "all_reduce":
-            seconds = self._network.all_reduce(event.nbytes, group)
+            find = self._network.sum_of_activations if is_of_layers else self._network.all_reduce
+            seconds = find(event.nbytes, group)
         elif event.name == "all_to_all":
-            seconds = self._network.all_to_all(event.nbytes, group)
+            find = self._network.exchange_of_activations if is_of_layers else self._network.all_to_all
+            seconds = find(event.nbytes, group)
         elif event.name == "send":  # a hop of a ring: all wait for the one between nodes, where there is one
             is_far = self._network.spread(group)[0] > 1
             seconds = self._network.send(event.nbytes, self._network.machine.link_domain if is_far else group.stride)
