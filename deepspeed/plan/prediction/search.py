@@ -21,9 +21,13 @@ from deepspeed.plan.prediction.step import PredictedStep, StepModel, StepSetup, 
 
 _REFINED = 40  # layouts of the first round whose schedules are simulated
 _MOST_MICRO_BATCH = 64
-_LONG = 16384  # tokens from which sequences are divided among ranks
+_MOST_TENSOR, _MOST_CONTEXT = 64, 16
+_LONG = 16384  # tokens from which sequences are divided among ranks though there are samples for all
+_LEAST_TOKENS = 2048  # of a divided sequence that a rank has
 _VEE = 2  # chunks of a stage whose chunks are those at both ends
 _RECOMPUTE = ("none", "selective", "full")
+_RECOMPUTE_SCORES = ("none", "selective", "attention", "full")
+"""Where attention writes its scores; with a fused one, running it again saves no memory."""
 
 
 @dataclass(frozen=True)
@@ -126,27 +130,29 @@ def _layouts(
     shape: DecoderShape, machine: Machine, tokens: int, samples: int, base: ParallelLayout
 ) -> Iterator[ParallelLayout]:
     ranks = machine.ranks
-    tensors = [n for n in _powers(min(machine.link_domain, 64)) if shape.heads % n == 0 and ranks % n == 0]
-    contexts = [n for n in _powers(16) if n == 1 or tokens // n >= _LONG // 2]
+    tensors = [n for n in _divisors(ranks) if n <= min(machine.link_domain, _MOST_TENSOR) and shape.heads % n == 0]
+    most = min(_MOST_CONTEXT, tokens // _LEAST_TOKENS) if tokens >= _LONG or samples < ranks else 1
+    contexts = [n for n in _divisors(ranks) if n <= most and tokens % n == 0]
     pipes = [n for n in _divisors(ranks) if n <= shape.layers]
+    recomputations = _RECOMPUTE if shape.has_fused_attention else _RECOMPUTE_SCORES
     for tensor, context, pipe in product(tensors, contexts, pipes):
         data, left = divmod(ranks, tensor * context * pipe)
-        if left or not data or samples % data:
+        if left or not data or samples % data or not (base.is_ring or shape.heads % (tensor * context) == 0):
             continue
         if base.shard_ranks is not None and data * context % base.shard_ranks:
             continue
         each = samples // data
         experts = [n for n in _divisors(data) if shape.experts % n == 0] if shape.experts else [1]
         # Stage 3 gathers whole layers for every micro-batch; beside stages of a pipeline the engine has stages 0 and 1.
-        stages = (1, 2, 3) if pipe == 1 else (1,)
+        stages: tuple[int, ...] = (0, 1, 2, 3) if pipe == 1 else (0, 1)
         if data * context == 1:
             stages = (0,)
-        for micro in (n for n in _powers(min(each, _MOST_MICRO_BATCH)) if each % n == 0):
+        for micro in (n for n in range(1, min(each, _MOST_MICRO_BATCH) + 1) if each % n == 0):
             steps = each // micro
             if pipe > 1 and steps < pipe:
                 continue
             for (schedule, chunks), ep, stage, recompute in product(
-                _schedules(shape.layers, pipe, steps), experts, stages, _RECOMPUTE
+                _schedules(shape.layers, pipe, steps), experts, stages, recomputations
             ):
                 yield replace(
                     base,
@@ -176,10 +182,6 @@ def _schedules(layers: int, pipe: int, steps: int) -> list[tuple[str, int]]:
     if most >= _VEE and steps >= _VEE * pipe:
         found += [("zbv", _VEE), ("dualpipev", _VEE)]
     return found
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
 
 
 def _divisors(number: int) -> list[int]:
