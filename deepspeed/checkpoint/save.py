@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import logging
 import secrets
 import socket
 import threading
@@ -160,7 +161,7 @@ class Saver:
             _run(job, exchange)
         except BaseException as error:
             self._failure = error
-            logger.error("saving %s in the background failed: %s", job.options.tag, error)
+            log_dist(f"saving {job.options.tag} in the background failed: {error}", level=logging.ERROR)
 
     def _prepare(self, run_state: RunState, options: SaveOptions) -> _Job:
         exchange = self.exchange
@@ -335,7 +336,10 @@ def _run_through(engine: CheckpointEngine, job: _Job, exchange: Exchange) -> Non
 
     def commit() -> None:
         if not engine.commit(info):
-            raise CheckpointError(f"{kind}.commit({options.tag!r}) returned False: not all files are stored")
+            raise CheckpointError(
+                f"{kind}.commit({options.tag!r}) returned False: not all files are stored; "
+                "the tag is incomplete. Save again, and look into the log of that checkpoint engine"
+            )
 
     def complete(manifest: Manifest) -> None:
         disk.replace_file(folder / MANIFEST, manifest.encode())

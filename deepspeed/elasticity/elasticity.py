@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from deepspeed.errors import (
     ElasticityError,
     ElasticityIncompatibleWorldSize,
 )
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist
 
 ELASTICITY = "elasticity"
 ENABLED = "enabled"
@@ -125,9 +126,10 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     section = ElasticityConfig(runtime_elastic_config_dict).section
     text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
-        logger.warning(
+        log_dist(
             f"{DEEPSPEED_ELASTICITY_CONFIG} is not set, so the program that chose the number of ranks may have read "
-            "another elasticity section than this run. Let it set the variable to its section"
+            "another elasticity section than this run. Let that program set the variable to its section",
+            level=logging.WARNING,
         )
         return
     differences = differences_from_scheduler(section, text)

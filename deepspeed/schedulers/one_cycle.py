@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist
 from deepspeed.schedulers.base import LrSchedule
 
 #: The second beta while the first one cycles.
@@ -91,9 +92,10 @@ class OneCycle(LrSchedule):
     def _has_betas(self) -> bool:
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
-        logger.warning(
+        log_dist(
             f"OneCycle: cycle_momentum has no effect, because {type(self.optimizer).__name__} has no betas; "
-            "set cycle_momentum to false to be rid of this line"
+            "set cycle_momentum to false",
+            level=logging.WARNING,
         )
         return False
 

@@ -6,11 +6,12 @@ ln(i + 1)/ln(W) (log).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist
 from deepspeed.schedulers.base import LrSchedule
 
 WARMUP_LOG_RATE = "log"
@@ -26,7 +27,9 @@ class _RisingSchedule(LrSchedule):
         if isinstance(warmup_num_steps, bool) or not isinstance(warmup_num_steps, int) or warmup_num_steps <= 0:
             raise ValueError(f"{name}: warmup_num_steps must be a positive integer, but is {warmup_num_steps!r}")
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            logger.warning(f"{name}: warmup_type {warmup_type!r} is neither 'log' nor 'linear'; using 'log'")
+            log_dist(
+                f"{name}: warmup_type {warmup_type!r} is neither 'log' nor 'linear'; using 'log'", level=logging.WARNING
+            )
             warmup_type = WARMUP_LOG_RATE
         self.warmup_num_steps = max(2, warmup_num_steps)
         self.warmup_type = warmup_type
@@ -45,9 +48,10 @@ class _RisingSchedule(LrSchedule):
 
     def _warn_if_shorter(self, total_num_steps: int) -> None:
         if total_num_steps < self.warmup_num_steps:
-            logger.warning(
+            log_dist(
                 f"{type(self).__name__}: total_num_steps {total_num_steps} is less than warmup_num_steps "
-                f"{self.warmup_num_steps}, so the rise is not completed"
+                f"{self.warmup_num_steps}, so the learning rate never reaches its maximum",
+                level=logging.WARNING,
             )
 
 

@@ -16,6 +16,7 @@ Only the methods below change the state; each asserts where it comes from.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,7 @@ from typing_extensions import override
 from deepspeed.comm.codecs.coded import CodedTransport
 from deepspeed.comm.transports.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
-from deepspeed.logging import logger, warn_once
+from deepspeed.logging import log_dist, warn_once
 from deepspeed.zero.address import BucketBase, State, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, remember_class
@@ -436,11 +437,12 @@ class Bucket(BucketBase):
         """Indices of resident parameters that something wrote to; those that were detached are back in the buffer."""
         changed = self.changed_params()
         for index in changed:
-            if self.reattach(index):
-                logger.warning(
-                    "parameter %r was taken out of its flat buffer (by .to(), .data = or load_state_dict with assign); "
-                    "its values were copied back, at the cost of a copy",
-                    self.layout.tiles[index].name,
+            if self.reattach(index) and self.transport.rank == 0:  # ranks of other groups have other parameters
+                log_dist(
+                    f"parameter {self.layout.tiles[index].name!r} was taken out of its flat buffer (by .to(), .data = "
+                    "or load_state_dict with assign); its values were copied back, at the cost of a copy",
+                    ranks=[-1],
+                    level=logging.WARNING,
                 )
         return changed
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError
-from deepspeed.logging import log_dist, logger, warn_once
+from deepspeed.logging import log_dist, warn_once
 from deepspeed.torch_private import is_inside_backward
 from deepspeed.zero.address import address_of, full_shape
 from deepspeed.zero.bucket import Bucket
@@ -311,12 +312,13 @@ class ZeroRuntime:
         if self.is_retired:
             raise CallOrderError(
                 "this engine cannot be used any more: its model was given to another deepspeed.initialize, and the "
-                "engine made there has it now"
+                "engine made there has it now; use that engine"
             )
         was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
         if was_open:
             is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
-            if together and self._peers_need_open_work:
+            is_agreed = self._peers_need_open_work
+            if together and is_agreed:
                 is_mixed = agree_to_go_on(self.groups.peers, self._describe_open_work(), is_mixed)
             self.schedule.drop()
             self._confirm(False)
@@ -325,7 +327,11 @@ class ZeroRuntime:
             self.backward_tracker.is_open = False
             self.hooks.abandon()
             if together:
-                logger.warning("the last forward or backward ended in an exception; its unfinished work was dropped")
+                log_dist(
+                    "the last forward or backward ended in an exception; its unfinished work was dropped",
+                    ranks=None if is_agreed or self.groups.peers.size == 1 else [-1],
+                    level=logging.WARNING,
+                )
         return was_open
 
     @property

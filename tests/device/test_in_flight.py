@@ -110,7 +110,7 @@ def test_a_peer_that_holds_a_bucket_back_is_not_waited_for() -> None:
         with (
             mock.patch.object(native, "pause"),
             mock.patch.object(gradients, "_PATIENCE", 0.0),
-            mock.patch.object(gradients.logger, "warning") as warned,
+            mock.patch.object(gradients, "log_dist") as warned,
             mock.patch.object(gradients.GradientBucket, "finish_reduction", recording_finish),
         ):
             for number in (1, 2):

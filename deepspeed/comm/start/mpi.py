@@ -14,6 +14,7 @@ from pathlib import Path
 from deepspeed.logging import logger
 from deepspeed.ports import address_towards
 
+_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _QUERY = Path(__file__).with_name("mpi_query.py")
 # All ranks answer together, and the slowest may still be importing torch.
 _QUERY_SECONDS = 120.0
@@ -61,17 +62,22 @@ def _query_manager(environ: Mapping[str, str]) -> str | None:
         )
     except subprocess.TimeoutExpired:
         logger.warning(
-            f"MPI's process manager did not give the address of rank 0 within {_QUERY_SECONDS:.0f} s. Set MASTER_ADDR "
-            "if ranks do not find each other"
+            f"rank {_rank(environ)}: MPI's process manager did not give the address of rank 0 within "
+            f"{_QUERY_SECONDS:.0f} s. Set MASTER_ADDR if ranks do not find each other"
         )
         return None
     if done.returncode != 0:
         logger.warning(
-            f"MPI's process manager does not give the address of rank 0: {done.stderr.strip()[-300:]}. Set MASTER_ADDR "
-            "if ranks do not find each other"
+            f"rank {_rank(environ)}: MPI's process manager does not give the address of rank 0: "
+            f"{done.stderr.strip()[-300:]}. Set MASTER_ADDR if ranks do not find each other"
         )
         return None
     return reachable(done.stdout)
+
+
+def _rank(environ: Mapping[str, str]) -> str:
+    """Returns the rank that MPI gave this process, for a message; "?" if no known variable has it."""
+    return next((environ[name] for name in _RANK_NAMES if environ.get(name)), "?")
 
 
 def reachable(text: str) -> str | None:

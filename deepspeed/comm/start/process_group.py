@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import os
 import socket
 import time
@@ -37,7 +38,7 @@ from deepspeed.comm.start.rendezvous import open_store, release_store
 from deepspeed.comm.start.startup import RankInfo, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CallOrderError, CommunicationError
-from deepspeed.logging import log_dist, logger
+from deepspeed.logging import log_dist
 from deepspeed.ports import DEFAULT_PORT, address_towards, first_address
 
 NCCL_BACKEND = "nccl"
@@ -403,10 +404,12 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
     mine = address_towards(other)  # where other is an address of this machine: that one
     name = interface_of(mine) if mine is not None else None
     if name is None:
-        logger.warning(
-            f"gloo cannot listen at the address of the host name {socket.gethostname()}: it is that of the loopback "
-            "interface, or of another family than on other machines. No route to these names another interface. Set "
-            f"{_INTERFACE_VARIABLE} to the network's interface"
+        log_dist(
+            f"gloo cannot listen at the address of the host name {socket.gethostname()}: the address belongs to the "
+            "loopback interface, or other machines use another family (IPv4 or IPv6). The routes to the other machines "
+            f"do not show which interface to use. Set {_INTERFACE_VARIABLE} to the name of the network interface",
+            ranks=[-1],
+            level=logging.WARNING,
         )
         return
     environ[_INTERFACE_VARIABLE] = name

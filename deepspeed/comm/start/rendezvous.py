@@ -109,7 +109,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     """
     assert place.address is not None and place.port is not None
     deadline = time.monotonic() + timeout.total_seconds()
-    address = _wait_for_listener(place.address, place.port, timeout)
+    address = _wait_for_listener(place.rank, place.address, place.port, timeout)
     left = max(deadline - time.monotonic(), 1.0)
     limit = min(left, _REPLY_SECONDS) if is_here(address) else left
     store = _within(limit, lambda: _tcp_store(place, address, False, timedelta(seconds=limit)))
@@ -123,8 +123,8 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     return store
 
 
-def _wait_for_listener(name: str, port: int, timeout: timedelta) -> str:
-    """Waits until a program listens at ``port``; returns its numeric address.
+def _wait_for_listener(rank: int, name: str, port: int, timeout: timedelta) -> str:
+    """Waits, on rank ``rank``, until a program listens at ``port``; returns its numeric address.
 
     The name is resolved again each time: a cluster's name server may learn it after the ranks have started.
 
@@ -143,7 +143,9 @@ def _wait_for_listener(name: str, port: int, timeout: timedelta) -> str:
                 raise RuntimeError(f"rank 0 was not reached within {timeout}: {why_not_reached(name, error)}") from None
             if now > impatient_at:
                 impatient_at = math.inf  # logged once
-                logger.warning(f"still waiting for rank 0 at {name}:{port}: {why_not_reached(name, error)}")
+                logger.warning(
+                    f"rank {rank}: still waiting for rank 0 at {name}:{port}: {why_not_reached(name, error)}"
+                )
         time.sleep(_RETRY_SECONDS)
 
 

@@ -163,7 +163,7 @@ class PostReader:
         if post is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"rendezvous store: expected what rank {rank} waits for, found something else, which is ignored. "
+                f"rank {self._rank}: the entry of rank {rank} in the rendezvous store cannot be read and is ignored. "
                 "Check that all ranks have the same version, and that nothing else uses the master port"
             )
         return post or {}

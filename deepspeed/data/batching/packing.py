@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.logging import log_dist, logger
+from deepspeed.logging import log_dist
 
 ORDERS = ("dataloader", "random", "seqlen")
 
@@ -53,11 +54,10 @@ def batch_by_seqlens(
     lengths = [int(length) for length in seqlens]
     order = [place for place, length in enumerate(lengths) if length <= max_tokens]
     if len(order) < len(lengths):
-        logger.warning(
-            "%d of %d sequences are longer than max_tokens %d and are left out",
-            len(lengths) - len(order),
-            len(lengths),
-            max_tokens,
+        log_dist(
+            f"batches by tokens: {len(lengths) - len(order)} of {len(lengths)} sequences are longer than max_tokens "
+            f"{max_tokens} and are left out",
+            level=logging.WARNING,
         )
     if sequence_picking_order == "random":
         random.Random(seed).shuffle(order)

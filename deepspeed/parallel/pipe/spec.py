@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist
 from deepspeed.zero.address import full_numel
 from deepspeed.zero.construction.modules import suspended
 
@@ -50,10 +50,10 @@ class LayerSpec:
         """Builds the layer.
 
         Args:
-            log: Log the choice.
+            log: Log the layer, on every rank that builds it.
         """
         if log:
-            logger.info(f"building {self!r}")
+            log_dist(f"building {self!r}", ranks=[-1])
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
@@ -141,7 +141,7 @@ def checked(layers: Sequence[Any]) -> list[Entry]:
                 "a TiedLayerSpec or a function"
             )
     if not entries:
-        raise DeepSpeedConfigError("PipelineModule: there are no layers")
+        raise DeepSpeedConfigError("PipelineModule: there are no layers; give at least one")
     return entries
 
 

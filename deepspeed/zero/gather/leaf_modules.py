@@ -6,6 +6,7 @@ Which children of such a module run depends on the data. The marks count when a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from deepspeed.config.sections.zero import LeafModule
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist
 
 LEAF_FLAG = "_ds_z3_leaf"
 
@@ -26,10 +27,10 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         flag: Whether it is one.
     """
     if any(_has_engine(parameter) for parameter in model.parameters()):
-        logger.warning(
-            "set_z3_leaf_module: %s belongs to an engine already, whose units are made; mark leaf modules before "
-            "deepspeed.initialize",
-            type(model).__name__,
+        log_dist(
+            f"set_z3_leaf_module: {type(model).__name__} belongs to an engine already, which ignores the mark; "
+            "mark leaf modules before deepspeed.initialize",
+            level=logging.WARNING,
         )
     setattr(model, LEAF_FLAG, flag)
 

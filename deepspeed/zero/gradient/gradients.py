@@ -16,6 +16,7 @@ that) and, where they all keep the whole result, for the boundary.
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -27,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
-from deepspeed.logging import log_dist, logger
+from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, ReductionPolicy
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
@@ -321,12 +322,12 @@ class GradientReducer:
             return oldest
         if is_finished is False:
             backward.is_patient = False
-            logger.warning(
-                "the reduction of the gradients of %s has not ended for %g s: another rank is late, or has not used "
-                "some of these parameters. This backward continues without waiting, and needs more memory. "
-                "Set zero_optimization.overlap_comm to false if ranks use different parameters",
-                oldest.bucket.label,
-                _PATIENCE,
+            log_dist(
+                f"the reduction of the gradients of {oldest.bucket.label} has not ended for {_PATIENCE:g} s: another "
+                "rank is late, or has not used some of these parameters. This backward continues without waiting, and "
+                "needs more memory. Set zero_optimization.overlap_comm to false if ranks use different parameters",
+                ranks=[-1],
+                level=logging.WARNING,
             )
         return None
 
@@ -444,10 +445,11 @@ class GradientReducer:
         self._drain()
         self.stop_reading()
         if with_sums:
-            logger.warning(
-                "gradients of the failed backward were already added to those of earlier micro-batches, so %s of this "
-                "update starts again from zero",
-                "the sum" if backward.reduces else "this rank's own sum",
+            log_dist(
+                "gradients of the failed backward were already added to those of earlier micro-batches, so "
+                f"{'the sum' if backward.reduces else 'the sum of this rank'} of this update starts again from zero",
+                ranks=None if backward.reduces else [-1],
+                level=logging.WARNING,
             )
         for position in backward.reaches:
             self.buckets[position].drop_backward(reduced=position in backward.reduces, with_sum=with_sums)

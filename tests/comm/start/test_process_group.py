@@ -350,10 +350,11 @@ def test_names_of_two_families_are_left_for_the_interface_on_all_machines(two_in
 def test_a_machine_without_a_route_is_named_with_what_to_set(two_interfaces, monkeypatch):
     monkeypatch.setattr(process_group, "address_towards", lambda host: None)
     warned = []
-    monkeypatch.setattr(process_group.logger, "warning", warned.append)
+    monkeypatch.setattr(process_group, "log_dist", lambda line, ranks, level: warned.append((line, ranks)))
     environ = {}
     choose_interface(environ, torch_dist.HashStore(), place(0), facts(("a", "10.1.1.1"), ("b", ELSEWHERE)))
-    assert environ == {} and "Set GLOO_SOCKET_IFNAME" in warned[0]
+    assert environ == {} and "Set GLOO_SOCKET_IFNAME" in warned[0][0]
+    assert warned[0][1] == [-1]  # each rank names itself
 
 
 def test_names_as_gloo_takes_them(monkeypatch):

@@ -79,10 +79,13 @@ def test_a_name_that_resolves_later_is_waited_for(names, warnings, monkeypatch):
     resolver = names(unknown_for=7, late_name=["127.0.0.1"])
     with closing(listen("127.0.0.1")) as listener:
         port = listener.getsockname()[1]
-        assert rendezvous._wait_for_listener("late-name", port, LONG) == "127.0.0.1"
+        assert rendezvous._wait_for_listener(3, "late-name", port, LONG) == "127.0.0.1"
     assert resolver.requested == 8
     (text,) = warnings  # once, however long it takes
-    assert f"still waiting for rank 0 at late-name:{port}: host {socket.gethostname()} cannot resolve the name" in text
+    assert (
+        f"rank 3: still waiting for rank 0 at late-name:{port}: host {socket.gethostname()} cannot resolve the name"
+        in text
+    )
 
 
 @needs_ipv6

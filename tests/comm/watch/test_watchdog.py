@@ -359,7 +359,7 @@ def test_wrong_posts_do_not_end_the_watch_and_are_reported_once(monkeypatch):
         mine.store.set(mine._key("process/1"), post)
         assert mine.look_after_long_wait(), post
         assert mine._reason(mine._awaited, 0.0) == (None, "")
-    assert len(warned) == 1 and "expected what rank 1 waits for" in warned[0]
+    assert len(warned) == 1 and "rank 0: the entry of rank 1 in the rendezvous store" in warned[0]
     other.post_exit_notice()
     assert not mine.look_after_long_wait() and aborted.is_set()  # it still watches
 
