@@ -231,7 +231,10 @@ class StateDictFile(FileReader):
         while out:
             number = bisect_right(self._ends, offset)
             if number == len(self._parts):
-                raise CheckpointError(f"{self.path} ended at byte {offset} while it was being read")
+                raise CheckpointError(
+                    f"{self.path} ended at byte {offset} while it was being read; "
+                    "it was cut off or has changed. Copy it again, or load another tag"
+                )
             data = disk.bytes_of(self._parts[number])
             within = offset - (self._ends[number] - len(data))
             part = data[within : within + len(out)]

@@ -177,7 +177,9 @@ def read_pointer(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); check the disk and the permissions"
+        ) from error
     try:
         text = data.decode().strip()
     except UnicodeDecodeError:

@@ -476,5 +476,8 @@ def _load(reader: CheckpointReader, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{reader.folder}: {name} is missing; the checkpoint is damaged")
     value = restricted.loads(data, str(reader.folder / name))
     if not isinstance(value, dict):
-        raise CheckpointError(f"{reader.folder / name} holds a {type(value).__name__}, expected a dict")
+        raise CheckpointError(
+            f"{reader.folder / name} holds a {type(value).__name__}, expected a dict; "
+            "the file is damaged. Load another tag"
+        )
     return value

@@ -73,7 +73,9 @@ class FileReader:
                     "where it was written"
                 ) from None
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened ({error.strerror})") from error
+                raise CheckpointError(
+                    f"{self.path}: cannot be opened ({error.strerror}); check its permissions, or load another tag"
+                ) from error
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{self.path} is not a plain file; the checkpoint was altered")
@@ -105,9 +107,15 @@ class FileReader:
             try:
                 count = _read_at(descriptor, out, offset)
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+                raise CheckpointError(
+                    f"{self.path}: cannot be read ({error.strerror}); "
+                    "check the disk and the permissions, or load another tag"
+                ) from error
             if count == 0:
-                raise CheckpointError(f"{self.path} ended at byte {offset} while it was being read")
+                raise CheckpointError(
+                    f"{self.path} ended at byte {offset} while it was being read; "
+                    "it was cut off or has changed. Copy it again, or load another tag"
+                )
             out, offset = out[count:], offset + count
 
     def chunks_of(self, start: int, stop: int) -> range:

@@ -120,7 +120,9 @@ def _choices(path: Path | None) -> list[IoSettings]:
         try:
             given = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise DeepSpeedConfigError(f"--sweep_config {path}: cannot be read as JSON ({error})") from error
+            raise DeepSpeedConfigError(
+                f"--sweep_config {path}: cannot be read as JSON ({error}); correct the file"
+            ) from error
         if not isinstance(given, dict):
             raise DeepSpeedConfigError(
                 f"--sweep_config {path}: expected an object of lists, found {type(given).__name__}"
@@ -136,7 +138,9 @@ def _choices(path: Path | None) -> list[IoSettings]:
     combinations = itertools.product(*(lists[name] for name in _SWEEP))
     choices = [IoSettings(*combination) for combination in combinations]
     if not choices:
-        raise DeepSpeedConfigError(f"--sweep_config {path}: a list is empty, so there is nothing to try")
+        raise DeepSpeedConfigError(
+            f"--sweep_config {path}: a list is empty, so there is nothing to try; give it values, or leave the key out"
+        )
     return choices
 
 

@@ -311,7 +311,7 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     layers = section_of(deepspeed_config).layer_reduction
     where = "compression_training.layer_reduction"
     if layers is None or layers.module_name_prefix is None or layers.teacher_layer is None:
-        raise DeepSpeedConfigError(f"{where}: module_name_prefix and teacher_layer are required")
+        raise DeepSpeedConfigError(f"{where}: module_name_prefix and teacher_layer are required; set both")
     prefix, chosen = layers.module_name_prefix, layers.teacher_layer
     pairs = []
     students = _children(student_model, prefix, f"{where}.module_name_prefix", "student")
@@ -347,7 +347,7 @@ def _named(model: nn.Module, name: str, where: str, kind: str) -> Any:
     try:
         return recursive_getattr(model, name)
     except AttributeError as error:
-        raise DeepSpeedConfigError(f"{where}: the {kind} has no {name!r} ({error})") from error
+        raise DeepSpeedConfigError(f"{where}: the {kind} has no {name!r} ({error}); correct the name") from error
 
 
 def _children(model: nn.Module, name: str, where: str, kind: str) -> list[nn.Module]:

@@ -177,7 +177,7 @@ def _compiled(pattern: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(".*" if pattern == "*" else pattern)
     except re.error as error:
-        raise DeepSpeedConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
+        raise DeepSpeedConfigError(f"{where}: {pattern!r} is no regular expression: {error}; correct it") from error
 
 
 def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) -> list[PatternMatch]:

@@ -64,7 +64,7 @@ class LayerWeights:
             if not self.by_rows(name) and rows * columns % groups:
                 raise DeepSpeedConfigError(
                     f"compression_training.weight_quantization.shared_parameters.quantize_groups: {groups} does not "
-                    f"divide the {rows * columns:,} weights of {name}"
+                    f"divide the {rows * columns:,} weights of {name}; choose a divisor of that number"
                 )
         if selection.is_snip:
             plan = SnipPlan.of(selection.shared)

@@ -136,5 +136,7 @@ class EfficiencyAccess:
     def _required_layer_drop(self, name: str) -> ProgressiveLayerDrop:
         drop = self.progressive_layer_drop
         if drop is None:
-            raise CallOrderError(f"engine.{name}: progressive_layer_drop is not enabled in the configuration")
+            raise CallOrderError(
+                f"engine.{name}: progressive_layer_drop is not enabled in the configuration; enable it"
+            )
         return drop

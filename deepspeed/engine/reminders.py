@@ -166,7 +166,7 @@ def paired_roots(outputs: Any, gradients: Any) -> tuple[list[torch.Tensor], list
         if gradient is not None and tensor.shape != gradient.shape:
             raise CallOrderError(
                 f"engine.backward(gradients=...): tensor {number} has shape {tuple(tensor.shape)}, its gradient "
-                f"{tuple(gradient.shape)}"
+                f"{tuple(gradient.shape)}; give each gradient the shape of its tensor"
             )
     pairs = [
         (tensor, gradient)

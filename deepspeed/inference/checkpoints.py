@@ -104,7 +104,8 @@ def _refuse_gaps(
     for name, count in parts.items():
         if count not in (0, len(files.parts)):
             raise CheckpointError(
-                f"init_inference: {name!r}: expected {len(files.parts)} parts in the files ({files}), found {count}"
+                f"init_inference: {name!r}: expected {len(files.parts)} parts in the files ({files}), found {count}; "
+                "copy the files of all parts"
             )
     # What is left: tensors without a value, by identity, so that a tied head counts as filled.
     state = dict(model.state_dict(keep_vars=True))
@@ -332,7 +333,10 @@ class StoredNames:
         for extent in shape:
             total *= extent
         if numel != total:
-            raise CheckpointError(f"init_inference: the files hold {numel:,} of the {total:,} elements of {name!r}")
+            raise CheckpointError(
+                f"init_inference: the files hold {numel:,} of the {total:,} elements of {name!r}; "
+                "copy the files that are missing"
+            )
         return True
 
 

@@ -192,7 +192,10 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
             failed, channel="call", label="whether parts of weights are written"
         )
         if failure is None and bool(gathered.any()):
-            raise CheckpointError(f"init_inference: save_mp_checkpoint_path {folder}: another rank could not write")
+            raise CheckpointError(
+                f"init_inference: save_mp_checkpoint_path {folder}: another rank could not write; "
+                "the message of that rank has the reason"
+            )
     if failure is not None:
         raise CheckpointError(f"init_inference: save_mp_checkpoint_path {folder}: {failure}") from failure
     if rank == 0:

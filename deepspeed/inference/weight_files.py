@@ -155,15 +155,17 @@ def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
             for pattern in _PATTERNS:
                 if found := sorted(path.glob(pattern)):
                     return WeightFiles(tuple(found))
-            raise CheckpointError(f"init_inference: the folder {path} has no {' or '.join(_PATTERNS)}")
+            raise CheckpointError(
+                f"init_inference: the folder {path} has no {' or '.join(_PATTERNS)}; give the folder of the weights"
+            )
     if not path.is_file():
-        raise CheckpointError(f"init_inference: checkpoint {path}: there is no such file or folder")
+        raise CheckpointError(f"init_inference: checkpoint {path}: there is no such file or folder; correct the path")
     if path.suffix != ".json":
         return WeightFiles((path,))
     try:
         return _listed(json.loads(path.read_text()), path.parent)
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"init_inference: checkpoint {path} is no JSON: {error}") from error
+        raise CheckpointError(f"init_inference: checkpoint {path} is no JSON: {error}; correct the file") from error
 
 
 def _listed(description: Any, base: Path) -> WeightFiles:
@@ -195,9 +197,11 @@ def _listed(description: Any, base: Path) -> WeightFiles:
     found = WeightFiles(tuple(base / name for name in names[0]), tuple(base / name for name in names[1]))
     for path in (*found.whole, *found.parts):
         if not path.is_file():
-            raise CheckpointError(f"init_inference: checkpoint: there is no file {path}")
+            raise CheckpointError(f"init_inference: checkpoint: there is no file {path}; correct the path")
     if not found.whole and not found.parts:
-        raise CheckpointError("init_inference: checkpoint: 'checkpoints' lists no files")
+        raise CheckpointError(
+            "init_inference: checkpoint: 'checkpoints' lists no files; list the files that hold the weights"
+        )
     return found
 
 
@@ -237,7 +241,10 @@ def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
 def _pickled(path: Path) -> Iterator[Stored]:
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"init_inference: {path} holds a {type(found).__name__}, no tensors by name")
+        raise CheckpointError(
+            f"init_inference: {path} holds a {type(found).__name__}, no tensors by name; "
+            "give files that hold a state dict"
+        )
     found = found.get("module", found)
     for name, values in found.items():
         if isinstance(values, torch.Tensor):

@@ -139,7 +139,10 @@ def share_cores(core_list: str | None, local_size: int) -> list[tuple[int, ...]]
     usable = os.sched_getaffinity(0)
     cores = parse_core_list(core_list) if core_list else first_threads(sorted(usable))
     if foreign := [core for core in cores if core not in usable]:
-        raise LauncherError(f"--bind_core_list {core_list}: cores {foreign} are not among the usable {sorted(usable)}")
+        raise LauncherError(
+            f"--bind_core_list {core_list}: cores {foreign} are not among the usable {sorted(usable)}; "
+            "choose from these"
+        )
     each = len(cores) // local_size
     if each == 0:
         raise LauncherError(

@@ -285,7 +285,10 @@ def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
         raise LauncherError("--world_info is missing: it lists the ranks to start; the deepspeed command passes it")
     hosts = list(decode_world_info(args.world_info).values())
     if not 0 <= args.node_rank < len(hosts):
-        raise LauncherError(f"--node_rank {args.node_rank}: --world_info has {len(hosts)} host(s), counted from 0")
+        raise LauncherError(
+            f"--node_rank {args.node_rank}: --world_info has {len(hosts)} host(s), counted from 0; "
+            "give one of these numbers"
+        )
     return hosts
 
 

@@ -39,7 +39,7 @@ class LoRAInit:
 
     def __enter__(self) -> LoRAInit:
         if self._plain is not None:
-            raise CallOrderError("deepspeed.linear.Init: the context is open already")
+            raise CallOrderError("deepspeed.linear.Init: the context is open already; leave the inner one out")
         plain, built = nn.Module.__init__, self._built
 
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -128,7 +128,7 @@ class LoRAOptimizedLinear(nn.Module):
             CallOrderError: They exist.
         """
         if self.lora_weight_1 is not None:
-            raise CallOrderError("LoRAOptimizedLinear.init_lora: the adapters exist already")
+            raise CallOrderError("LoRAOptimizedLinear.init_lora: the adapters exist already; call it once")
         rank = self.lora_config.lora_r
         make = {"bias": False, "device": self._device, "dtype": self.dtype}
         first, second = nn.Linear(self.input_dim, rank, **make), nn.Linear(rank, self.output_dim, **make)  # type: ignore[arg-type]

@@ -80,7 +80,10 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
             found = repr(requested) if not isinstance(requested, Mapping) else ", ".join(unknown)
             raise DeepSpeedConfigError(f"{where}: expected an object with {', '.join(sorted(_KEYS))}; found {found}")
         if not any(part in name for name in names):
-            raise DeepSpeedConfigError(f"{where}: no parameter of {type(model).__name__} has {part!r} in its name")
+            raise DeepSpeedConfigError(
+                f"{where}: no parameter of {type(model).__name__} has {part!r} in its name; "
+                "correct the entry, or leave it out"
+            )
         if requested.get("symmetric"):
             raise DeepSpeedConfigError(f"{where}.symmetric: expected false, found true; leave it out")
         if requested.get("num_bits") not in (None, 4, 8):

@@ -121,7 +121,9 @@ class QuantizedLinear(nn.Module):
                 f"found {tuple(weight.shape)}"
             )
         if not bool(weight.isfinite().all()):
-            raise ValueError("QuantizedLinear.pack: the weight has values that are not finite")
+            raise ValueError(
+                "QuantizedLinear.pack: the weight has values that are not finite; correct them before packing"
+            )
         codes, scales = self.format.pack(weight)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)

@@ -175,7 +175,10 @@ def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
             "use torch.optim.SparseAdam or sparse=False in the embedding"
         )
     if not param.is_floating_point():
-        raise RuntimeError(f"{type(optimizer).__name__} updates floating-point parameters, but one is {param.dtype}")
+        raise RuntimeError(
+            f"{type(optimizer).__name__} updates floating-point parameters, but one is {param.dtype}; "
+            "leave it out of the param groups"
+        )
 
 
 def _share_layout(*tensors: Tensor) -> bool:
@@ -224,7 +227,10 @@ def check_hyperparameters(
     if amsgrad:
         raise ValueError(f"{name} has no AMSGrad variant; remove amsgrad=True or use torch.optim's class")
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"{name}: a tensor lr must hold one element, but has shape {tuple(lr.shape)}")
+        raise ValueError(
+            f"{name}: a tensor lr must hold one element, but has shape {tuple(lr.shape)}; "
+            "give a number, or such a tensor"
+        )
     for argument, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
         if not value >= 0:
             raise ValueError(f"{name}: {argument} must be at least 0, but is {value}")

@@ -201,7 +201,7 @@ def _find_callable(path: str) -> Callable[[], Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise DeepSpeedConfigError(f"model {path!r}: {module_name} has no callable {name!r}")
+        raise DeepSpeedConfigError(f"model {path!r}: {module_name} has no callable {name!r}; correct the name")
     return found
 
 

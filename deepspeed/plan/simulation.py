@@ -83,7 +83,10 @@ def loss_of(outputs: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor):
         found = next((t for t in _in_order(outputs) if t.is_floating_point()), None)
     if found is None:
-        raise DeepSpeedConfigError(f"plan: the model returned {type(outputs).__name__} without a floating tensor")
+        raise DeepSpeedConfigError(
+            f"plan: the model returned {type(outputs).__name__} without a floating tensor; "
+            "let forward return the loss or the logits"
+        )
     return found if found.numel() == 1 else found.float().mean()
 
 

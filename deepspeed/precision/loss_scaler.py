@@ -143,7 +143,10 @@ class DynamicLossScaler(LossScalerBase):
             if not value > 0:
                 raise ValueError(f"the dynamic loss scale needs {name} above 0, but got {value}")
         if init_scale < min_scale:
-            raise ValueError(f"the dynamic loss scale starts at {init_scale}, below its minimum min_scale={min_scale}")
+            raise ValueError(
+                f"the dynamic loss scale starts at {init_scale}, below its minimum min_scale={min_scale}; "
+                "raise init_scale, or lower min_scale"
+            )
         self.cur_iter = 0
         self.last_overflow_iter = -1
         self.scale_factor = 2.0

@@ -98,7 +98,8 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
         if isinstance(candidate, Optimizer):
             return candidate
     raise TypeError(
-        f"{type(optimizer).__name__} is not a torch.optim.Optimizer, nor does its attribute 'optimizer' hold one"
+        f"{type(optimizer).__name__} is not a torch.optim.Optimizer, nor does its attribute 'optimizer' hold one; "
+        "give a torch optimizer"
     )
 
 

@@ -229,7 +229,10 @@ def _stage_3(folder: Path, content: CheckpointValues, model: list[dict[str, Any]
     sub_groups: list[Shapes] = first["param_shapes"]
     flat = [rank["fp32_flat_groups"] for rank in optim]
     if any(len(rank) != len(sub_groups) for rank in flat):
-        raise CheckpointError(f"{folder}: {len(sub_groups)} sub-groups have names, {len(flat[0])} have weights")
+        raise CheckpointError(
+            f"{folder}: {len(sub_groups)} sub-groups have names, {len(flat[0])} have weights; "
+            "the file is damaged. Copy it again, or load another tag"
+        )
     inner = [rank["optimizer_state_dict"] for rank in optim]
     names_of: dict[int, list[str]] = {}
     for number, shapes in enumerate(sub_groups):

@@ -193,7 +193,8 @@ def _trained(models: list[list[Mapping[str, Any]]], where: str) -> dict[str, tup
         return by_rank[0]
     if not info:
         raise CheckpointError(
-            f"{where}: it does not describe how the slices of {len(models)} model-parallel ranks fit together"
+            f"{where}: it does not describe how the slices of {len(models)} model-parallel ranks fit together; "
+            "save it by a program that stores universal_checkpoint_info, as AutoTP and Megatron do"
         )
     return {name: whole_of(name, [shapes[name] for shapes in by_rank], info, where).shape for name in by_rank[0]}
 

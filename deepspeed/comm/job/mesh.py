@@ -36,10 +36,14 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
-            raise DeepSpeedConfigError(f"a mesh needs different names for its axes, found {', '.join(names)}")
+            raise DeepSpeedConfigError(
+                f"a mesh needs different names for its axes, found {', '.join(names)}; rename one of them"
+            )
         small = [f"{name} {size}" for name, size in self.axes if size < 1]
         if small:
-            raise DeepSpeedConfigError(f"an axis of a mesh has at least 1 rank, found {', '.join(small)}")
+            raise DeepSpeedConfigError(
+                f"an axis of a mesh has at least 1 rank, found {', '.join(small)}; give it 1 or more"
+            )
         if self.ranks == tuple(range(self.world_size)):
             object.__setattr__(self, "ranks", ())  # so that equal meshes compare equal
         if self.ranks and sorted(self.ranks) != list(range(self.world_size)):

@@ -75,7 +75,7 @@ class DeepSpeedDataSampler(BatchSampler):
         self._total = one_epoch_total_samples * sampling.num_epochs
         self.drop_last = drop_last
         if one_epoch_total_samples < 1:
-            raise ValueError("DeepSpeedDataSampler: the dataset has no sample")
+            raise ValueError("DeepSpeedDataSampler: the dataset has no sample; give one that has samples")
         learning = sampling.curriculum_learning
         metrics = learning.curriculum_metrics if sampling.enabled and learning.enabled else {}
         self._schedules = {name: CurriculumScheduler(settings_of(metric)) for name, metric in metrics.items()}
@@ -293,7 +293,7 @@ class MetricOrder:
             if len(values) != len(rows):
                 raise ValueError(
                     f"the index files of the metric {name} do not belong together: {sample_path} has {len(rows)} rows "
-                    f"of samples, {metric_path} {len(values)} values"
+                    f"of samples, {metric_path} {len(values)} values; analyze the dataset again"
                 )
         return cls(name, rows.values, values, ends, max_difficulty)
 

@@ -187,7 +187,9 @@ class MMapIndexedDatasetBuilder:
                 "of this dataset; make the builder with a larger one"
             )
         if values.size > _MOST_VALUES:
-            raise ValueError(f"add_item: an item has {values.size} values, and the format allows {_MOST_VALUES}")
+            raise ValueError(
+                f"add_item: an item has {values.size} values, and the format allows {_MOST_VALUES}; split the item"
+            )
         values.tofile(self._file)
         self._sizes.append(values.size)
 

@@ -165,7 +165,7 @@ class Muon(KeepsStateDtypes):
                 if group["use_muon"] and group[name] != settings[name]:
                     raise ValueError(
                         f"Muon: {name} must be the same in all groups when matrices are cut over ranks, but one has "
-                        f"{group[name]!r} and the optimizer {settings[name]!r}"
+                        f"{group[name]!r} and the optimizer {settings[name]!r}; give all groups the same"
                     )
         for param in (param for group in self.param_groups for param in group["params"]):
             _table_of(param, tables)

@@ -101,7 +101,8 @@ class MatMul:
                 )
         if whole.size(1) != self.layout.size(0):
             raise ValueError(
-                f"{self.mode}: the {side} factor has {whole.size(1)} heads, the layout {self.layout.size(0)}"
+                f"{self.mode}: the {side} factor has {whole.size(1)} heads, the layout {self.layout.size(0)}; "
+                "give both the same number"
             )
         return whole
 

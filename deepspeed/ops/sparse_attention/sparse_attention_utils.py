@@ -53,7 +53,10 @@ class SparseAttentionUtils:
             front = 0 if table.padding_idx is None else table.padding_idx + 1
             known = table.num_embeddings - front
             if max_position < known:
-                raise ValueError(f"extend_position_embedding({max_position}): the model has {known} positions already")
+                raise ValueError(
+                    f"extend_position_embedding({max_position}): the model has {known} positions already; "
+                    "give a larger number"
+                )
             rows = torch.arange(max_position, device=table.weight.device) % known + front
             weight = torch.cat([table.weight[:front], table.weight[rows]]).detach().clone()
             table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)

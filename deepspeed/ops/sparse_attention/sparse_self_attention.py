@@ -141,7 +141,8 @@ class SparseSelfAttention(nn.Module):
             key_bias = additive(mask, self.key_padding_mask_mode, "key_padding_mask", query.dtype)
         if heads != self.sparsity_config.num_heads:
             raise ValueError(
-                f"sparse attention: the pattern is for {self.sparsity_config.num_heads} heads, the query has {heads}"
+                f"sparse attention: the pattern is for {self.sparsity_config.num_heads} heads, the query has {heads}; "
+                "give both the same number"
             )
         return attend(
             query,
@@ -240,7 +241,10 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads
         if hidden % heads:
-            raise ValueError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+            raise ValueError(
+                f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; "
+                "choose a divisor of hidden_size"
+            )
         self.num_attention_heads = heads
         self.attention_head_size = hidden // heads
         self.all_head_size = hidden

@@ -74,7 +74,10 @@ def heads_of(model: nn.Module) -> int:
         )
     heads = configurations.heads_of(config)
     if heads is None:
-        raise DeepSpeedConfigError(f"{_what(model)}: its configuration has no num_attention_heads for all layers")
+        raise DeepSpeedConfigError(
+            f"{_what(model)}: its configuration has no num_attention_heads for all layers; "
+            "use SparseSelfAttention in the layers of the model instead"
+        )
     return heads
 
 

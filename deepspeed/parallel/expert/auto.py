@@ -118,7 +118,10 @@ def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.de
 
 def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None:
     if (missing := lacks(module)) is not None:
-        raise DeepSpeedConfigError(f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}")
+        raise DeepSpeedConfigError(
+            f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}; "
+            "leave the section out, or build such layers with deepspeed.moe.layer.MoE"
+        )
     _check_numbers(name, module, section)
     known = spread_of(module)
     if known is not None and known.ep_size != section.autoep_size:

@@ -125,7 +125,9 @@ class _ModelFiller:
             for target in self._targets():
                 self._fill(target)
         except (SafetensorError, EOFError) as error:
-            raise CheckpointError(f"expert loading: a file of {self._files[0].parent} is damaged ({error})") from error
+            raise CheckpointError(
+                f"expert loading: a file of {self._files[0].parent} is damaged ({error}); copy it again"
+            ) from error
         tie = getattr(self._model, "tie_weights", None)
         if tie is not None:
             tie()
@@ -136,7 +138,8 @@ class _ModelFiller:
             )
             raise CheckpointError(
                 f"expert loading: {len(missing)} weights of {type(self._model).__name__} are in none of the "
-                f"{len(self._files)} files of {self._files[0].parent}, such as {missing[0]!r}{also}"
+                f"{len(self._files)} files of {self._files[0].parent}, such as {missing[0]!r}{also}; "
+                "give the folder of this model, with all of its files"
             )
         for module in self._model.modules():  # what no file names, such as a head that shares its weight
             self._finished(module)

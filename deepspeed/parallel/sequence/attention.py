@@ -92,7 +92,7 @@ class DistributedAttention(nn.Module):
         if self.num_kv_heads is not None and key.size(self.scatter_idx) != self.num_kv_heads:
             raise DeepSpeedConfigError(
                 f"DistributedAttention: num_kv_heads is {self.num_kv_heads}, but the key has "
-                f"{key.size(self.scatter_idx)} heads"
+                f"{key.size(self.scatter_idx)} heads; give that number, or leave num_kv_heads out"
             )
         query, key, value = (
             self._in(tensor, tokens, heads).contiguous()

@@ -269,7 +269,7 @@ class FPDT_LogitsLoss:  # noqa: N801
         """
         if spg_size != size_of(spg):
             raise DeepSpeedConfigError(
-                f"FPDT_LogitsLoss: spg_size is {spg_size}, but the group has {size_of(spg)} ranks"
+                f"FPDT_LogitsLoss: spg_size is {spg_size}, but the group has {size_of(spg)} ranks; give that number"
             )
         tile = -(-labels.numel() // max(num_chunk, 1))
         wanted = labels.t().contiguous()

@@ -185,7 +185,8 @@ def sequence_tiled_compute(
     for name, value in kwargs_to_shard.items():
         if value is not None and value.size(1) != seqlen:
             raise DeepSpeedConfigError(
-                f"sequence_tiled_compute: {name} has {value.size(1)} tokens along axis 1, and seqlen is {seqlen}"
+                f"sequence_tiled_compute: {name} has {value.size(1)} tokens along axis 1, and seqlen is {seqlen}; "
+                "give tensors of seqlen tokens"
             )
     lengths, names = tile_lengths(seqlen, shards), list(kwargs_to_shard)
     cut = [

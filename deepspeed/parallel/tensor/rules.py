@@ -225,7 +225,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise DeepSpeedConfigError(
-            f"tensor_parallel.partition_config.layer_specs: {pattern!r} is no regular expression: {error}"
+            f"tensor_parallel.partition_config.layer_specs: {pattern!r} is no regular expression: {error}; correct it"
         ) from None
 
 

@@ -140,7 +140,7 @@ def _refuse_unknown(ids: torch.Tensor, cut: CutEmbedding) -> None:
     if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= cut.split.extent):
         raise IndexError(
             f"{cut.name}: ids lie between {int(ids.min())} and {int(ids.max())}, but the vocabulary has the ids 0 to "
-            f"{cut.split.extent - 1}"
+            f"{cut.split.extent - 1}; use the tokenizer of this model"
         )
 
 

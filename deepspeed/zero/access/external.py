@@ -47,7 +47,8 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
     kept = [known for known in found if known is not parameter]
     if len(kept) == len(found):
         raise DeepSpeedConfigError(
-            "unregister_external_parameter(module, parameter): it was not registered with this module"
+            "unregister_external_parameter(module, parameter): it was not registered with this module; "
+            "call it with the module that registered it"
         )
     module.__dict__[_REGISTERED] = kept
 

@@ -155,7 +155,8 @@ class GatheredBlock:
         ranks = self._transport.peers.size
         if modifier is not None and not 0 <= modifier < ranks:
             raise DeepSpeedConfigError(
-                f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to {ranks - 1}"
+                f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to {ranks - 1}; "
+                "give one of them, or None"
             )
 
     # -- entering ----------------------------------------------------------------------------------------------------

@@ -178,7 +178,8 @@ def _check_local(found: _TrainedParam, value: torch.Tensor, call: str) -> None:
     numel = 0 if fragment is None else fragment.numel
     if value.numel() != numel:
         raise DeepSpeedConfigError(
-            f"{call}: this rank's part of {found.address.name!r} has {numel} elements, the value has {value.numel()}"
+            f"{call}: this rank's part of {found.address.name!r} has {numel} elements, the value has {value.numel()}; "
+            "give a value of the size of the part"
         )
 
 
