@@ -35,18 +35,18 @@ class CommunicationCompression(Section):
 
     gradients: Annotated[Gradients | None, AnyCase] = key(
         None,
-        'How gradients are sent: "sign" (a bit per element and a scale per block) or integers of so many bits. Every '
-        'rank gets the same sums. "auto" measures the network at initialize and picks int8, int4 or neither; a codec '
-        "that seems to pay takes turns with plain gradients in the first 15 updates, and the faster of the two is "
-        "kept. Not with zero_quantized_gradients.",
+        'How gradients are sent: "sign" (one bit per element and a scale per block), or integers of 8 or 4 bits. '
+        'Every rank gets the same sums. "auto" measures the network at initialize. If int8 or int4 seems faster than '
+        "uncompressed gradients, both are tried in turn in the first 15 updates, and the faster one is kept. Not with "
+        "zero_quantized_gradients.",
         own_auto=True,
-        null_means="as they are",
+        null_means="uncompressed",
     )
     weights: Annotated[Literal["int8"] | None, AnyCase] = key(
         None,
         "How stage 3 sends the parameters that it gathers. All ranks compute with the same decoded values, and "
         "master weights stay exact. Not with zero_quantized_weights.",
-        null_means="as they are",
+        null_means="uncompressed",
     )
     error_feedback: Bool | None = key(
         None,
@@ -63,13 +63,13 @@ class CommunicationCompression(Section):
         null_means='2048 with "sign", else 256',
     )
     start_step: Int = key(
-        0, "Updates before gradients are coded; until then they are sent as they are.", unit="steps", minimum=0
+        0, "Updates before compression begins; until then gradients are sent as warm_up says.", unit="steps", minimum=0
     )
     warm_up: Annotated[WarmUp | None, AnyCase] = key(
         None,
         "How gradients are sent before start_step, and in the warm-up of OneBitAdam and OneBitLamb; without error "
         "feedback.",
-        null_means="as they are",
+        null_means="uncompressed",
     )
     islands: Islands | None = key(
         None,

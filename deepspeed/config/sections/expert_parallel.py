@@ -55,7 +55,8 @@ class ExpertParallel(Section):
     )
     dispatch_dtype: Annotated[Literal["int8"], AnyCase] | None = key(
         None,
-        "Dtype in which tokens are sent to experts, and gradients back. int8: with a scale per 128 elements.",
+        "Dtype in which tokens are sent to experts and, in backward, the gradients of the experts' outputs. int8: with "
+        "a scale per 128 elements.",
         null_means="the dtype of the tokens",
     )
     disable_triton_grouped_mm: Bool = key(False, "Do not use Triton.", no_effect=_ONE_WAY)

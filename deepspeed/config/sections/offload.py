@@ -48,8 +48,9 @@ class OffloadOptimizer(Section):
     nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
     buffer_count: Int = key(
         4,
-        "Staging buffers (device nvme). One chunk takes one for the master and one for each state (three for "
-        "Adam); pipeline_read and pipeline_write each take the same number again. A smaller value is raised.",
+        "Staging buffers (device nvme). The update of one chunk needs a buffer for the master and one for each state "
+        "(three buffers for Adam); pipeline_read and pipeline_write each need as many again. If the value is too "
+        "small, it is raised.",
         unit="buffers",
         above=0,
     )
@@ -58,7 +59,7 @@ class OffloadOptimizer(Section):
     pipeline_write: Bool = key(False, "Write the last chunk while this one is updated (device nvme).")
     fast_init: Bool = key(
         False,
-        "Do not write the zeros with which states start: file systems return zeros for unwritten space (device nvme).",
+        "Do not write the initial zeros of states: file systems return zeros for unwritten space (device nvme).",
     )
     ratio: Float = key(
         1.0,

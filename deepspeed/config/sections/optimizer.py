@@ -158,8 +158,9 @@ class OneBitParams(OptimizerParams):
 
 
 _PRECONDITION = (
-    "Divide a message by the root of the variance, bound it by the largest movement of Adam, and multiply it after "
-    "receiving. Then coding errors have the same size in all weights. The publication does not do this."
+    "Before the momentum is sent, divide it by the root of the variance and limit it to the largest step of Adam; "
+    "after receiving, multiply it by that root. Then coding errors have the same size in all weights. The publication "
+    "does not do this."
 )
 
 

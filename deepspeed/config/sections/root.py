@@ -61,17 +61,18 @@ class SequenceParallel(Section):
     )
     evaluation: Annotated[Literal["logits", "loss", "whole"], AnyCase] = key(
         "logits",
-        "How a causal Transformers model that was registered with disable_in_eval (Accelerate and the Trainer do "
-        'so) evaluates; every rank has a whole sequence of its own. "logits": the ranks divide each of these '
-        'sequences in turn, and each gets the loss and the logits of its own. "loss": the same, but with labels '
-        'only the loss is returned, by tiles if tiled_loss is set. "whole": every rank computes its own sequence;'
-        " needed if not all of the sequence ranks evaluate.",
+        "How a causal Transformers model evaluates if every rank has whole sequences of its own (the model was "
+        'registered with disable_in_eval, as Accelerate and the Trainer do). "logits": the ranks of a group compute '
+        "the batches of all of them together, one batch after the other, and each rank gets the loss and the logits "
+        'of its own. "loss": the same, but a batch with labels gives only the loss, by tiles if tiled_loss is set. '
+        '"whole": every rank computes its batch alone; needed if only some of the sequence ranks evaluate.',
     )
     recompute_exchange: Bool = key(
         False,
-        "Keep the output of attention for backward only by tokens, not by heads too, and exchange it once more in"
-        ' backward: one activation of a layer less, for a ninth exchange per layer and step. For mode "ulysses" '
-        "and layers that are not checkpointed; with packed documents and sliding windows both are kept.",
+        "Save the output of attention for backward only by tokens, not also by heads, and exchange it once more in "
+        "backward. This saves one activation per layer and costs a ninth exchange per layer and step. Only with mode "
+        '"ulysses" and layers without activation checkpointing; with packed documents and sliding windows both are '
+        "saved.",
     )
     tiled_mlp: Bool = key(
         False,
@@ -210,8 +211,8 @@ class Root(Section):
     prescale_gradients: Bool = key(False, "Divide gradients by the number of ranks before the reduction, not after.")
     gradient_predivide_factor: Float = key(
         1.0,
-        "Divide gradients by this before the reduction, and by the rest of the number of ranks after it. With "
-        "prescale_gradients the whole division is done before.",
+        "Divide gradients by this factor before the reduction, and by (number of ranks / factor) after it. With "
+        "prescale_gradients, gradients are divided by the number of ranks before the reduction.",
         above=0,
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], AnyCase] = key(
@@ -348,7 +349,8 @@ class Root(Section):
     quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
     eigenvalue: EigenvalueSection | None = key(
         None,
-        "Choose when widths fall by the eigenvalues of blocks, where quantize_training has no section eigenvalue.",
+        "Reduce the bits of sensitive blocks later, by the eigenvalues of their Hessians. Used if quantize_training "
+        "has no section eigenvalue.",
         removed="0.19.8",
     )
     msamp: MsAmp | None = key(None, "MS-AMP; written by accelerate.")

@@ -201,7 +201,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_reuse_distance: Int = key(
         1_000_000_000,
-        "Keep a parameter gathered if it is used again before this many other elements are.",
+        "Keep a parameter gathered if fewer than this many elements of other parameters are used before its next use.",
         unit="elements",
         minimum=0,
         aliases=("max_reuse_distance",),
