@@ -119,8 +119,8 @@ def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:
                     "numbers, texts and tensors there instead"
                 ) from error
             logger.warning(
-                "save_checkpoint: %s %s (%s) is saved apart, because restoring it runs code; "
-                "load_checkpoint(..., allow_pickled_objects=True) brings it back",
+                "save_checkpoint: %s %s (%s) is saved in a separate file, because restoring it runs code; "
+                "load_checkpoint(..., allow_pickled_objects=True) restores it",
                 part,
                 name,
                 type(value).__name__,

@@ -51,9 +51,10 @@ class EngineLoading:
 
     def _warn(self, step: int, subject: str) -> None:
         log_dist(
-            f"load_checkpoint at step {step}: {subject} not engine.training_dataloader, whose position alone a "
-            "checkpoint has, so its data start from the beginning. Give initialize(training_data=...), or assign "
-            "engine.training_dataloader = engine.deepspeed_io(dataset) before the first step and load_checkpoint",
+            f"load_checkpoint at step {step}: {subject} not engine.training_dataloader. A checkpoint has only the "
+            "position of that loader, so the data start from the beginning. Give initialize(training_data=...), or "
+            "assign engine.training_dataloader = engine.deepspeed_io(dataset) before the first step and "
+            "load_checkpoint",
             level=WARNING,
         )
 

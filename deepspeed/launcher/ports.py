@@ -87,8 +87,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
             raise _taken(requested.source, wanted)
         chosen = _claim_any()
         logger.warning(
-            f"{requested.source}: the port is taken by {_occupant(wanted)}; this run meets at port {chosen.port} "
-            "instead"
+            f"{requested.source}: the port is taken by {_occupant(wanted)}; this run uses port {chosen.port} instead"
         )
         return chosen
     return _claim_any()

@@ -410,7 +410,8 @@ def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
         return "127.0.0.1"
     if args.dry_run:
         logger.info(
-            f"--dry_run: {hosts[0]} is not asked for its address (ssh {hosts[0]} hostname -I); its name is used instead"
+            f"--dry_run: the address of {hosts[0]} is not queried (ssh {hosts[0]} hostname -I); "
+            "its name is used instead"
         )
         return hosts[0]
     return front.query_address(hosts[0], _ssh_options(args))

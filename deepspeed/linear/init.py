@@ -95,7 +95,9 @@ def optimize_model(
             if users[id(module.weight)] == 1:
                 model.set_submodule(name, optimized(module, lora_config, quant_config))
                 made += 1
-    log_dist(f"deepspeed.linear: {made} layers with adapters of rank {lora_config.lora_r}; all else is frozen")
+    log_dist(
+        f"deepspeed.linear: {made} layers with adapters of rank {lora_config.lora_r}; all other parameters are frozen"
+    )
     return model
 
 

@@ -51,8 +51,8 @@ def _note_parts(_module: nn.Module, _state: dict[str, Any], _prefix: str, _metad
     warn_once(
         "parts:state_dict()",
         "state_dict(): ranks share layers or experts of this model, so it holds this rank's part of them, and a file "
-        "made of it (torch.save, save_pretrained) is no whole model. engine.save_16bit_model, engine.save_checkpoint "
-        "and engine.iter_full give whole tensors; every rank must call them",
+        "made of it (torch.save, save_pretrained) lacks the other parts. engine.save_16bit_model, "
+        "engine.save_checkpoint and engine.iter_full give whole tensors; every rank must call them",
     )
 
 

@@ -148,7 +148,7 @@ def test_odd_objects_are_named_and_come_back_on_request(tmp_path):
     for state in (with_all, other_all):
         assert state["odd"] == Custom(7) and state["nested"] == {"odd": Custom(8), "fine": 2}
     text = "\n".join(records)
-    assert "odd (Custom) is saved apart" in text and "nested['odd']" in text
+    assert "odd (Custom) is saved in a separate file" in text and "nested['odd']" in text
     assert "not restored, because that would run code: odd, nested['odd']" in text
 
 

@@ -85,7 +85,7 @@ def test_a_taken_port_of_the_users_choice_is_replaced_with_a_word(monkeypatch, t
     with claim_port("localhost", RequestedPort.of(taken_port)) as claim:
         assert claim.port != taken_port
     assert f"--master_port {taken_port}: the port is taken by process {os.getpid()} on host" in text[0]
-    assert f"this run meets at port {claim.port} instead" in text[0]
+    assert f"this run uses port {claim.port} instead" in text[0]
 
 
 def test_a_taken_port_that_other_machines_use_is_an_error(monkeypatch, taken_port):

@@ -76,8 +76,8 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         say_part(parameter, parts[channel.rank])
         mark_owners(parameter, PartOwners(channel.transport, tuple(parts)))
     log_dist(
-        f"tensor parallelism of the program's own over {channel.size} ranks: {len(marked)} parameters state by "
-        "partition_dim which part they are"
+        f"the program's own tensor parallelism over {channel.size} ranks: partition_dim of {len(marked)} parameters "
+        "states which part of the whole each rank has"
     )
 
 

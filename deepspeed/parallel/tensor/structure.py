@@ -121,10 +121,10 @@ def summed_inside(
         found = _Graph(model, linear, inputs, is_meta=True).inside(columns)
     except SmallForwardError as error:
         log_dist(
-            f"tensor_parallel: whether {sorted(candidates)[0]!r} and {len(candidates) - 1} other modules beside cut "
-            f"layers get cut activations was not found, as {type(model).__name__} does not run without values "
-            f"({error}); their gradients are not summed over the tensor ranks. tensor_parallel.verify: true compares "
-            "the cut model with the whole one",
+            f"tensor_parallel: {type(model).__name__} does not run without values ({error}), so it is not known "
+            f"whether {sorted(candidates)[0]!r} and {len(candidates) - 1} other modules beside cut layers get cut "
+            "activations. Their gradients are not summed over the tensor ranks. Set tensor_parallel.verify to true to "
+            "compare the cut model with the whole one",
             level=WARNING,
         )
         return {}
