@@ -58,6 +58,16 @@ def test_paths_exist(guide):
     assert not missing, missing
 
 
+def test_design_pages_name_files_that_exist():
+    """``comm/job/job.py`` or ``job.py`` alone; the script that a save writes beside a checkpoint is none of ours."""
+    files = [path.as_posix() for top in ("deepspeed", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+    missing = []
+    for page in sorted((ROOT / "docs" / "design").glob("*.md")):
+        names = set(re.findall(r"`([\w./]+\.py)`", page.read_text(encoding="utf-8"))) - {"zero_to_fp32.py"}
+        missing += [f"{page.name}: {name}" for name in names if not any(file.endswith(f"/{name}") for file in files)]
+    assert not missing, sorted(missing)
+
+
 def test_worked_examples_name_what_is_there():
     """Files, names and commands of CONTRIBUTING.md; a name counts where the code or a test has it."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
