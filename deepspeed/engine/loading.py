@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sized
 from logging import WARNING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # torch's loaders cost time that a program's own do not need, so deepspeed.data is imported where one is made.
 
+_ACCELERATE = "accelerate.data_loader"  # its stateful loaders resume with other samples, unless they are changed
+
 
 class EngineLoading:
     """Makes the loaders of one engine.
@@ -37,6 +40,10 @@ class EngineLoading:
         self._collate_fn = collate_fn
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders of training data
         self._resumed_at = 0
+        if _ACCELERATE in sys.modules:
+            from deepspeed.data.accelerate_loaders import teach_accelerate
+
+            teach_accelerate()
 
     def resume(self, step: int, restored: Any) -> None:
         """Notes that a checkpoint was loaded, and warns of training data that start from the beginning.

@@ -26,6 +26,10 @@ BY_TEXT = {
     "deepspeed.models.construction": ("transformers", "setattr(kind, name, wrap"),
     "deepspeed.models.loading": ("transformers", "kind._load_pretrained_model = staticmethod(serve)"),
     "deepspeed.parallel.sequence.batches": ("accelerate", "setattr(module, _NAME, skip_first_batches)"),
+    "deepspeed.data.accelerate_loaders": (
+        "accelerate.data_loader.DataLoaderShard",
+        "shard.load_state_dict = _loads(shard.load_state_dict)",
+    ),
     "deepspeed.accelerator.cpu": ("mallopt", "library.mallopt"),
 }
 """Patches that no assignment to a name of the library shows, and the line that makes each."""
@@ -229,6 +233,10 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         ),
     ),
     "Accelerate keeps the loader whose batches it skips": (("accelerate",), _accelerate_keeps_a_loader),
+    "Accelerate saves the number of the pass that a stateful loader is in": (
+        ("accelerate.data_loader.DataLoaderShard",),
+        lambda: '"_iteration"' in _text_of("accelerate", "data_loader.py"),
+    ),
     "autocast has rules for the meta device": (
         ("torch.autocast", "torch.is_autocast_enabled", "torch.get_autocast_dtype"),
         lambda: torch.amp.is_autocast_available("meta"),

@@ -1,0 +1,220 @@
+"""Lets the stateful loaders of Accelerate continue in the order of their pass, also on another number of ranks.
+
+Accelerate saves how many batches a rank was given. It saves neither the number of the pass, nor the generator that has
+ordered its samples, nor how many samples a batch of all ranks has. A resumed run then has the right place in the order
+of the first pass, or another place if the number of ranks or the micro-batch has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from logging import WARNING
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, RandomSampler
+
+from deepspeed.logging import log_dist
+
+_MODULE = "accelerate.data_loader"
+_KEY = "deepspeed_position"
+
+
+def teach_accelerate() -> None:
+    """Lets loaders of Accelerate save and restore what makes their order; does nothing the second time.
+
+    Called where an engine is made: without Accelerate there is nothing to change.
+    """
+    module = sys.modules.get(_MODULE)
+    shard: Any = getattr(module, "DataLoaderShard", None)
+    if shard is None or hasattr(shard.load_state_dict, "_follows_samples"):
+        return
+    shard.set_epoch = _begins(shard.set_epoch)
+    shard._update_state_dict = _saves(shard._update_state_dict)
+    shard.load_state_dict = _loads(shard.load_state_dict)
+    shard.load_state_dict._follows_samples = True
+
+
+def _begins(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def set_epoch(self: Any, epoch: int) -> None:
+        """Keeps what orders the samples of the pass that begins. Called at the beginning of each pass."""
+        plain(self, epoch)
+        if self.use_stateful_dataloader:
+            self._deepspeed_batches = self.__dict__.pop("_deepspeed_resumed", 0)
+            self._deepspeed_order = _order_of_pass(self)
+
+    return set_epoch
+
+
+def _order_of_pass(loader: Any) -> dict[str, Any]:
+    """Returns the states that order the samples of the pass that begins now."""
+    sampler, base = _sampler_of(loader), loader.base_dataloader
+    generator = getattr(sampler, "generator", None)
+    if hasattr(sampler, "initial_seed"):  # it seeds its generator by the number of the pass
+        return {"initial_seed": sampler.initial_seed}
+    if not isinstance(sampler, RandomSampler):
+        return {}
+    # Accelerate asks a new loader for its state, which lets torchdata begin the first pass; workers then read ahead.
+    is_begun = bool(base._initial_iter_for_state_dict)
+    if isinstance(generator, torch.Generator):
+        return {"generator": _before_first(sampler) if is_begun and loader.num_workers else generator.get_state()}
+    if is_begun and loader.num_workers:
+        return {"generator": None}
+    # Its seed is drawn from torch's own generator, for its first batch.
+    resumed = loader.__dict__.pop("_deepspeed_random", None)
+    if resumed is not None:
+        loader._deepspeed_present = torch.get_rng_state()
+        torch.set_rng_state(resumed)
+    return {"random": torch.get_rng_state(), "is_begun": is_begun}
+
+
+def _before_first(sampler: RandomSampler) -> torch.Tensor | None:
+    """Returns the state of the generator of ``sampler`` before the pass that workers have begun, or None: unknown."""
+    generator = torch.Generator().manual_seed(sampler.generator.initial_seed())
+    found = generator.get_state()
+    torch.randperm(len(sampler.data_source), generator=generator)
+    return found if torch.equal(generator.get_state(), sampler.generator.get_state()) else None
+
+
+def _saves(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def update_state_dict(self: Any) -> None:
+        """Adds the position to the state. Called before each batch is given out, and again for the last one."""
+        plain(self)
+        present = self.__dict__.pop("_deepspeed_present", None)
+        if present is not None:  # the first batch of a resumed pass was read
+            torch.set_rng_state(present)
+        order = self.__dict__.get("_deepspeed_order")
+        if order is None:  # the pass began before there was an engine, or the loader keeps no state
+            return
+        is_end = bool(self.end_of_dataloader)
+        self._deepspeed_batches += not is_end
+        if is_end and "generator" in order:
+            order = {"generator": _sampler_of(self).generator.get_state()}  # which orders the next pass
+        # torchdata counts the batches twice that it has read again from a stream.
+        self.dl_state_dict = {
+            **_with_batches(self.dl_state_dict, self._deepspeed_batches),
+            _KEY: {
+                "pass": self.iteration + is_end,
+                "batches": self._deepspeed_batches,
+                "samples_each": _samples_of_a_batch(self),
+                "order": order,
+            },
+        }
+
+    return update_state_dict
+
+
+def _loads(plain: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        position = state_dict.get(_KEY)
+        if position is None:  # saved without an engine, or before the first batch
+            plain(self, state_dict)
+            return
+        own = {key: value for key, value in state_dict.items() if key != _KEY}
+        each, now, batches = position["samples_each"], _samples_of_a_batch(self), position["batches"]
+        is_end = bool(own.get("_iterator_finished"))
+        problem = _restore_order(self, position["order"], is_end=is_end)
+        if each != now and not is_end:
+            batches, reason = _batches_at(batches, each, now)
+            own = _with_batches(own, batches)
+            problem = problem or reason
+        if problem:
+            log_dist(
+                "load_state: the samples of Accelerate's stateful loader are not those of an uninterrupted run: "
+                f"{problem}",
+                level=WARNING,
+            )
+        self.iteration = position["pass"]
+        self._deepspeed_resumed = 0 if is_end else batches
+        # At the end of a pass torchdata lets workers read from the sampler once more, which moves its generator on.
+        plain(self, {} if is_end and self.num_workers and "generator" in position["order"] else own)
+        if not is_end and position["order"].get("is_begun"):
+            present = torch.get_rng_state()
+            self.base_dataloader.state_dict()  # begins the pass, as for the loader that was saved
+            torch.set_rng_state(present)
+        self.dl_state_dict = {**own, _KEY: {**position, "batches": batches, "samples_each": now}}
+
+    return load_state_dict
+
+
+def _restore_order(loader: Any, order: dict[str, Any], *, is_end: bool) -> str:
+    """Lets the next pass have the order of a saved one; returns why it cannot, or nothing."""
+    sampler = _sampler_of(loader)
+    if "initial_seed" in order and hasattr(sampler, "initial_seed"):
+        sampler.initial_seed = order["initial_seed"]
+    elif order.get("generator") is not None and isinstance(sampler, RandomSampler):
+        if sampler.generator is None:  # on one rank
+            sampler.generator = torch.Generator()
+        sampler.generator.set_state(order["generator"])
+    elif "random" in order and getattr(sampler, "generator", None) is None:
+        if not is_end:  # else the next pass is drawn from the generator that Accelerate restores
+            loader._deepspeed_random = order["random"]
+    elif order and not is_end:
+        return (
+            "the order of a pass that one rank has drawn from torch's own generator is known to that rank only. Use "
+            "DataLoaderConfiguration(use_seedable_sampler=True)"
+        )
+    return ""
+
+
+def _sampler_of(loader: Any) -> Any:
+    batches = loader.batch_sampler
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+
+
+def _samples_of_a_batch(loader: Any) -> int | None:
+    """Returns how many samples of one order a batch of all ranks has; None where ranks have orders of their own."""
+    dataset = loader.dataset
+    if not isinstance(dataset, IterableDataset):
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        return None if size is None else int(loader.total_batch_size)
+    stream: Any = dataset
+    ranks = getattr(stream, "num_processes", None)  # Accelerate's own wrapper divides one stream
+    if ranks is not None:
+        return int(stream.batch_size if stream.split_batches else stream.batch_size * ranks)
+    is_alone = sys.modules["accelerate.state"].PartialState().num_processes == 1
+    return int(loader.batch_size) if is_alone and not hasattr(stream, "state_dict") else None
+
+
+def _batches_at(batches: int, each: int | None, now: int | None) -> tuple[int, str]:
+    """Returns how many batches of another size are at the same sample, and what is wrong with it, or nothing.
+
+    Args:
+        batches: How many were given out.
+        each: Samples of all ranks in one of them.
+        now: Samples of all ranks in one now.
+    """
+    if each is None or now is None:
+        return (
+            batches,
+            "each rank has an order of its own, so the position holds for the same ranks and micro-batch only",
+        )
+    count, rest = divmod(batches * each, now)
+    if rest:
+        return (
+            count,
+            f"{rest} samples come again, as {batches * each} is no multiple of the {now} in a batch of all ranks",
+        )
+    return count, ""
+
+
+def _with_batches(state: dict[str, Any], count: int) -> dict[str, Any]:
+    """Returns a state of torchdata that has counted ``count`` batches in the present pass."""
+    if "_num_yielded" in state:
+        return {**state, "_num_yielded": count, "_sampler_iter_yielded": count}
+    snapshot = state["_snapshot"]
+    if snapshot["_snapshot_step"] + state["_steps_since_snapshot"] == count:
+        return state
+    main = {**snapshot["_main_snapshot"], "_sampler_iter_yielded": count}
+    moved = {
+        **snapshot,
+        "_snapshot_step": count,
+        "_last_yielded_worker_id": (count - 1) % main["_num_workers"],
+        "_main_snapshot": main,
+    }
+    return {**state, "_snapshot": moved, "_steps_since_snapshot": 0}
