@@ -50,7 +50,8 @@ def gpus(monkeypatch):
     """Makes ``Recorder`` objects the accelerator; the process group that a test starts is destroyed."""
     before = get_accelerator()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is taken away at the end if the test's process group sets it
+        monkeypatch.delenv(name)
 
     def install(devices: int, *, local_rank: int | None = None, current: int = 0) -> Recorder:
         if local_rank is not None:
