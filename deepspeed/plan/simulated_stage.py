@@ -233,10 +233,13 @@ class SimulatedStage:
         """
         self._seen = StageCost()
         self._arrived.clear()
+        before = self._flow()
         try:
             self._engine.train_batch(itertools.repeat(self._items))
         except PipelineError as error:
             raise (error.__cause__ or error) from None
+        # Before the first instruction ranks also exchange whether all have their data.
+        self._seen.rest = self._flow().plus(before, -1).plus(self._seen.middle, -1)
         return self._seen
 
     def _watched(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:

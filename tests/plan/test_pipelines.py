@@ -73,12 +73,14 @@ def _run(cell: Cell, make: Any, cut: dict[str, Any] | None = None) -> dict[str, 
         with counted() as traffic:
             engine.train_batch(items)
             requested = {key: (tally.calls, tally.nbytes) for key, tally in traffic.requested_along.items()}
+            ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
         count.look()
         kinds = {(kind.name, tier.name): memory_tracker.peak(kind, tier) for kind in StorageKind for tier in Tier}
         engine.destroy()
     return {
         "kinds": {key: n for key, n in kinds.items() if n},
         "requested": requested,
+        "ran": ran,
         "peak": count.peaks[Tier.DEVICE].nbytes,
     }
 
@@ -174,6 +176,10 @@ def test_stages_whose_layers_are_cut_against_real_ranks(cells):
 def _assert_as_counted(plan: Any, counted_: dict[str, Any], what: Any, aside: int = 0) -> None:
     found = plan.simulated
     assert found.flow.requested_along == counted_["requested"], what
+    # Between all ranks go their losses too, one for each micro-batch; not all micro-batches are simulated.
+    planned, real = dict(found.flow.ran_along), dict(counted_["ran"])
+    assert planned.pop(("send", "job"))[0] == real.pop(("send", "job"))[0], what
+    assert planned == real, what
     kinds = {(kind.name, tier.name): nbytes for (kind, tier), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == counted_["kinds"].keys()
     for key, nbytes in counted_["kinds"].items():
