@@ -97,7 +97,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         compression = self._hooks.get("deepspeed.compression.feature")
         self.compression_scheduler = None if compression is None else compression.schedule
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(
-            lambda loss, **options: self.backward(loss, **options), lambda: self._train_step.before_update()
+            lambda loss, **options: self.backward(loss, **options), lambda: self._train_step.free_for_update()
         )
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
 from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
 from deepspeed.engine.communication_compression import compressed, tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.islands import settle_islands
+from deepspeed.engine.islands import over_all_data_ranks, settle_islands
 from deepspeed.engine.optimizers import (
     check_optimizer,
     choose_optimizer,
     group_indices,
-    move_to_runs,
     refuse_cut_tensors,
 )
 from deepspeed.engine.parts import Client, EngineParts
@@ -38,6 +36,7 @@ from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.group import create_groups
 from deepspeed.zero.model_states import spread_buffers
 from deepspeed.zero.runtime import build_runtime
+from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, driver_of
 
 
@@ -159,14 +158,7 @@ def build_parts(
         driver=driver,
         device=setup.device,
         groups=groups,
-        coordinates=_over_all_data_ranks(everybody, setup.ranks),
+        coordinates=over_all_data_ranks(everybody, setup.ranks),
         islands=islands,
         local_rank=local_rank_of(client.args),
-    )
-
-
-def _over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
-    """Returns where a rank stands on its island, to which samples are distributed as to all other islands."""
-    return replace(
-        inside, data_group=everybody.data_group, data_size=everybody.data_size, data_rank=everybody.data_rank
     )

@@ -137,6 +137,13 @@ _SETTING = "communication_compression.islands"
 _WHY = "islands are cut out of ranks that are all data-parallel"
 
 
+def over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> RankCoordinates:
+    """Returns where a rank stands on its island, to which samples are distributed as to all other islands."""
+    return replace(
+        inside, data_group=everybody.data_group, data_size=everybody.data_size, data_rank=everybody.data_rank
+    )
+
+
 class TrainingOnIslands(EngineFeature):
     """Groups of ranks that train by themselves and synchronise seldom."""
 

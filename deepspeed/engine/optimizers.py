@@ -1,12 +1,8 @@
-"""From what the caller gave to a torch optimizer over flat runs.
-
-The client's optimizer object and its group dicts stay the same objects, so that schedulers built on them keep working;
-only the ``params`` lists are replaced, in place, and state that exists already is cut the same way.
-"""
+"""From what the caller gave to a torch optimizer: its groups, its class, and what it cannot be combined with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +19,6 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import ROWS, describe
 from deepspeed.zero.tiling.layout import DATA
-from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -231,61 +226,6 @@ def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
     return {
         id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
     }
-
-
-def move_to_runs(
-    optimizer: torch.optim.Optimizer, masters: list[MasterBucket], take_state: Callable[[torch.Tensor], Any]
-) -> None:
-    """Replaces the parameters in the optimizer's groups by this rank's runs (1-D), and cuts existing state alike.
-
-    Args:
-        optimizer: The torch optimizer; its groups still list the model's parameters.
-        masters: This rank's masters.
-        take_state: Removes and returns the state of a parameter, or None.
-    """
-    states = {id(parameter): take_state(parameter) for master in masters for parameter in master.bucket.params}
-    for group in optimizer.param_groups:
-        group["params"] = []
-    for master in masters:
-        counters = [_scalar_state(states[id(parameter)]) for parameter in master.bucket.params]
-        for run in list(master.runs):
-            master.split(run, counters)
-        for run in master.runs:
-            optimizer.param_groups[run.span.param_group]["params"].append(run.param)
-            state = _cut_state(master, run, states, master.whole_tensors)
-            if state:
-                optimizer.state[run.param] = state
-
-
-def _scalar_state(state: dict[str, Any] | None) -> tuple[tuple[str, float], ...] | None:
-    """Returns the scalar state that parameters of one run must share: step counts and the like, or no state yet."""
-    if not state:
-        return None
-    return tuple(
-        (key, float(value)) for key, value in sorted(state.items()) if key == "step" or isinstance(value, (int, float))
-    )
-
-
-def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], whole_tensors: bool) -> dict[str, Any]:
-    """State of a run, put together from the state of the parameters it holds."""
-    made: dict[str, Any] = {}
-    for fragment in master.fragments:
-        if not run.span.start <= fragment.slice_start < run.span.stop:
-            continue
-        parameter = master.bucket.params[fragment.tile]
-        tile = master.layout.tiles[fragment.tile]
-        for key, value in (states.get(id(parameter)) or {}).items():
-            if isinstance(value, torch.Tensor) and tuple(value.shape) == tile.shape and key != "step":
-                if whole_tensors:
-                    made[key] = value.to(run.param.device)
-                    continue
-                whole = made.setdefault(key, torch.zeros(run.span.numel, dtype=value.dtype, device=run.param.device))
-                part = value.reshape(-1)[fragment.tile_start : fragment.tile_start + fragment.numel]
-                offset = fragment.slice_start - run.span.start
-                whole[offset : offset + fragment.numel].copy_(part)
-            else:
-                made.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
-    return made
 
 
 def refuse_cut_tensors(

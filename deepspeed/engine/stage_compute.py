@@ -52,7 +52,8 @@ class PipelineCompute:
         after_update: Called at the end of each update.
 
     Attributes:
-        backwards_left: See ``StageCompute``.
+        backwards_left: By chunk, the backwards of weights that the step has not started yet. The interpreter sets it at
+            the beginning of a step and counts it down; it decides which backward reduces, and which is the last.
         feed: The iterator of this rank's items.
         is_last: Whether the last chunk of the model is on this stage.
         pulls_data: Whether this stage needs items: it has the first or the last chunk.

@@ -126,7 +126,7 @@ class TrainStep:
         self.reduces_gradients = True
         self.is_destroyed = False
         self.profiled = profiled
-        self._hooks = hooks
+        self._features = hooks
         self._runtime = runtime
         self._updater = updater
         self._batches = batches
@@ -182,7 +182,7 @@ class TrainStep:
             self._row_check.compare((inputs, named), self._batches.train_micro_batch_size_per_gpu())
         if self._precision.cast_inputs:
             inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
-        given = self._hooks.before_forward(
+        given = self._features.before_forward(
             is_training=is_training, global_steps=self.global_steps, micro_steps=self._batches.micro_steps
         )
         outputs = self._run_forward(fn, inputs, {**named, **given})
@@ -229,7 +229,7 @@ class TrainStep:
         Raises:
             CallOrderError: The configuration has ``elasticity.continue``.
         """
-        if self._hooks.uneven_batch is not None:
+        if self._features.uneven_batch is not None:
             raise CallOrderError(
                 "engine.scale: with elasticity.continue losses are weighted by engine.backward(loss), as "
                 "ranks have different numbers of micro-batches; call that instead of loss.backward()"
@@ -264,7 +264,7 @@ class TrainStep:
         self._refuse_backward()
         check_loss(loss, gradient)
         steps = self._batches.gradient_accumulation_steps()
-        if count is not None and self._hooks.uneven_batch is not None:
+        if count is not None and self._features.uneven_batch is not None:
             raise CallOrderError(
                 "engine.backward(loss, count=...): with elasticity.continue losses are means over a "
                 "micro-batch: the micro-batches of a step have equal weights; leave count out"
@@ -273,11 +273,11 @@ class TrainStep:
         parts = self.counts.begin(tokens, steps)
         self._begin_backward(micro_batch)
         loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
-        if self._hooks.needs_graph and self._batches.current().is_last:
+        if self._features.needs_graph and self._batches.current().is_last:
             scale = self._scaling.factor / parts
             if divides and tokens is None:
                 scale /= steps
-            self._hooks.before_backward(root, scale, self.global_steps)
+            self._features.before_backward(root, scale, self.global_steps)
         self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
         if tokens is not None:
             self.counts.add(tokens)
@@ -323,7 +323,7 @@ class TrainStep:
             mean = mean_of_sum(loss, count)
             self._progress.loss(mean / self._batches.gradient_accumulation_steps())
             return mean, self._scaling.apply(loss / parts)
-        if (uneven := self._hooks.uneven_batch) is not None:
+        if (uneven := self._features.uneven_batch) is not None:
             loss = uneven.weigh(loss)
         elif divides and (steps := self._batches.gradient_accumulation_steps()) > 1:
             loss = loss / steps
@@ -376,7 +376,7 @@ class TrainStep:
 
     def open_backward(self) -> None:
         """Opens a backward if none is open. Called for each backward, and when one shows itself at the outputs."""
-        if self._runtime.in_backward or self._runtime.reducer is None or self._hooks.runs_backward:
+        if self._runtime.in_backward or self._runtime.reducer is None or self._features.runs_backward:
             return
         batches = self._batches
         if batches.are_reduced and not batches.is_decided_outside:  # a driver that decides about steps handles them
@@ -468,8 +468,8 @@ class TrainStep:
         return report
 
     def _update(self, lr_arguments: Mapping[str, Any], extra: Sequence[float]) -> StepReport:
-        self._hooks.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
-        uneven = self._hooks.uneven_batch
+        self._features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
+        uneven = self._features.uneven_batch
         report = self._update_parameters((*extra, *(() if uneven is None else uneven.numbers())))
         if uneven is not None:
             uneven.take(report.extra)
@@ -477,7 +477,7 @@ class TrainStep:
         self.global_samples += self._batches.train_batch_size()
         self.was_applied = not report.overflow
         self.skipped_steps += report.overflow
-        self._hooks.after_update(self.global_steps, was_skipped=not self.was_applied)
+        self._features.after_update(self.global_steps, was_skipped=not self.was_applied)
         if self.was_applied:
             self._advance_lr(lr_arguments)
         return report
@@ -489,8 +489,8 @@ class TrainStep:
         self.counts.end_update(report.extra)
         return replace(report, extra=report.extra[:, : len(extra)])
 
-    def before_update(self) -> None:
-        """Frees what must not be gathered while parameters change. Called by every update.
+    def free_for_update(self) -> None:
+        """Frees what must not be gathered while parameters change. Called by the optimizer, first thing in an update.
 
         Raises:
             CallOrderError: The gradients come from a loss without the loss scale, or parameters are in use.

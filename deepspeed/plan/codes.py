@@ -204,8 +204,8 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
 
 def gradient_codec(engine: EngineInspection) -> Codec | None:
     """The codec of what an engine reduces (gradients, or what it sends instead of them); None: no codec."""
-    if engine.driver.codec is not None:
-        return engine.driver.codec
+    if engine.driver.reported_codec is not None:
+        return engine.driver.reported_codec
     return next((group.reduce_codec for group in engine.groups if group.reduce_codec is not None), None)
 
 

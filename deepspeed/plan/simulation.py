@@ -194,7 +194,7 @@ class _SimulatedRun:
             chunk_activations=self._seen.kept,
             sums=gradient_sums(engine, self._part.rank, self._part.mesh.world_size, self._part.accumulation_steps),
             codec=gradient_codec(engine),
-            is_codec_fixed=engine.driver.codec is not None,
+            is_codec_fixed=engine.driver.reported_codec is not None,
             may_skip=engine.precision.may_skip,
             trace=list(self._count.trace.events),
         )

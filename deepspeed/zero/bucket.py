@@ -58,7 +58,10 @@ class Bucket(BucketBase):
         is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
         is_kept: Left FULL on purpose after its forward, because its backward is near.
-        count: Counts what is gathered; None: not reported.
+        count: Counts what is gathered; ``GatherSchedule`` sets it. None: not reported.
+
+    Others complete a bucket: ``ForwardHooks`` sets ``gatherer``, ``ZeroRuntime`` the owner (``begin_training``), and
+    the handles of saved tensors ``full.on_move``.
     """
 
     def __init__(
@@ -345,10 +348,12 @@ class Bucket(BucketBase):
     # -- the update --------------------------------------------------------------------------------------------------
 
     def start_publish(self) -> Work | None:
-        """After the owner's slice changed: requests the other slices where the parameters stay FULL.
+        """Requests the slices that other ranks have updated, where the parameters stay FULL.
+
+        At stage 3 nothing is sent here: the next gather takes the new values from the shards.
 
         Returns:
-            The transfer, or None where what this rank has written is all there is to write.
+            The transfer; None if nothing is sent.
         """
         label = f"the update of {self.label}"
         if self.is_sharded:

@@ -248,7 +248,7 @@ def test_gradients_of_an_unscaled_loss_are_thrown_away():
     loss.register_hook(lambda _gradient: made.runtime.open_backward())
     loss.backward()
     with pytest.raises(CallOrderError, match="was not scaled"):
-        made.step.before_update()
+        made.step.free_for_update()
     assert "clear" in made.runtime.calls
-    made.step.before_update()  # once
+    made.step.free_for_update()  # once
     assert made.step.backward_of_loss(made.loss()).item() == 6.0

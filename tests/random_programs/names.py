@@ -38,10 +38,9 @@ class Names:
         """This rank's number among those that share experts."""
         if self.ranks == 1 or not self.is_own_layer:
             return self.place.data % self.ranks
-        from deepspeed.comm.job.expert_groups import group_name
         from deepspeed.comm.job.job import Job
 
-        return Job.current().experts.ranks_of(group_name(self.ranks))[0].index(my_rank())
+        return Job.current().experts.ranks_of(self.ranks)[0].index(my_rank())
 
     def whole(self, name: str) -> str:
         """The name in the whole model."""

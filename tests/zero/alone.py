@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.engine.optimizers import group_indices, move_to_runs
+from deepspeed.engine.optimizers import group_indices
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
@@ -23,6 +23,7 @@ from deepspeed.zero.storage import Memory, MemoryTracker
 from deepspeed.zero.tiling.layout import Limits, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.update.loop import UpdateStrategy
+from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 CPU = torch.device("cpu")

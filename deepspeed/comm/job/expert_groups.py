@@ -232,9 +232,9 @@ class ExpertGroups:
             )
         return size.groups
 
-    def ranks_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the ranks of the job in this rank's two groups, as :meth:`groups`."""
-        ranks = self._size(int(name.rpartition("_")[2])).ranks
+    def ranks_of(self, ep_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the ranks of the job in this rank's two groups of that size, in the order of :meth:`groups`."""
+        ranks = self._size(ep_size).ranks
         me = self._ranks.rank_in()
         return (
             next(members for members in ranks.sharing if me in members),

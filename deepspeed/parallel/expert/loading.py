@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.job import Job, rank_in, size_of
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
@@ -237,7 +236,7 @@ def _experts_of(module: nn.Module) -> _ExpertRange | None:
     if state is None or state.ep_size == 1:
         return None
     local = state.num_experts // state.ep_size
-    place = Job.current().experts.ranks_of(group_name(state.ep_size))[0].index(rank_in())
+    place = Job.current().experts.ranks_of(state.ep_size)[0].index(rank_in())
     return _ExpertRange(place * local, (place + 1) * local, state.num_experts)
 
 

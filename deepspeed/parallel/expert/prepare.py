@@ -46,6 +46,7 @@ def prepare_expert_layers(
             define_group(cut_experts(group_name(ep_size)), Job.current().experts.declare(ep_size).same, lasts=False)
         Job.current().experts.make_groups(ep_size)
         if any(size == ep_size and is_ours for size, _, is_ours in wanted):
+            # Stages without such a layer take part in the connection; the layers below find it made.
             Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)
@@ -71,7 +72,7 @@ def _name_experts(name: str, layer: MOELayer) -> None:
     """Marks every expert's parameters with its number among all experts; modules count from 0 on every rank."""
     if layer.ep_size == 1:
         return
-    sharing, _ = Job.current().experts.ranks_of(group_name(layer.ep_size))
+    sharing, _ = Job.current().experts.ranks_of(layer.ep_size)
     first = sharing.index(rank_in()) * layer.num_local_experts
     prefix = f"{name}.experts.deepspeed_experts" if name else "experts.deepspeed_experts"
     for number, expert in enumerate(layer.experts.deepspeed_experts):

@@ -3,7 +3,8 @@
 Before attention a rank has all heads of its tokens, inside attention all tokens of its heads (DeepSpeed-Ulysses,
 arXiv 2309.14509). A tensor of n elements on each of p ranks moves (p - 1) / p of n per rank, whatever p is.
 
-Who gets which attention heads and which tokens is plain arithmetic, without torch and without processes.
+:func:`shares_of_heads` and the functions beside it compute which rank gets which heads and which tokens; they need no
+communication.
 
 A *share* is a range of one axis of a tensor. The shares of tokens are disjoint and cover the sequence. Those of heads
 are too, unless there are fewer key and value heads than ranks: then neighbours have the same one.

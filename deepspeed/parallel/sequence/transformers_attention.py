@@ -4,10 +4,8 @@ The attention function gets queries, keys and values of this rank's tokens and a
 exchange. The mask function goes with it. The library builds masks from functions of positions; on a rank's part they
 would be evaluated at the part's own positions. So masks are recognised instead, and those that are not are refused.
 
-Scaled dot-product attention over whole sequences without a mask of tokens by tokens.
-
-Documents are attended to one after the other, a sliding window block by block: memory grows with the length and not
-with its square.
+Attention over whole sequences builds no mask of tokens by tokens: it runs once per document and, with a sliding window,
+once per block. So memory grows with the length and not with its square.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class BucketMomentum:
         return max((largest_update(group["betas"], rate) for group in groups), default=0.0)
 
     def multiply_errors(self, by: Sequence[float]) -> None:
-        """Scales the error-feedback residuals, one factor per param group."""
+        """Scales the error-feedback residuals, one factor per param group. For local steps (0/1 Adam)."""
         for tensor in self._tensors:
             factor = by[self._group(tensor)]
             if factor != 1.0:
@@ -252,7 +252,8 @@ class BucketMomentum:
             gradient: 1-D, the whole bucket, this rank's own; None: it has none, which counts as zeros.
             factor: Multiplier of the gradient.
             flags: Per tile, whether any rank has a gradient of it; the others stay as they are.
-            multiply: By param group, what it is multiplied by before it is sent.
+            multiply: For local steps (0/1 Adam), as all that follow. By param group, what it is multiplied by before it
+                is sent.
             add: By tile, what is added then.
             only_added: Tiles of which nothing else is sent.
             rates: By param group, the sum of the learning rates that what is sent has in it; None: momentum has none.
@@ -290,7 +291,7 @@ class BucketMomentum:
         self._launch(message, rates)
 
     def divide(self, by: Sequence[float]) -> None:
-        """Divides what has come, by param group."""
+        """Divides what has come, by param group. For local steps (0/1 Adam)."""
         assert self._message is not None
         for tensor in self._tensors:
             self._message[tensor.place].div_(by[self._group(tensor)])

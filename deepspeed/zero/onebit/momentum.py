@@ -46,7 +46,7 @@ class MomentumExchange(MeanGradient):
         optimizer: Of the 1-bit family.
     """
 
-    codec = WholeSignCodec()
+    reported_codec = WholeSignCodec()
     has_warm_up = True
     reads_mean_gradients = False
 

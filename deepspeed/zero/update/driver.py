@@ -95,12 +95,13 @@ class UpdateDriver(ABC):
     Made before the model is sharded, from the torch optimizer; :meth:`open` gives it what it works on.
 
     Attributes:
-        codec: How what is sent instead of gradients is coded; None where gradients are sent.
+        reported_codec: For plans and reports: how what is sent instead of gradients is coded; None where gradients are
+            sent. The driver's own exchange does the coding.
         has_warm_up: Gradients are sent in the first updates only.
         reads_mean_gradients: The update reads gradients as the reducer leaves them.
     """
 
-    codec: Codec | None = None
+    reported_codec: Codec | None = None
     has_warm_up = False
     reads_mean_gradients = False
 

@@ -414,3 +414,61 @@ def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
     for number, (tile, start) in enumerate(zip(layout.tiles, layout.starts, strict=True)):
         if tile.param_group >= 0 and tile.numel:
             yield SharedTensor(tile.name, first + number, tile.shape, tile.param_group, start, bounds)
+
+
+def move_to_runs(
+    optimizer: torch.optim.Optimizer, masters: list[MasterBucket], take_state: Callable[[torch.Tensor], Any]
+) -> None:
+    """Replaces the parameters in the optimizer's groups by this rank's runs (1-D), and cuts existing state alike.
+
+    The optimizer and its group dicts stay the same objects, so that schedulers built on them keep working; only the
+    ``params`` lists are replaced.
+
+    Args:
+        optimizer: The torch optimizer; its groups still list the model's parameters.
+        masters: This rank's masters.
+        take_state: Removes and returns the state of a parameter, or None.
+    """
+    states = {id(parameter): take_state(parameter) for master in masters for parameter in master.bucket.params}
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for master in masters:
+        counters = [_scalar_state(states[id(parameter)]) for parameter in master.bucket.params]
+        for run in list(master.runs):
+            master.split(run, counters)
+        for run in master.runs:
+            optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+            state = _cut_state(master, run, states, master.whole_tensors)
+            if state:
+                optimizer.state[run.param] = state
+
+
+def _scalar_state(state: dict[str, Any] | None) -> tuple[tuple[str, float], ...] | None:
+    """Returns the scalar state that parameters of one run must share: step counts and the like, or no state yet."""
+    if not state:
+        return None
+    return tuple(
+        (key, float(value)) for key, value in sorted(state.items()) if key == "step" or isinstance(value, (int, float))
+    )
+
+
+def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], whole_tensors: bool) -> dict[str, Any]:
+    """State of a run, put together from the state of the parameters it holds."""
+    made: dict[str, Any] = {}
+    for fragment in master.fragments:
+        if not run.span.start <= fragment.slice_start < run.span.stop:
+            continue
+        parameter = master.bucket.params[fragment.tile]
+        tile = master.layout.tiles[fragment.tile]
+        for key, value in (states.get(id(parameter)) or {}).items():
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == tile.shape and key != "step":
+                if whole_tensors:
+                    made[key] = value.to(run.param.device)
+                    continue
+                whole = made.setdefault(key, torch.zeros(run.span.numel, dtype=value.dtype, device=run.param.device))
+                part = value.reshape(-1)[fragment.tile_start : fragment.tile_start + fragment.numel]
+                offset = fragment.slice_start - run.span.start
+                whole[offset : offset + fragment.numel].copy_(part)
+            else:
+                made.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
+    return made

@@ -548,7 +548,7 @@ class FP16_UnfusedOptimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public 
 
 
 def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
-    """Returns the driver for what the updates of an optimizer exchange."""
+    """Returns the driver for what the updates of an optimizer exchange. Here, since the drivers import ``driver``."""
     if isinstance(optimizer, ExchangesMomentum):
         from deepspeed.zero.onebit import momentum_driver_of  # few train with it
 

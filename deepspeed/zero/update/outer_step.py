@@ -61,7 +61,7 @@ class OuterStep(UpdateDriver):
     def __init__(self, inner: UpdateDriver, section: Islands, across: Transport) -> None:
         self.inner = inner
         self.states: list[OuterState] = []
-        self.codec, self.has_warm_up = inner.codec, inner.has_warm_up
+        self.reported_codec, self.has_warm_up = inner.reported_codec, inner.has_warm_up
         self.reads_mean_gradients = inner.reads_mean_gradients
         self._section = section
         self._across = across

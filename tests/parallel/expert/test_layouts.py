@@ -49,7 +49,7 @@ def _beside_each_other() -> None:
     with pytest.raises(CallOrderError, match="does not exist yet"):
         groups._get_expert_parallel_group("ep_size_2")
     groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
-    assert Job.current().experts.ranks_of("ep_size_2")[0] == (rank() % 2, rank() % 2 + 2)
+    assert Job.current().experts.ranks_of(2)[0] == (rank() % 2, rank() % 2 + 2)
 
 
 def test_groups_stay_as_long_as_they_are_needed() -> None:

@@ -58,7 +58,7 @@ def place_of(block: MoE) -> int:
         return 0
     if block.ep_size not in Job.current().experts.sizes():  # a declaration would keep the groups beyond their engine
         groups.declare_expert_groups(block.ep_size)
-    return Job.current().experts.ranks_of(block.expert_group_name)[0].index(rank())
+    return Job.current().experts.ranks_of(block.ep_size)[0].index(rank())
 
 
 @torch.no_grad()
