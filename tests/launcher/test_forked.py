@@ -75,7 +75,7 @@ def test_what_a_fork_cannot_run_as_a_new_interpreter_would(tmp_path, monkeypatch
     monkeypatch.setattr("threading.active_count", lambda: 1)  # pytest may have more
     script = tmp_path / "train.py"
     script.write_text("")
-    (tmp_path / "data").mkdir()
+    (tmp_path / "samples_of_this_test").mkdir()
     (tmp_path / "torch.json").write_text("{}")
     command = [sys.executable, "-u", str(script), "--local_rank=0"]
     assert cache.can_run(command, environment)
