@@ -25,11 +25,12 @@ _KEY = "deepspeed_position"
 def teach_accelerate() -> None:
     """Lets loaders of Accelerate save and restore what makes their order; does nothing the second time.
 
-    Called where an engine is made: without Accelerate there is nothing to change.
+    Called where an engine is made. Without Accelerate, or with one that has no stateful loaders, nothing is changed.
     """
     module = sys.modules.get(_MODULE)
     shard: Any = getattr(module, "DataLoaderShard", None)
-    if shard is None or hasattr(shard.load_state_dict, "_follows_samples"):
+    loads = getattr(shard, "load_state_dict", None)
+    if loads is None or not hasattr(shard, "_update_state_dict") or hasattr(loads, "_follows_samples"):
         return
     shard.set_epoch = _begins(shard.set_epoch)
     shard._update_state_dict = _saves(shard._update_state_dict)
@@ -58,7 +59,7 @@ def _order_of_pass(loader: Any) -> dict[str, Any]:
     if not isinstance(sampler, RandomSampler):
         return {}
     # Accelerate asks a new loader for its state, which lets torchdata begin the first pass; workers then read ahead.
-    is_begun = bool(base._initial_iter_for_state_dict)
+    is_begun = bool(getattr(base, "_initial_iter_for_state_dict", None))
     if isinstance(generator, torch.Generator):
         return {"generator": _before_first(sampler) if is_begun and loader.num_workers else generator.get_state()}
     if is_begun and loader.num_workers:

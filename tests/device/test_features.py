@@ -66,9 +66,9 @@ flight, and the simulated device computes RMSNorm in several operations, where t
 KIND_TOLERANCE = 1.05
 """Of the highest sum of one kind."""
 EXPERTS_TOLERANCE = 1.5
-"""The same where buckets of experts are complete in another order than others, so that more of them are in flight: up to
-1.34 was seen, since no backward waits there and it depends on the scheduler when the peer reduces. The sum of all device
-memory keeps its limit."""
+"""The same where buckets of experts are complete in another order than others, so that more of them are in flight: up
+to 1.34 was seen, since no backward waits there, and when the peer reduces depends on the scheduler. The sum of all
+device memory keeps its limit."""
 
 
 def _config(name: str, folder: str) -> dict[str, Any]:
