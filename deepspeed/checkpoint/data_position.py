@@ -15,11 +15,11 @@ from deepspeed.logging import log_dist
 
 @dataclass(frozen=True)
 class DataPlan:
-    """How the loader of one rank continues.
+    """Describes how the data loader of one rank can resume.
 
     Attributes:
-        is_same_layout: As many ranks along each axis have saved.
-        has_loader: This rank has one with a state.
+        is_same_layout: The checkpoint was saved by as many ranks along each axis.
+        has_loader: This rank has a loader with a state.
         by_samples: The state of each rank does not fit: the position of all ranks together must be used.
         problem: Why the loader cannot go to the position of all ranks together, or None.
     """

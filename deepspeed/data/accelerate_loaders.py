@@ -41,7 +41,7 @@ def teach_accelerate() -> None:
 def _begins(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def set_epoch(self: Any, epoch: int) -> None:
-        """Keeps what orders the samples of the pass that begins. Called at the beginning of each pass."""
+        """Stores the state of the generator that orders the next epoch. Called at the beginning of each epoch."""
         plain(self, epoch)
         if self.use_stateful_dataloader:
             self._deepspeed_batches = self.__dict__.pop("_deepspeed_resumed", 0)

@@ -1,4 +1,4 @@
-"""The order of samples that the ranks of a ``DistributedSampler`` share, and its rest for any number of ranks."""
+"""Computes which samples of a ``DistributedSampler`` are left in an epoch, for any number of ranks."""
 
 from __future__ import annotations
 

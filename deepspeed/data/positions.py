@@ -40,10 +40,10 @@ class _RestOfPass(Sampler):
 
 
 def has_shared_order(loader: Any) -> bool:
-    """Returns whether a stateful loader of another library has a ``DistributedSampler`` and batches of one size.
+    """Returns whether a stateful loader of another library has a ``DistributedSampler`` and a fixed batch size.
 
-    Then all ranks together have one order, which is the same for any number of ranks, if their sampler divides it as
-    torch's class does: a position has what :func:`why_not_at` needs to find out.
+    The ranks then share one order of samples. If the sampler divides it as torch's class does, the order does not
+    depend on the number of ranks; :func:`why_not_at` checks this with what a position stores.
     """
     return _share_in(inner_of(loader)) is not None
 

@@ -27,7 +27,7 @@ def read_config(source: Any) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises where the engine would refuse keys or values; batch sizes are left out, as the number of ranks is open.
+    """Raises for keys or values that the engine would refuse. Does not check batch sizes: the ranks are not known yet.
 
     Args:
         config: The configuration as a dict.

@@ -124,7 +124,7 @@ def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
 
 
 def _wait_for_listener(rank: int, name: str, port: int, timeout: timedelta) -> str:
-    """Waits, on rank ``rank``, until a program listens at ``port``; returns its numeric address.
+    """Waits until a program listens at ``port`` and returns its numeric address. ``rank`` is for log lines.
 
     The name is resolved again each time: a cluster's name server may learn it after the ranks have started.
 

@@ -92,7 +92,7 @@ class NetworkModel:
         return group.size > 1 and self.machine.device.efficiency.shared_link > 0 and self.spread(group)[0] == 1
 
     def _shared_seconds(self, nbytes: float) -> float:
-        """Returns the seconds until a rank has read ``nbytes`` that others wrote."""
+        """Returns the seconds that a rank takes to read ``nbytes`` of other ranks from shared memory."""
         if nbytes <= 0:
             return 0.0
         reached = self.machine.device.efficiency

@@ -20,11 +20,11 @@ LEAF_FLAG = "_ds_z3_leaf"
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks one module as a leaf, or takes the mark back.
+    """Marks a module as a leaf, whose parameters are gathered together; ``flag=False`` removes the mark.
 
     Args:
         model: The module itself.
-        flag: Whether it is one.
+        flag: Whether it is a leaf.
     """
     if any(_has_engine(parameter) for parameter in model.parameters()):
         log_dist(

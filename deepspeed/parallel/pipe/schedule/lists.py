@@ -501,7 +501,7 @@ def inference_steps(stage_of: tuple[int, ...], micro_batches: int, stage_id: int
 
 
 def _ends(actions: tuple[Action, ...]) -> tuple[set[Action], set[Action]]:
-    """The first and the last forward of each chunk, and the first and the last computation of its weights' gradient."""
+    """Returns the first actions, and the last ones, of each chunk: of its forwards and of its weight backwards."""
     first: dict[tuple[int, bool], Action] = {}
     last: dict[tuple[int, bool], Action] = {}
     for action in actions:
@@ -513,7 +513,7 @@ def _ends(actions: tuple[Action, ...]) -> tuple[set[Action], set[Action]]:
 
 
 class _Buffers:
-    """Assigns buffers to micro-batches: the lowest free one, from the forward until the weights' gradient."""
+    """Assigns each micro-batch the free buffer of the lowest number, from its forward until its weight backward."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
