@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -194,6 +198,65 @@ def test_no_thread_of_a_rank_interrupts_others_when_it_wakes_up(fresh):
     for names, policies in run_ranks(_policies_of_threads, 2, fresh=fresh):
         assert "gloo_tcp_loop" in names
         assert policies == {os.SCHED_BATCH}
+
+
+def _try_a_held_lock(name, hold):
+    """Tries in a thread of this name a lock that is held for some seconds, or until the try has failed.
+
+    Returns:
+        What the try returned, its seconds, and whether it began before the lock was released.
+    """
+    libc = ctypes.CDLL(None)
+    pr_set_name = 15
+    mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex
+    assert libc.pthread_mutex_lock(mutex) == 0
+    found = []
+
+    def attempt():
+        libc.prctl(pr_set_name, name.encode())
+        found.append(time.monotonic())
+        found.append(libc.pthread_mutex_trylock(mutex))
+        found.append(time.monotonic())
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    if hold is None:
+        thread.join()
+    else:
+        time.sleep(hold)
+    released = time.monotonic()
+    libc.pthread_mutex_unlock(mutex)
+    thread.join()
+    begin, result, end = found
+    return result, end - begin, begin < released
+
+
+def _tries_of_held_locks():
+    waited = (_try_a_held_lock("gloo_tcp_loop", 0.001) for _ in range(500))
+    return {
+        "loop": _try_a_held_lock("gloo_tcp_loop", None),
+        "loop in the end": any(result == 0 and is_held for result, _, is_held in waited),
+        "other": [_try_a_held_lock("other", None) for _ in range(20)],
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler")
+def test_event_loops_wait_for_a_lock_instead_of_asking_again():
+    for found in run_ranks(_tries_of_held_locks, 2):
+        result, seconds, _ = found["loop"]
+        assert result == errno.EBUSY and seconds >= 0.002
+        assert found["loop in the end"]
+        assert {result for result, _, _ in found["other"]} == {errno.EBUSY}
+        assert min(seconds for _, seconds, _ in found["other"]) < 0.001
+
+
+def _environment_of_a_child():
+    script = "import os; print(os.environ.get('LD_PRELOAD'))"
+    return subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_a_rank_starts_is_not_changed_for_its_event_loops():
+    assert run_ranks(_environment_of_a_child, 1) == [f"{os.environ.get('LD_PRELOAD')}\n"]
 
 
 def test_an_exception_shows_every_rank_the_first_failure_on_top():
