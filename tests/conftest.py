@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from tests.harness import programs, scheduling, shut_down
+from tests.harness import event_loops, programs, scheduling, shut_down
 
 # The same examples in every run, so that a change is judged by what it changes; `make test-all` draws new ones.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
@@ -24,6 +24,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 # Before a process is started, since all of them inherit it.
 scheduling.interrupt_nobody()
+event_loops.let_them_wait()
 
 _deselected: Counter[str] = Counter()
 

@@ -10,7 +10,8 @@ gloo is.
 
 from __future__ import annotations
 
-import functools
+import atexit
+import os
 import shutil
 import subprocess
 import sys
@@ -19,34 +20,20 @@ import warnings
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("event_loop.c")
+LIBRARY = "event_loop.so"
 
 
-def preload(environ: dict[str, str]) -> dict[str, str]:
-    """Returns the environment of a process whose event loops wait, or ``environ`` where the library cannot be made."""
-    library = _library()
-    if library is None:
-        return environ
-    return {**environ, "LD_PRELOAD": ":".join(filter(None, (str(library), environ.get("LD_PRELOAD"))))}
-
-
-def remove() -> None:
-    """Deletes the library. The next call of :func:`preload` makes it again."""
-    library = _library() if _library.cache_info().currsize else None
-    if library is not None:
-        shutil.rmtree(library.parent)
-    _library.cache_clear()
-
-
-@functools.cache
-def _library() -> Path | None:
-    compiler = shutil.which("cc")
-    if sys.platform != "linux" or compiler is None:
-        return None
+def let_them_wait() -> None:
+    """Loads ``event_loop.c`` into all processes that this one starts from now on, as long as it runs."""
+    compiler, others = shutil.which("cc"), os.environ.get("LD_PRELOAD", "")
+    if sys.platform != "linux" or compiler is None or LIBRARY in others:
+        return
     folder = tempfile.mkdtemp(prefix="event-loops-")
-    library = Path(folder, "event_loop.so")
-    command = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", str(library), str(SOURCE), "-ldl"]
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = os.path.join(folder, LIBRARY)
+    command = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", library, str(SOURCE), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        warnings.warn(f"{SOURCE.name} does not compile, so gloo's event loops spin: {done.stderr}", stacklevel=1)
-        return None
-    return library
+    if done.returncode == 0:
+        os.environ["LD_PRELOAD"] = f"{library}:{others}".rstrip(":")
+    else:
+        warnings.warn(f"{SOURCE.name} does not compile, so gloo's event loops spin: {done.stderr}", stacklevel=2)

@@ -23,8 +23,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.harness import event_loops
-
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT = 180.0  # seconds until the server has imported torch, on a busy machine
 START = "from tests.harness import fork_server; fork_server.main()"
@@ -43,7 +41,6 @@ class ForkServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        environ = event_loops.preload(environ)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno())],

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tests.harness import event_loops, wire
+from tests.harness import wire
 from tests.harness.errors import RankDied, RankReport, RanksFailed, RanksTimedOut
 from tests.harness.fork_server import ForkedProcess, ForkServer
 from tests.harness.worker import DUMP_STACKS, Call, Raised
@@ -86,7 +86,6 @@ def shut_down() -> None:
         _shared = None
     while _servers:
         _servers.pop().close()
-    event_loops.remove()
 
 
 class Worker:
