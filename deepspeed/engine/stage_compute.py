@@ -1,4 +1,4 @@
-"""Computes the instructions of a pipeline stage: its chunks by the engine's training step, losses, and mean outputs."""
+"""Computes the instructions of a pipeline stage: its chunks by the engine's training step, and losses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.axes import DATA, PIPE, SAMPLES
-from deepspeed.comm.job.groups import group_along
-from deepspeed.comm.job.job import channel_along
+from deepspeed.axes import PIPE
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.objects import gather_json, gather_objects
+from deepspeed.comm.transports.objects import gather_json
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch import backward_comm
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.loss_counter import checked_count, checked_metric, mean_of_sum, read_counts
+from deepspeed.engine.mean_outputs import mean_outputs
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reminders import paired_roots
 from deepspeed.engine.train_step import TrainStep
@@ -27,11 +26,10 @@ from deepspeed.parallel.pipe.added_losses import split_losses
 from deepspeed.parallel.pipe.data import DataAgreement, DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.split import backward_to_inputs
-from deepspeed.parallel.pipe.values import detached, map_tensors, shapes_of, tensors_of
+from deepspeed.parallel.pipe.values import detached, shapes_of
 from deepspeed.zero.runtime import MicroBatch, ModelChunk
 
 _NO_ITEM = (None, None)  # an item of a stage that has no data
-_MEANS = "the mean of the outputs (eval_batch)"
 
 
 class PipelineCompute:
@@ -52,8 +50,6 @@ class PipelineCompute:
         after_update: Called at the end of each update.
 
     Attributes:
-        backwards_left: By chunk, the backwards of weights that the step has not started yet. The interpreter sets it at
-            the beginning of a step and counts it down; it decides which backward reduces, and which is the last.
         feed: The iterator of this rank's items.
         is_last: Whether the last chunk of the model is on this stage.
         pulls_data: Whether this stage needs items: it has the first or the last chunk.
@@ -79,7 +75,6 @@ class PipelineCompute:
         splits_backward: bool,
         after_update: Callable[[], None],
     ) -> None:
-        self.backwards_left: Counter[int] = Counter()
         self.feed = DataFeed()
         self.is_last = len(module.stage_of_chunks) - 1 in module.chunks
         self.pulls_data = 0 in module.chunks or self.is_last
@@ -96,6 +91,7 @@ class PipelineCompute:
         self._after_update = after_update
         self._parameters_of = {chunk: frozenset(module.parameters_of(chunk)) for chunk in module.chunks}
         self._last_chunk = len(module.stage_of_chunks) - 1
+        self._backwards_left: Counter[int] = Counter()  # by chunk, backwards of weights that have not started
         self._found = MicroBatchLosses()
         self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
         self._agreed: Callable[[], DataAgreement] | None = None
@@ -151,6 +147,10 @@ class PipelineCompute:
         return found.sends_labels
 
     # -- computations ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, backwards: Mapping[int, int]) -> None:
+        """Takes how many backwards of weights each chunk has in the step; the last one of a chunk reduces."""
+        self._backwards_left = Counter(backwards)
 
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
         """Runs a chunk and returns its outputs; of the last chunk in training, the loss."""
@@ -280,15 +280,16 @@ class PipelineCompute:
             )
 
     def _micro_batch(self, chunk: int, micro_batch: int, *, closes: bool = True) -> MicroBatch:
-        """Returns the micro-batch of a backward; ``closes``: no weight gradients are computed later."""
-        reaches = self._parameters_of[chunk]
+        """Counts a backward and returns its micro-batch; ``closes``: no weight gradients are computed later."""
+        reaches, left = self._parameters_of[chunk], self._backwards_left
         closed: frozenset[nn.Parameter] = frozenset()
-        if closes and self.backwards_left[chunk] <= 0:
-            later = (self._parameters_of[other] for other, left in self.backwards_left.items() if left > 0)
-            closed = reaches.difference(*later)
+        if closes:
+            left[chunk] -= 1
+        if closes and left[chunk] <= 0:
+            closed = reaches.difference(*(self._parameters_of[other] for other, count in left.items() if count > 0))
         is_first, self._has_run_first = not self._has_run_first, True
         part = ModelChunk(reaches, closes=closed, reduces_each=self._reduces_each and closes)
-        return MicroBatch(micro_batch, is_first=is_first, is_last=not any(self.backwards_left.values()), part=part)
+        return MicroBatch(micro_batch, is_first=is_first, is_last=not any(left.values()), part=part)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -548,52 +549,3 @@ def share_losses(
     row = torch.tensor(row_of(found, count), dtype=torch.float64)
     rows = job.gather_small(row, channel="call", label="the losses of the step")
     return read_rows(job, mesh, rank, rows, found)
-
-
-# -- the mean of outputs over micro-batches and copies of the model ----------------------------------------------------
-
-
-def mean_outputs(job: Transport, mesh: Mesh, rank: int, outputs: list[Any] | None) -> Any:
-    """Returns the mean of the outputs, tensor by tensor. Every rank of the job must call it.
-
-    Args:
-        job: All ranks.
-        mesh: How they are laid out.
-        rank: This one.
-        outputs: By micro-batch, on ranks with the last chunk; None elsewhere.
-
-    Returns:
-        A value nested like an output, with fp32 tensors; None where ``outputs`` is None.
-
-    Raises:
-        DataError: Shapes differ between micro-batches or copies of the model; on every rank.
-    """
-    tensors = [tensors_of(output) for output in outputs or ()]
-    shapes = [[tuple(tensor.shape) for tensor in each] for each in tensors]
-    _check_shapes(gather_objects(job, shapes, label="the shapes of the outputs"), mesh)
-    group = group_along(*SAMPLES) if mesh.size(*SAMPLES) > 1 else None
-    if outputs is None:
-        return None
-    means = [torch.stack([tensor.float() for tensor in same]).mean(0) for same in zip(*tensors, strict=True)]
-    if group is not None:
-        copies = mesh.size(*SAMPLES)
-        means = [channel_along(group, mean.device, DATA).sum(mean, _MEANS).div_(copies) for mean in means]
-    remaining = iter(means)
-    return map_tensors(outputs[0], lambda _tensor: next(remaining))
-
-
-def _check_shapes(by_rank: list[list[Any]], mesh: Mesh) -> None:
-    for group in mesh.groups(*SAMPLES):
-        found = [(rank, number, shapes) for rank in group for number, shapes in enumerate(by_rank[rank])]
-        for rank, number, shapes in found[1:]:
-            if shapes != found[0][2]:
-                raise DataError(
-                    "eval_batch(compute_loss=False, reduce_output='avg'): expected outputs of the same shapes from all "
-                    f"micro-batches and copies of the model, found {_shown(found[0][2])} in micro-batch 0 of rank "
-                    f"{found[0][0]} and {_shown(shapes)} in micro-batch {number} of rank {rank}. Pad the inputs to one "
-                    "length, or pass reduce_output=None and combine the outputs yourself"
-                )
-
-
-def _shown(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, shapes)) or "no tensor"

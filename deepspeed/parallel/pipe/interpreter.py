@@ -32,14 +32,10 @@ def _is_local(command: instructions.PipeInstruction) -> bool:
 
 
 class StageCompute(Protocol):
-    """Computes the instructions of one pipeline stage, and fetches the stage's micro-batches.
+    """Computes the instructions of one pipeline stage, and fetches the stage's micro-batches."""
 
-    Attributes:
-        backwards_left: By chunk, the backwards of weights that the step has not started yet; the interpreter sets it at
-            the beginning of a step and counts it down.
-    """
-
-    backwards_left: Counter[int]
+    def begin_step(self, backwards: Mapping[int, int]) -> None:
+        """Takes how many backwards of weights each chunk has in the step. Called at the beginning of a step."""
 
     def own_items(self) -> list[Any]:
         """Returns this rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
@@ -158,9 +154,8 @@ class Interpreter:
             buffers[:] = [None] * (max(used, default=-1) + 1)
         self._done.clear()
         self._handed.clear()
-        self._compute.backwards_left = Counter(
-            command.kwargs.get("chunk", self._first_chunk) for command in commands if isinstance(command, _BACKWARDS)
-        )
+        backwards = [command for command in commands if isinstance(command, _BACKWARDS)]
+        self._compute.begin_step(Counter(command.kwargs.get("chunk", self._first_chunk) for command in backwards))
         self._post_receives(commands)
         self.at = "pulling data"
         self._items = self._compute.own_items()
@@ -251,7 +246,6 @@ class Interpreter:
 
     def _exec_backward_pass(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("backward", arguments)
-        self._compute.backwards_left[chunk] -= 1
         outputs, gradients = self._take_for_backward(buffer_id, chunk)
         self._compute.compute_backward(chunk, micro_batch, outputs, gradients)
 
@@ -272,7 +266,6 @@ class Interpreter:
 
     def _exec_backward_weight(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("backward weight", arguments)
-        self._compute.backwards_left[chunk] -= 1
         work, self.pipe_buffers["work"][buffer_id] = self.pipe_buffers["work"][buffer_id], None
         self._compute.compute_weight_gradients(chunk, micro_batch, work)
 

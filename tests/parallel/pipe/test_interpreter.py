@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -90,6 +90,9 @@ class FakeCompute:
     labels: list[Any] = field(default_factory=list)
     backwards_left: Counter[int] = field(default_factory=Counter)
 
+    def begin_step(self, backwards: Mapping[int, int]) -> None:
+        self.backwards_left = Counter(backwards)
+
     def own_items(self) -> list[Any]:
         return list(self.items)
 
@@ -112,7 +115,7 @@ class FakeCompute:
 
     def compute_backward(self, chunk: int, micro_batch: int, outputs: Any, gradients: Any) -> None:
         self.events.append(f"backward {micro_batch}")
-        self.left.append((chunk, self.backwards_left[chunk]))
+        self._count_down(chunk)
         torch.autograd.backward(outputs, gradients)
 
     def compute_input_gradients(self, chunk: int, micro_batch: int, outputs: Any, gradients: Any, inputs: Any) -> Any:
@@ -124,11 +127,15 @@ class FakeCompute:
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
         self.events.append(f"weight {micro_batch}")
-        self.left.append((chunk, self.backwards_left[chunk]))
+        self._count_down(chunk)
         if isinstance(work, tuple):
             torch.autograd.backward(*work)
         elif work is not None:
             work.run()
+
+    def _count_down(self, chunk: int) -> None:
+        self.backwards_left[chunk] -= 1
+        self.left.append((chunk, self.backwards_left[chunk]))
 
     def update(self) -> None:
         self.events.append("update")
