@@ -28,6 +28,22 @@ NAME = "deepspeed_sequence"
 """The attention implementation of registered models, in both registries of transformers."""
 
 
+@dataclass(frozen=True)
+class AttentionExchange:
+    """Holds what the ranks exchange in attention.
+
+    Attributes:
+        heads_group: Torch process group of the ranks among which heads are divided; None: keys and values go round
+            instead.
+        ring_group: Torch process group of the ranks around which keys and values go; None: they do not.
+        recompute: Attention's result is kept once for backward; see ``SavedResult``.
+    """
+
+    heads_group: Any
+    ring_group: Any = None
+    recompute: bool = False
+
+
 @dataclass
 class SequenceParallelContext:
     """Holds how the ranks share one model's sequences.
@@ -37,9 +53,7 @@ class SequenceParallelContext:
         group: Torch process group of the ranks that share a sequence.
         core: The implementation that attends to whole sequences.
         disable_in_eval: In evaluation the model is left to itself, with whole sequences on each rank.
-        heads_group: The ranks among which heads are divided inside attention; None: keys and values go round instead.
-        ring_group: The ranks around which keys and values go; None: they do not.
-        recompute_exchange: Attention's result is kept once for backward; see ``SavedResult``.
+        exchange: What they exchange in attention. ``initialize`` replaces it in a model that the program registered.
         recompute_core: What attends between the exchanges runs again in backward (selective recomputation).
         given_positions: Position ids of the pass that the model is in; None: it is in none.
         whole_for: The module with towers that is in a pass with whole sequences, gathered at its entry; None: none is.
@@ -49,9 +63,7 @@ class SequenceParallelContext:
     group: Any
     core: str
     disable_in_eval: bool
-    heads_group: Any
-    ring_group: Any = None
-    recompute_exchange: bool = False
+    exchange: AttentionExchange
     recompute_core: bool = False
     given_positions: torch.Tensor | None = None
     whole_for: nn.Module | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from deepspeed.activation_checkpointing.feature import offers_recomputation
 from deepspeed.axes import SEQUENCE
+from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.engine_feature import EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
@@ -26,9 +29,11 @@ from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head, unwrapped
 from deepspeed.models.checkpointing import checkpoint_layers, replace_checkpoint_functions
 from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head, token_losses_of
+from deepspeed.parallel.sequence import state
+from deepspeed.parallel.sequence.context import sharing_of
 from deepspeed.parallel.sequence.host_chunks import HostChunks
 from deepspeed.parallel.sequence.tiled import tiled
-from deepspeed.parallel.sequence.ulysses import adopt_model, recompute_between_exchanges, with_all_data_ranks
+from deepspeed.parallel.sequence.ulysses import adopt_model
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
 
 
@@ -76,6 +81,56 @@ class SequenceParallelism(EngineFeature):
 
 
 FEATURE = SequenceParallelism()
+
+
+def with_all_data_ranks(config: Any, mpu: Any) -> Any:
+    """Returns the configuration with a total batch over all data ranks, where it was computed for one of them.
+
+    Accelerate computes ``train_batch_size`` from its own sizes, which may lack the number of data ranks.
+
+    Args:
+        config: As ``initialize`` got it.
+        mpu: The ``mpu`` that ``initialize`` got.
+    """
+    if mpu is not state or not isinstance(config, dict):
+        return config
+    data = state.get_data_parallel_world_size()
+    total, *parts = (config.get(name) for name in (TOTAL, MICRO, ACCUMULATION))
+    if data == 1 or not isinstance(total, int) or not all(isinstance(part, int) for part in parts):
+        return config
+    if total != math.prod(parts):  # type: ignore[arg-type]
+        return config
+    log_dist(
+        f"{TOTAL} {total} is the batch of one data-parallel rank, but there are {data} of them; {total * data} is used "
+        "(ranks that share sequences count once)"
+    )
+    return {**config, TOTAL: total * data}
+
+
+def recompute_between_exchanges(model: nn.Module) -> None:
+    """Lets a registered model attend once more in backward, between the exchanges of tokens, which are made once.
+
+    Raises:
+        DeepSpeedConfigError: The model is not registered and offers nothing itself, or attends round the ranks.
+    """
+    key = "activation_checkpointing.recompute_modules"
+    found = next((one for module in model.modules() if (one := sharing_of(module)) is not None), None)
+    if found is None:
+        if getattr(model, "is_part_of_model", False) or offers_recomputation(model):
+            return
+        raise DeepSpeedConfigError(
+            f"{key} where ranks share sequences: expected a Transformers model, or modules with a method "
+            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint in its "
+            "own code, or leave the key out"
+        )
+    if found.exchange.ring_group is not None:
+        raise DeepSpeedConfigError(
+            f"{key}: ring attention (sequence_parallel.mode) keeps no scores, and would send keys and values "
+            'again in backward; leave the key out, or set the mode to "ulysses"'
+        )
+    if found.exchange.recompute:
+        log_dist(f"sequence_parallel.recompute_exchange has no effect beside {key}: attention's result is not kept")
+    found.recompute_core = True
 
 
 def offload_checkpoints(model: nn.Module) -> None:

@@ -156,14 +156,14 @@ def attention(
     position_ids = _two_axes(seen.positions if position_ids is None else position_ids, module)
     positions, padding = sharing.whole(position_ids), sharing.whole(seen.padding)
     call = AttentionCall(sharing, module, query, key, value, seen, positions, padding, scaling, dropout, kwargs)
-    if sharing.heads_group is None:
+    if sharing.exchange.heads_group is None:
         return implementation_of(sharing)(call), None
     return _by_heads(call), None
 
 
 def _by_heads(call: AttentionCall) -> torch.Tensor:
     """Attends to all tokens of some heads (Ulysses): exchanges, attends, and exchanges back."""
-    sharing, group = call.sharing, call.sharing.heads_group
+    sharing, group = call.sharing, call.sharing.exchange.heads_group
     shares = shares_of_heads(call.query.size(1), call.key.size(1), size_of(group))
     query, key, value = (
         exchange(tensor, group, 2, 1, heads=heads)
@@ -171,10 +171,10 @@ def _by_heads(call: AttentionCall) -> torch.Tensor:
     )
     start, stop = shares.query[rank_in(group)]
     more = call.more
-    if more.get("s_aux") is not None and sharing.ring_group is None:  # attention sinks: one number per head
+    if more.get("s_aux") is not None and sharing.exchange.ring_group is None:  # attention sinks: one number per head
         more = {**more, "s_aux": more["s_aux"][start:stop]}
     inside = replace(call, query=query, key=key, value=value, more=more)
-    keeps_once = sharing.recompute_exchange and not sharing.recompute_core and sharing.ring_group is None
+    keeps_once = sharing.exchange.recompute and not sharing.recompute_core and sharing.exchange.ring_group is None
     once = SavedResult() if keeps_once else None
     with nullcontext() if once is None else once.attending():
         out = implementation_of(sharing)(inside)
@@ -274,7 +274,7 @@ def checked_padding(mask: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCall], torch.Tensor]:
     """Returns what attends: after the exchange of heads, or at once where heads are not exchanged."""
-    if sharing.ring_group is not None:
+    if sharing.exchange.ring_group is not None:
         return _attend_by_ring
     attend_whole = _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
     return functools.partial(_recomputed, attend_whole) if sharing.recompute_core else attend_whole
@@ -307,7 +307,7 @@ def _attend_by_ring(call: AttentionCall) -> torch.Tensor:
     if numbers is not None:
         numbers = numbers.expand(call.query.size(0), -1)
     out = ring_attention(
-        call.query, call.key, call.value, call.sharing.ring_group,
+        call.query, call.key, call.value, call.sharing.exchange.ring_group,
         documents=numbers, is_causal=call.seen.is_causal, window=call.seen.window, scale=call.scale,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.activation_checkpointing.feature import offers_recomputation
 from deepspeed.axes import SEQUENCE, TENSOR
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.job import Job, backend_of, size_of
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.comm.start.process_group import default_timeout
-from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
 from deepspeed.logging import log_dist
@@ -52,7 +50,14 @@ from deepspeed.models.configurations import (
 )
 from deepspeed.models.layers import rope_types_of
 from deepspeed.parallel.sequence import state
-from deepspeed.parallel.sequence.context import NAME, SequenceParallelContext, registered, remember, sharing_of
+from deepspeed.parallel.sequence.context import (
+    NAME,
+    AttentionExchange,
+    SequenceParallelContext,
+    registered,
+    remember,
+    sharing_of,
+)
 from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.exchange import shares_of_heads
 from deepspeed.parallel.sequence.towers import cut_at_decoder
@@ -116,9 +121,11 @@ class UlyssesSPAttentionHF:
             _awaited.append(_RegisteredName(str(model_name_or_path), core_attn_implementation, disable_in_eval))
             return state
         state.initialize_sequence_parallel(sequence_parallel_size)
+        group = groups.group_along("sequence")
         share_sequences(
             model_name_or_path,
-            groups.group_along("sequence"),
+            group,
+            AttentionExchange(heads_group=group),
             core=core_attn_implementation,
             disable_in_eval=disable_in_eval,
         )
@@ -213,7 +220,8 @@ def adopt_model(
         )
     if whole is None:
         model = whole = sequence_model_in(model)
-    if sharing_of(model) is None and not takes_attention_by_name(whole):
+    found = sharing_of(model)
+    if found is None and not takes_attention_by_name(whole):
         if mode != "ulysses":
             raise DeepSpeedConfigError(
                 f'sequence_parallel.mode "{mode}": {type(model).__name__} is no Transformers model, so its own code '
@@ -227,51 +235,24 @@ def adopt_model(
         if not getattr(model, "is_part_of_model", False):  # a stage of a pipeline may have no attention
             check_first_forward(model, group, mesh.size(SEQUENCE))
         return
-    if sharing_of(model) is None:
+    exchange = AttentionExchange(*_groups_of_mode(whole, group, mesh, mode), recompute=recompute_exchange)
+    if found is not None:  # registered by the program
+        found.exchange = exchange
+    else:
         core, disable_in_eval = _settings_of(whole)
         if whole is model:
-            share_sequences(model, group, core=core, disable_in_eval=disable_in_eval)
+            found = share_sequences(model, group, exchange, core=core, disable_in_eval=disable_in_eval)
         else:
-            share_layers(model, whole, group, core=core, disable_in_eval=disable_in_eval)
-    found = sharing_of(model)
-    assert found is not None
+            found = share_layers(model, whole, group, exchange, core=core, disable_in_eval=disable_in_eval)
     ranks = mesh.size(SEQUENCE)
-    found.recompute_exchange = recompute_exchange
-    found.heads_group, found.ring_group = _groups_of_mode(whole, group, mesh, mode)
     if found.disable_in_eval and evaluation != "whole":
         share_evaluation(model, found, keeps_logits=evaluation == "logits")
-    by_ring = 1 if found.ring_group is None else size_of(found.ring_group)
+    by_ring = 1 if exchange.ring_group is None else size_of(exchange.ring_group)
     log_dist(
         f"sequence parallel: {type(whole).__name__} attends to sequences that {ranks} ranks share (heads divided over "
         f"{ranks // by_ring}, keys and values passed around rings of {by_ring}); each rank's inputs are its own "
         "tokens of every sequence, with position_ids"
     )
-
-
-def recompute_between_exchanges(model: nn.Module) -> None:
-    """Lets a registered model attend once more in backward, between the exchanges of tokens, which are made once.
-
-    Raises:
-        DeepSpeedConfigError: The model is not registered and offers nothing itself, or attends round the ranks.
-    """
-    key = "activation_checkpointing.recompute_modules"
-    found = next((one for module in model.modules() if (one := sharing_of(module)) is not None), None)
-    if found is None:
-        if getattr(model, "is_part_of_model", False) or offers_recomputation(model):
-            return
-        raise DeepSpeedConfigError(
-            f"{key} where ranks share sequences: expected a Transformers model, or modules with a method "
-            f"recompute_core_attention, found {type(model).__name__}. Call deepspeed.checkpointing.checkpoint in its "
-            "own code, or leave the key out"
-        )
-    if found.ring_group is not None:
-        raise DeepSpeedConfigError(
-            f"{key}: ring attention (sequence_parallel.mode) keeps no scores, and would send keys and values "
-            'again in backward; leave the key out, or set the mode to "ulysses"'
-        )
-    if found.recompute_exchange:
-        log_dist(f"sequence_parallel.recompute_exchange has no effect beside {key}: attention's result is not kept")
-    found.recompute_core = True
 
 
 def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
@@ -312,31 +293,9 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
     return made[0], made[1]
 
 
-def with_all_data_ranks(config: Any, mpu: Any) -> Any:
-    """A configuration whose total batch counts all data ranks, where it was written by one who knew only of one.
-
-    Accelerate computes ``train_batch_size`` from its own sizes, of which the number of data ranks may be left out.
-
-    Args:
-        config: As ``initialize`` got it.
-        mpu: The ``mpu`` that ``initialize`` got.
-    """
-    if mpu is not state or not isinstance(config, dict):
-        return config
-    data = state.get_data_parallel_world_size()
-    total, *parts = (config.get(name) for name in (TOTAL, MICRO, ACCUMULATION))
-    if data == 1 or not isinstance(total, int) or not all(isinstance(part, int) for part in parts):
-        return config
-    if total != math.prod(parts):  # type: ignore[arg-type]
-        return config
-    log_dist(
-        f"{TOTAL} {total} is the batch of one data-parallel rank, but there are {data} of them; {total * data} is used "
-        "(ranks that share sequences count once)"
-    )
-    return {**config, TOTAL: total * data}
-
-
-def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False) -> None:
+def share_sequences(
+    model: nn.Module, group: Any, exchange: AttentionExchange, *, core: str | None, disable_in_eval: bool
+) -> SequenceParallelContext:
     """Makes a Transformers model attend to sequences that are divided over ranks, in place.
 
     From then on its forward wants this rank's tokens of every input, with their ``position_ids``. A model with towers
@@ -345,8 +304,12 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     Args:
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
         group: Torch process group of the ranks that share a sequence.
+        exchange: What they exchange in attention.
         core: The implementation that attends to whole sequences; None: the model's own.
         disable_in_eval: See :class:`SequenceParallelContext`.
+
+    Returns:
+        How the model's sequences are shared.
 
     Raises:
         DeepSpeedConfigError: The model cannot be switched, mixes tokens elsewhere, or has too few heads.
@@ -367,13 +330,14 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     core = _checked_core(shared, core, what)
     own_configurations(shared)
     use_attention(shared, NAME, attention, mask, what)
-    sharing = SequenceParallelContext(weakref.ref(model), group, core, disable_in_eval, heads_group=group)
+    sharing = SequenceParallelContext(weakref.ref(model), group, core, disable_in_eval, exchange)
     if decoder is None:
         _join(model, sharing, entered)
-        return
+        return sharing
     remember(model, sharing)
     cut_at_decoder(list(entered), decoder)
     _join(decoder, sharing, [decoder])
+    return sharing
 
 
 def _refuse_towers(model: Any, what: str) -> None:
@@ -389,16 +353,26 @@ def _refuse_towers(model: Any, what: str) -> None:
 
 
 def share_layers(
-    pipeline: nn.Module, whole: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False
-) -> None:
+    pipeline: nn.Module,
+    whole: nn.Module,
+    group: Any,
+    exchange: AttentionExchange,
+    *,
+    core: str | None,
+    disable_in_eval: bool,
+) -> SequenceParallelContext:
     """Makes a pipeline stage of a Transformers model attend to sequences that are divided over ranks, in place.
 
     Args:
         pipeline: Has this stage's layers; the first stage also has what comes before them.
         whole: The model that they are from, with values or without; equal on all ranks, and left as it is.
         group: Torch process group of the ranks that share a sequence.
+        exchange: What they exchange in attention.
         core: The implementation that attends to whole sequences; None: the model's own.
         disable_in_eval: See :class:`SequenceParallelContext`.
+
+    Returns:
+        How the model's sequences are shared.
 
     Raises:
         DeepSpeedConfigError: On all ranks: the model cannot be switched, mixes tokens elsewhere, or has too few heads.
@@ -409,11 +383,9 @@ def share_layers(
     own_configurations(pipeline)
     name_attention(pipeline, NAME)
     entered = [module for module in pipeline.modules() if takes_attention_by_name(module)]
-    _join(
-        pipeline,
-        SequenceParallelContext(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group),
-        entered,
-    )
+    sharing = SequenceParallelContext(weakref.ref(pipeline), group, core, disable_in_eval, exchange)
+    _join(pipeline, sharing, entered)
+    return sharing
 
 
 def _checked_core(model: Any, core: str | None, what: str) -> str:
