@@ -17,6 +17,7 @@ from deepspeed.engine.islands import over_all_data_ranks, settle_islands
 from deepspeed.engine.optimizers import (
     check_optimizer,
     choose_optimizer,
+    driver_of,
     group_indices,
     refuse_cut_tensors,
 )
@@ -37,7 +38,7 @@ from deepspeed.zero.group import create_groups
 from deepspeed.zero.model_states import spread_buffers
 from deepspeed.zero.runtime import build_runtime
 from deepspeed.zero.update.masters import move_to_runs
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, driver_of
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 def initialize(

@@ -1,4 +1,4 @@
-"""From what the caller gave to a torch optimizer: its groups, its class, and what it cannot be combined with."""
+"""Chooses the torch optimizer from what the caller gave, and its update driver; refuses what it cannot be used with."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import ROWS, describe
 from deepspeed.zero.tiling.layout import DATA
+from deepspeed.zero.update.driver import MeanGradient, UpdateDriver
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -113,6 +114,15 @@ def choose_optimizer(
     if chosen is not None:
         _check_groups(chosen, model)
     return chosen
+
+
+def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
+    """Returns what exchanges for the updates of an optimizer: momenta for the 1-bit family, else the mean gradient."""
+    if isinstance(optimizer, ExchangesMomentum):
+        from deepspeed.zero.onebit import momentum_driver_of  # few train with it
+
+        return momentum_driver_of(optimizer)
+    return MeanGradient()
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -24,7 +24,6 @@ from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.base import evaluate, step_hooks
 from deepspeed.ops.elementwise import flat_updater
-from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.ops.rounding import NarrowStates
 from deepspeed.zero.gradient.gradient_sum import norm_from_squares
 from deepspeed.zero.gradient.gradients import GradientReducer
@@ -76,7 +75,8 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
         before_update: Frees what must not be gathered while parameters change.
         backward: The engine's backward, for ``optimizer.backward(loss)``.
         strategies: How masters of every tier in use are updated.
-        driver: Exchanges what the update needs of other ranks; None: the one for the optimizer.
+        driver: Exchanges what the update needs of other ranks; None: :class:`MeanGradient`, for optimizers outside the
+            1-bit family.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             masters,
             reducer,
             groups=groups,
-            driver=driver_of(optimizer) if driver is None else driver,
+            driver=MeanGradient() if driver is None else driver,
             flat=flat,
             memory_tracker=ledger,
             loss_scaler=loss_scaler,
@@ -545,12 +545,3 @@ class FP16_Optimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
 
 class FP16_UnfusedOptimizer(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
     """The optimizer at stage 0 in fp16, around one that needs whole tensors, such as LAMB."""
-
-
-def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
-    """Returns the driver for what the updates of an optimizer exchange. Here, since the drivers import ``driver``."""
-    if isinstance(optimizer, ExchangesMomentum):
-        from deepspeed.zero.onebit import momentum_driver_of  # few train with it
-
-        return momentum_driver_of(optimizer)
-    return MeanGradient()
