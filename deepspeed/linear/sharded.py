@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed.zero.access.gathered import GatheredBlock
-from deepspeed.zero.address import address_of, forget_address
+from deepspeed.zero.address import ShardedParameter, address_of, forget_address, mark_full, plain_class
 from deepspeed.zero.construction.provisional import shard_parameters
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
 
 
 @contextmanager

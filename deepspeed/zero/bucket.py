@@ -31,9 +31,8 @@ from deepspeed.comm.codecs.coded import CodedTransport
 from deepspeed.comm.transports.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, warn_once
-from deepspeed.zero.address import BucketBase, State, set_address
+from deepspeed.zero.address import BucketBase, State, mark_full, mark_sharded, remember_class, set_address
 from deepspeed.zero.construction.provisional import copy_sharded
-from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import FlatBuffer, LoanedBuffer, Memory, MemoryTracker, StorageKind

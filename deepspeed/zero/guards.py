@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.errors import ShardedAccessError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.views import mark_module
+from deepspeed.zero.address import ShardedParameter, note_placeholders
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.tiling.describe import describe
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.tiling.parts import has_part

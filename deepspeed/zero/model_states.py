@@ -21,12 +21,11 @@ from deepspeed.comm.transports.transport import TensorTransfer, Transport
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
-from deepspeed.zero.address import Address, address_of, full_numel, full_shape
+from deepspeed.zero.address import Address, ShardedParameter, address_of, full_numel, full_shape
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
 from deepspeed.zero.gather.leaf_modules import get_z3_leaf_modules, z3_leaf_module
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.runtime_options import RuntimeOptions

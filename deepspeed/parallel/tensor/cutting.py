@@ -54,8 +54,7 @@ from deepspeed.parallel.tensor.sequence import ScatterPlan, cut_sequences, plan_
 from deepspeed.parallel.tensor.structure import SmallForwardError, of_structure, summed_inside
 from deepspeed.parallel.tensor.vocabulary import VocabularyEmbedding, causal_loss, vocab_parallel_cross_entropy
 from deepspeed.uncompiled import without_compiling
-from deepspeed.zero.address import full_numel, full_shape
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter
+from deepspeed.zero.address import ShardedParameter, full_numel, full_shape
 from deepspeed.zero.tiling.parts import mark_owners, part_owners_of
 
 CUT = "ds_autotp_parsed"  # the attribute that programs read

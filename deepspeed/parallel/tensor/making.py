@@ -22,9 +22,8 @@ from deepspeed.parallel.tensor.split import Heads
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
-from deepspeed.zero.address import address_of, forget_address, full_shape
+from deepspeed.zero.address import ShardedParameter, address_of, forget_address, full_shape, mark_full, plain_class
 from deepspeed.zero.construction.provisional import shard_parameters
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.tiling.describe import CUT, put_in_group
 from deepspeed.zero.tiling.parts import PartOwners, mark_owners, part_owners_of, say_part

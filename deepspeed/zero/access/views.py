@@ -18,10 +18,9 @@ import torch
 
 from deepspeed.zero.access.external import external_parameters
 from deepspeed.zero.access.gathered import gather_until_partition, partition
-from deepspeed.zero.address import Address, State, address_of
+from deepspeed.zero.address import Address, ShardedParameter, State, address_of
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.gather.handles import bucket_of
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.group import BucketGroup
 
 

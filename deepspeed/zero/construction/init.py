@@ -29,11 +29,11 @@ from deepspeed.logging import log_dist
 from deepspeed.models.construction import is_building, is_building_from_config, recorded_initialiser
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.access.views import DeepSpeedTensorOverride
+from deepspeed.zero.address import ShardedParameter
 from deepspeed.zero.construction import modules as construction
 from deepspeed.zero.construction.model_files import serve_passes
 from deepspeed.zero.construction.modules import Construction, Patch
 from deepspeed.zero.construction.sharing import ProvisionalGroups
-from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.untouched import is_untouched, untouched
 
 _EVERYTHING = frozenset(DeepSpeedTensorOverride)

@@ -36,8 +36,8 @@ from deepspeed.errors import CheckpointError
 from deepspeed.models.construction import stage_3_unmentioned, wrap_passes
 from deepspeed.models.loading import empty_record, find_unlikely, putting_by, wrap_loading
 from deepspeed.zero.access.gathered import GatheredParameters, with_addresses
+from deepspeed.zero.address import showing_wholes
 from deepspeed.zero.construction.modules import serving_all_ranks
-from deepspeed.zero.gather.sharded_parameter import showing_wholes
 
 _ROUND_BYTES = 32 * 2**20
 _LISTED = 8  # tensors that a message names

@@ -27,10 +27,9 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.torch_private import storage_references
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
-from deepspeed.zero.address import address_of
+from deepspeed.zero.address import address_of, showing_wholes
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.construction.sharing import ProvisionalGroups
-from deepspeed.zero.gather.sharded_parameter import showing_wholes
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.untouched import is_untouched, untouched
 

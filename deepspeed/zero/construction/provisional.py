@@ -18,9 +18,17 @@ from typing_extensions import override
 
 from deepspeed.accelerator.cpu import MallocTrimmer
 from deepspeed.comm.transports.transport import TensorTransfer
-from deepspeed.zero.address import BucketBase, Gatherer, State, set_address
+from deepspeed.zero.address import (
+    BucketBase,
+    Gatherer,
+    State,
+    mark_full,
+    mark_sharded,
+    plain_class,
+    remember_class,
+    set_address,
+)
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.tiling.assemble import scatter
 from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout

@@ -11,10 +11,9 @@ from deepspeed import comm
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.device import local_device
 from deepspeed.zero.access.views import install_views
-from deepspeed.zero.address import address_of, set_address
+from deepspeed.zero.address import address_of, remember_class, set_address
 from deepspeed.zero.construction.provisional import ProvisionalBucket
 from deepspeed.zero.construction.sharing import ProvisionalGroups
-from deepspeed.zero.gather.sharded_parameter import remember_class
 from deepspeed.zero.tiling.layout import bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched

@@ -29,11 +29,10 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.torch_private import differentiates_a_function
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.address import Gatherer
+from deepspeed.zero.address import NOT_IN_A_GRAPH, Gatherer
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.gather.handles import SavedTensorHooks
 from deepspeed.zero.gather.schedule import GatherSchedule
-from deepspeed.zero.gather.sharded_parameter import NOT_IN_A_GRAPH
 
 
 @dataclass

@@ -73,7 +73,7 @@ def _moved_to_another_device():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from deepspeed.logging import logger
-    from deepspeed.zero.gather.sharded_parameter import _keeps_dtype
+    from deepspeed.zero.address import _keeps_dtype
 
     engine = build(3)
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
