@@ -114,6 +114,8 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "nebula": {},
     "nebula.config": {},
+    "ops.adam.zenflow_cpu_adam": {},
+    "ops.adam.zenflow_torch_adam": {},
     "ops.deepspeed4science": {},
     "ops.fp_quantizer": {},
     "ops.lion.cpu_lion": {
@@ -295,6 +297,9 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.precision.clipping": "clip_grad_norm_ get_global_norm",
         "deepspeed.profiling.timer": "see_memory_usage",
     },
+    "runtime.zenflow": {},
+    "runtime.zenflow.zenflow_config": {},
+    "runtime.zenflow.zenflow_stage_1_and_2": {},
     "runtime.zero": {
         "deepspeed.zero": (
             "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "

@@ -163,7 +163,19 @@ FEATURES: tuple[Feature, ...] = (
         "Start the ranks with deepspeed --bind_cores_to_rank.",
         {"deepspeed.utils.numa": "get_numactl_cmd get_numa_cores"},
     ),
-    Feature("ZenFlow", "Use offload_optimizer with device cpu.", keys=(section("zero_optimization.zenflow"),)),
+    Feature(
+        "ZenFlow",
+        "Use Adam or AdamW and zero_optimization.offload_optimizer with device cpu; with its super_offload the host's "
+        "update begins while gradients still arrive.",
+        {
+            "deepspeed.ops.adam": "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
+            "deepspeed.ops.adam.zenflow_cpu_adam": "ZenFlowCPUAdam",
+            "deepspeed.ops.adam.zenflow_torch_adam": "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
+            "deepspeed.runtime.zenflow.zenflow_config": "ZenFlowConfig",
+            "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": "ZenFlowZeroOptimizer",
+        },
+        (section("zero_optimization.zenflow"),),
+    ),
     Feature(
         "mixed precision by Apex or MS-AMP",
         "Use bf16, fp16 or torch_autocast.",

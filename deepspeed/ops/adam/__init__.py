@@ -1,6 +1,11 @@
 """Adam and AdamW."""
 
-from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
-from deepspeed.ops.adam.fused_adam import FusedAdam
+from deepspeed.lazy import lazy_names
+from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
+from deepspeed.ops.adam.fused_adam import FusedAdam as FusedAdam
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {"DeepSpeedCPUAdam": "deepspeed.ops.adam.cpu_adam", "FusedAdam": "deepspeed.ops.adam.fused_adam"},
+    submodules=["cpu_adam", "fused_adam", "zenflow_cpu_adam", "zenflow_torch_adam"],
+)
