@@ -112,13 +112,13 @@ AXES = tuple(row.name for row in ROWS)
 KEYS = {row.name: row.key for row in ROWS if row.key is not None}
 """Axis name to the configuration key of its size; axes without such a key are left out."""
 SAMPLES = _that_divide("batch")
-"""Axes whose ranks train on different samples. Experts are sharded over these."""
+"""Axes whose ranks train on different samples."""
 PARTS_OF_SAMPLES = _that_divide("sample")
 """Axes whose ranks hold different parts of the same samples and replicate the dense parameters."""
 SAME_SAMPLES = _that_divide("sample", "model", "nothing")
 """Axes whose ranks train on the same samples or parts of them. All ranks along them count once in the batch size."""
 SAME_PART = _that_divide("batch", "sample", "nothing")
-"""Axes whose ranks replicate the dense parameters. ZeRO shards over these."""
+"""Axes whose ranks replicate the dense parameters. ZeRO shards over these, and experts are spread over them."""
 SAME_EXPERTS = tuple(name for name in SAME_PART if name != EXPERT)
 """Axes whose ranks replicate the same experts, where experts have an axis of their own."""
 OTHER_PARTS = _that_divide("model")

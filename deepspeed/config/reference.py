@@ -10,7 +10,7 @@ from deepspeed.config.deprecated import OLD_KEYS
 from deepspeed.config.describe import default_of, expectation, nested_in
 from deepspeed.config.messages import Path, dotted
 from deepspeed.config.section import Section, facts_of
-from deepspeed.config.sections.inference import Inference, RaggedInference
+from deepspeed.config.sections.inference import Inference
 from deepspeed.config.sections.optimizer import (
     MISSING_OPTIMIZERS,
     NOT_ELEMENTWISE,
@@ -155,7 +155,10 @@ def _lines() -> Iterable[str]:
     yield ""
     yield from _table(Root)
     yield from _inner(Root, (), 1)
-    torch_adam = {"Adam with torch_adam": TorchAdamParams, "AdamW with torch_adam": TorchAdamWParams}
+    torch_adam = {
+        "Adam with torch_adam, without adam_w_mode": TorchAdamParams,
+        "Adam or AdamW with torch_adam": TorchAdamWParams,
+    }
     yield from _parameter_tables("Parameters of optimizers", {**OWN_OPTIMIZERS, **torch_adam, **TORCH_OPTIMIZERS})
     yield from _refused_names("Refused optimizers", {**MISSING_OPTIMIZERS, **NOT_ELEMENTWISE})
     yield from _parameter_tables("Parameters of schedules", {**OWN_SCHEDULERS, **TORCH_SCHEDULERS})
@@ -175,8 +178,8 @@ def _lines() -> Iterable[str]:
         for entry in OLD_KEYS
     ]
     yield from _two_columns(("Old", "Now"), ((left, f"{right}. {about}") for left, right, about in old))
-    yield "`zero_optimization: true` is `{stage: 1}` and `false` is `{stage: 0}`;"
-    yield "a top-level `allgather_size` went with it."
+    yield "`zero_optimization: true` is `{stage: 1}` and `false` is `{stage: 0}`. Beside `true` a top-level"
+    yield "`allgather_size` is `zero_optimization.allgather_bucket_size`; elsewhere it has no effect."
     yield ""
     yield "## Common mistakes"
     yield ""
@@ -185,16 +188,11 @@ def _lines() -> Iterable[str]:
     yield ""
     yield "## Configuration of inference"
     yield ""
-    yield "An object of its own, for `init_inference`."
+    yield "An object of its own, for `init_inference`. A key without effect gives one line in the log."
     yield ""
     yield from _table(Inference)
     for name in ("tensor_parallel", "moe", "quant", "checkpoint_config"):
         yield from _named(Inference, "inference", name)
-    yield "## Configuration of ragged inference"
-    yield ""
-    yield from _table(RaggedInference)
-    for name in RaggedInference.model_fields:
-        yield from _named(RaggedInference, "ragged_inference", name)
 
 
 def _named(model: type[Section], whole: str, name: str) -> Iterable[str]:

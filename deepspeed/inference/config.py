@@ -9,26 +9,13 @@ import torch
 
 from deepspeed.config.messages import ConfigMessages
 from deepspeed.config.reader import build, clean, structural_copy
+from deepspeed.config.section import facts_of
 from deepspeed.config.sections.inference import Inference as DeepSpeedInferenceConfig
 from deepspeed.config.source import read_source
 
 __all__ = ["DeepSpeedInferenceConfig", "InferenceSettings", "read_settings"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.bfloat16}
-
-# Keys that concern kernels which are not injected here, with what is done instead.
-_POINTLESS = {
-    "replace_with_kernel_inject": "the model keeps its own modules, whose attention torch fuses",
-    "use_triton": "torch chooses the kernels",
-    "triton_autotune": "torch chooses the kernels",
-    "triangular_masking": "masks are the model's own",
-    "return_tuple": "layers return what the model's own return",
-    "transposed_mode": "weights are the model's own",
-    "min_out_tokens": "caches are the model's own",
-    "training_mp_size": "checkpoints record how they are cut",
-    "config": "the model has its configuration",
-    "set_empty_params": "a model on the meta device is filled from its checkpoint",
-}
 
 
 @dataclass(frozen=True)
@@ -149,9 +136,11 @@ def _check(read: DeepSpeedInferenceConfig, findings: ConfigMessages) -> None:
 
 def _effects(read: DeepSpeedInferenceConfig) -> list[str]:
     given = read.model_fields_set
-    lines = [
-        f"{name} has no effect: {why}" for name, why in _POINTLESS.items() if name in given and getattr(read, name)
-    ]
+    lines = []
+    for name, field in type(read).model_fields.items():
+        why, value = facts_of(field).no_effect, getattr(read, name)
+        if why is not None and name in given and value and value != "auto":
+            lines.append(f"{name} has no effect: {why}")
     if not (read.tensor_parallel.enabled and read.tensor_parallel.tp_size > 1):
         unused = [name for name in ("injection_policy", "injection_policy_tuple") if getattr(read, name) is not None]
         lines += [f"{name} has no effect: it sets how layers are cut, and tp_size is 1" for name in unused]

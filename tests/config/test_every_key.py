@@ -16,7 +16,7 @@ from deepspeed.config.describe import KeyEntry, _members, entries, spellings
 from deepspeed.config.messages import ConfigMessages
 from deepspeed.config.reader import BATCH_KEYS, build, clean
 from deepspeed.config.section import Section, facts_of
-from deepspeed.config.sections.inference import Inference, RaggedInference
+from deepspeed.config.sections.inference import Inference
 from deepspeed.config.sections.optimizer import (
     OWN_OPTIMIZERS,
     TORCH_OPTIMIZERS,
@@ -33,7 +33,7 @@ PARAMETERS = {
     "optimizer AdamW, torch": TorchAdamWParams,
     **{f"scheduler {name}": model for name, model in {**OWN_SCHEDULERS, **TORCH_SCHEDULERS}.items()},
 }
-SEPARATE = {**PARAMETERS, "inference": Inference, "ragged inference": RaggedInference}
+SEPARATE = {**PARAMETERS, "inference": Inference}
 # The only numbers that may be -1.
 MINUS_ONE = {"mics_shard_size", "module_depth", "last_batch_iteration", "last_epoch", "dampening"}
 
@@ -156,7 +156,7 @@ def is_closed(entry: KeyEntry) -> bool:
 
 
 def all_entries() -> Iterator[tuple[type[Section], KeyEntry]]:
-    for model in (Root, Inference, RaggedInference, *PARAMETERS.values()):
+    for model in (Root, Inference, *PARAMETERS.values()):
         for entry in entries(model):
             yield model, entry
 

@@ -28,7 +28,7 @@ class InferenceTp(Section):
 
 
 class InferenceMoe(Section):
-    """Mixture of experts."""
+    """Mixture of experts. Experts stay as the model has them: no key has an effect, and ep_size above 1 is refused."""
 
     enabled: Bool = key(True, "The model has experts.")
     ep_size: Int = key(1, "Expert-parallel degree.", unit="ranks", above=0)
@@ -39,7 +39,7 @@ class InferenceMoe(Section):
 
 
 class QuantizedPart(Section):
-    """Quantization of activations."""
+    """Quantization of activations. Refused: activations stay in 16 bits; leave the section out."""
 
     enabled: Bool = key(True, "Quantize.")
     num_bits: Int = key(8, "Bit width.", unit="bits", above=0)
@@ -50,22 +50,32 @@ class QuantizedPart(Section):
 
 
 class QuantizedWeights(QuantizedPart):
-    """Quantization of weights."""
+    """Quantization of weights: by num_bits with dtype int8, by the last two keys with other dtypes."""
 
-    quantized_initialization: dict[str, Any] = key(None, "Quantize while the model is built.", factory=dict)
-    post_init_quant: dict[str, Any] = key(None, "Quantize layers after the model is built.", factory=dict)
+    num_bits: Int = key(8, "Bit width: 4 or 8.", unit="bits", above=0)
+    q_type: QuantType = key("symmetric", "Given by num_bits: 8 bits are symmetric, 4 bits asymmetric.")
+    q_groups: Int = key(
+        1,
+        "Number of groups of a weight, each with its own scale.",
+        above=0,
+        no_effect="scales belong to rows (8 bits) or to 64 inputs (4 bits)",
+    )
+    quantized_initialization: dict[str, Any] = key(None, "All linear layers: {num_bits: 4 or 8}.", factory=dict)
+    post_init_quant: dict[str, Any] = key(
+        None, "By a part of the names of layers: {num_bits: 4 or 8}; the others stay as dtype.", factory=dict
+    )
 
 
 class QuantizedQkv(Section):
     """Quantization of the attention projections."""
 
-    enabled: Bool = key(True, "Quantize.")
+    enabled: Bool = key(True, "Quantize.", no_effect="projections of attention are linear layers like others")
 
 
 class Quantization(Section):
     """Quantized inference."""
 
-    enabled: Bool = key(True, "Quantize if dtype is int8.")
+    enabled: Bool = key(True, "Quantize if dtype is int8; false is refused then.")
     activation: QuantizedPart = key(None, "Quantization of activations.", factory=QuantizedPart)
     weight: QuantizedWeights = key(None, "Quantization of weights.", factory=QuantizedWeights)
     qkv: QuantizedQkv = key(None, "Quantization of the attention projections.", factory=QuantizedQkv)
@@ -86,16 +96,25 @@ def _switch_as_moe(value: Any) -> Any:
 class Inference(Section):
     """The configuration of ``init_inference``."""
 
-    replace_with_kernel_inject: Bool = key(False, "Replace layers by fused ones.", aliases=("kernel_inject",))
+    replace_with_kernel_inject: Bool = key(
+        False,
+        "Replace layers by fused ones.",
+        aliases=("kernel_inject",),
+        no_effect="the model keeps its own modules, whose attention torch fuses",
+    )
     dtype: Annotated[Literal["fp32", "fp16", "bf16", "int8"], BeforeValidator(_to_inference_dtype)] = key(
-        "fp16", "Dtype of the weights, in any spelling."
+        "fp16",
+        "Dtype in which the model computes, in any spelling. int8: weights have quant.weight.num_bits bits, and it "
+        "computes in bf16.",
     )
     tensor_parallel: InferenceTp = key(None, "Tensor parallelism.", factory=InferenceTp, aliases=("tp",))
-    enable_cuda_graph: Bool = key(False, "Run through a CUDA graph.")
-    use_triton: Bool = key(False, "Triton kernels.")
-    triton_autotune: Bool = key(False, "Tune the Triton kernels.")
-    zero: ZeroOptimization = key(None, "ZeRO, as in training.", factory=ZeroOptimization)
-    triangular_masking: Bool = key(True, "Causal attention.", aliases=("tm",))
+    enable_cuda_graph: Bool = key(False, "generate runs through a CUDA graph; not with zero or tp_size above 1.")
+    use_triton: Bool = key(False, "Triton kernels.", no_effect="torch chooses the kernels")
+    triton_autotune: Bool = key(False, "Tune the Triton kernels.", no_effect="torch chooses the kernels")
+    zero: ZeroOptimization = key(
+        None, "ZeRO, as in training: stage 3, or 0 for none; other stages are refused.", factory=ZeroOptimization
+    )
+    triangular_masking: Bool = key(True, "Causal attention.", aliases=("tm",), no_effect="masks are the model's own")
     moe: Annotated[InferenceMoe, BeforeValidator(_switch_as_moe)] = key(
         None, "Mixture of experts.", factory=InferenceMoe
     )
@@ -103,19 +122,44 @@ class Inference(Section):
     quant: Quantization = key(None, "Quantization.", factory=Quantization)
     checkpoint: str | dict[str, Any] | None = key(None, "Weight files to load.")
     base_dir: str = key("", "Folder for relative paths.")
-    set_empty_params: Bool = key(False, "Build the model without weights.")
+    set_empty_params: Bool = key(
+        False, "Build the model without weights.", no_effect="a model on the meta device is filled from its checkpoint"
+    )
     save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")
     checkpoint_config: InferenceCheckpoint = key(
         None, "Where the weight files are.", factory=InferenceCheckpoint, aliases=("ckpt_config",)
     )
-    return_tuple: Bool = key(True, "Layers return tuples.")
-    training_mp_size: Int = key(1, "Model-parallel size of the training.", unit="ranks", above=0)
-    injection_policy: dict[Any, Any] | None = key(None, "Which layers are split, and how.", aliases=("injection_dict",))
-    injection_policy_tuple: TextList | None = key(None, "Names of the row-parallel layers of a block.")
-    config: Any = key(None, "The model's configuration.", aliases=("args",))
-    max_out_tokens: Int = key(1024, "Length of the KV cache.", unit="tokens", above=0, aliases=("max_tokens",))
-    min_out_tokens: Int = key(1, "Minimum length of the KV cache.", unit="tokens", above=0, aliases=("min_tokens",))
-    transposed_mode: Bool = key(False, "Weights are stored transposed.")
+    return_tuple: Bool = key(True, "Layers return tuples.", no_effect="layers return what the model's own return")
+    training_mp_size: Int = key(
+        1,
+        "Model-parallel size of the training.",
+        unit="ranks",
+        above=0,
+        no_effect="checkpoints record how they are cut",
+    )
+    injection_policy: dict[Any, Any] | None = key(
+        None, "By class of a block, the ends of the names of its row-parallel layers.", aliases=("injection_dict",)
+    )
+    injection_policy_tuple: TextList | None = key(None, "Ends of the names of the row-parallel layers.")
+    config: Any = key(
+        None, "The model's configuration.", aliases=("args",), no_effect="the model has its configuration"
+    )
+    max_out_tokens: Int = key(
+        1024,
+        "Longest prompt that generate takes, where the key is given.",
+        unit="tokens",
+        above=0,
+        aliases=("max_tokens",),
+    )
+    min_out_tokens: Int = key(
+        1,
+        "Minimum length of the KV cache.",
+        unit="tokens",
+        above=0,
+        aliases=("min_tokens",),
+        no_effect="caches are the model's own",
+    )
+    transposed_mode: Bool = key(False, "Weights are stored transposed.", no_effect="weights are the model's own")
     replace_method: str = key("auto", "From early releases.", own_auto=True, no_effect="there is one method")
     mp_size: Int | None = key(None, "Old name of tensor_parallel.tp_size.", unit="ranks", above=0)
     mpu: Any = key(None, "Old name of tensor_parallel.mpu.")
@@ -124,46 +168,6 @@ class Inference(Section):
     ep_mp_group: Any = key(None, "Old name of moe.ep_mp_group.")
     moe_experts: IntList | None = key(None, "Old name of moe.num_experts.", above=0)
     moe_type: Annotated[Literal["standard", "residual"] | None, AnyCase] = key(None, "Old name of moe.type.")
-
-
-class RaggedTp(Section):
-    """Tensor parallelism of the ragged engine."""
-
-    tp_size: Int = key(1, "Degree.", unit="ranks", above=0)
-
-
-class MemoryConfig(Section):
-    """Controls how the cache gets its memory."""
-
-    mode: Annotated[Literal["reserve", "allocate"], AnyCase] = key(
-        "reserve", "reserve: leave this much memory free. allocate: use this much."
-    )
-    size: Int = key(1_000_000_000, "Amount of memory.", unit="bytes", above=0)
-
-
-class StateManager(Section):
-    """Limits of the ragged engine."""
-
-    max_tracked_sequences: Int = key(2048, "Sequences that are tracked at a time.", unit="sequences", above=0)
-    max_ragged_batch_size: Int = key(768, "Tokens per pass.", unit="tokens", above=0)
-    max_ragged_sequence_count: Int = key(512, "Sequences per pass.", unit="sequences", above=0)
-    max_context: Int = key(8192, "Longest sequence.", unit="tokens", above=0)
-    memory_config: MemoryConfig = key(None, "Memory of the cache.", factory=MemoryConfig)
-    offload: Bool = key(False, "Keep the cache in host memory.")
-
-
-class RaggedQuantization(Section):
-    """Quantization of the ragged engine."""
-
-    quantization_mode: Annotated[Literal["wf6af16"] | None, AnyCase] = key(None, "Kind of quantization.")
-
-
-class RaggedInference(Section):
-    """The configuration of the second-generation (ragged batching) inference engine."""
-
-    tensor_parallel: RaggedTp = key(None, "Tensor parallelism.", factory=RaggedTp, aliases=("tp",))
-    state_manager: StateManager = key(None, "Limits.", factory=StateManager, aliases=("manager",))
-    quantization: RaggedQuantization = key(None, "Quantization.", factory=RaggedQuantization)
 
 
 class HybridEngine(Section):

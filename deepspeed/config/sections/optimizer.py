@@ -84,7 +84,7 @@ class AdamParams(OptimizerParams):
 
 
 class TorchAdamParams(Capturable):
-    """torch.optim.Adam, chosen by ``torch_adam: true``."""
+    """torch.optim.Adam: the type Adam with ``torch_adam: true`` and ``adam_w_mode: false``."""
 
     lr: Float = lr(1e-3)
     betas: FloatList = betas()
@@ -94,13 +94,14 @@ class TorchAdamParams(Capturable):
     fused: Bool | None = key(None, "torch's fused kernel.", null_means="torch decides")
     decoupled_weight_decay: Bool = key(False, "Decoupled weight decay.")
     torch_adam: Bool = key(False, "Use the class of torch.optim with its arguments and defaults.")
-    adam_w_mode: Bool = key(True, "Decoupled weight decay, hence torch.optim.AdamW.")
+    adam_w_mode: Bool = key(True, "false, with the type Adam: torch.optim.Adam instead of torch.optim.AdamW.")
 
 
 class TorchAdamWParams(TorchAdamParams):
-    """torch.optim.AdamW, chosen by ``torch_adam: true``."""
+    """torch.optim.AdamW: the type Adam or AdamW with ``torch_adam: true``."""
 
     weight_decay: Float = decay(0.01)
+    decoupled_weight_decay: Bool = key(False, "Refused: torch.optim.AdamW always decouples weight decay.")
 
 
 class AdagradParams(TorchFlags):
@@ -343,7 +344,7 @@ TORCH_OPTIMIZERS: dict[str, type[OptimizerParams]] = {
 NOT_ELEMENTWISE = {
     "Adafactor": "it needs the shapes of whole parameters",
     "LBFGS": "it needs the whole parameter vector and a closure",
-    "SparseAdam": "it needs sparse gradients",
+    "SparseAdam": "it needs sparse gradients, and gradients are sent in flat buffers; use Adam",
 }
 MISSING_OPTIMIZERS = {
     "MuAdam": "muP optimizers do not exist here yet; use Adam with per-group learning rates",

@@ -34,7 +34,7 @@ WarmupType = Annotated[Literal["log", "linear"], AnyCase]
 
 def warmup_steps() -> Any:
     """Declares the length of the rise."""
-    return key(1000, "Steps of the rise; 1 counts as 2. 0: no rise.", unit="steps", minimum=0)
+    return key(1000, "Steps of the rise; at least 2, also for 0 and 1.", unit="steps", minimum=0)
 
 
 class WarmupLRParams(OwnParameters):
@@ -47,17 +47,17 @@ class WarmupLRParams(OwnParameters):
 
 
 class WarmupDecayLRParams(OwnParameters):
-    """WarmupDecayLR: the rise of WarmupLR, then a linear decay to 0 at total_num_steps."""
+    """WarmupDecayLR: the rise of WarmupLR, then a linear decay to warmup_min_lr at total_num_steps."""
 
     total_num_steps: Int = key(..., "Steps of the whole run.", unit="steps", minimum=0)
-    warmup_min_lr: PerGroup = key(0.0, "Rate at the start.", minimum=0)
+    warmup_min_lr: PerGroup = key(0.0, "Rate at the start and the end.", minimum=0)
     warmup_max_lr: PerGroup = key(0.001, "Rate after the rise.", minimum=0)
     warmup_num_steps: Int = warmup_steps()
     warmup_type: WarmupType = key("log", "Shape of the rise.")
 
 
 class WarmupCosineLRParams(OwnParameters):
-    """WarmupCosineLR: a rise and then half a cosine; rates are ratios of the optimizer's lr."""
+    """WarmupCosineLR: a rise and then half a cosine, as ratios of the optimizer's lr. The first update has rate 0."""
 
     total_num_steps: Int = key(..., "Steps of the whole run.", unit="steps", minimum=0)
     warmup_min_ratio: Float = key(0.0, "Ratio of the rate to the optimizer's lr at the start.", minimum=0)
@@ -71,7 +71,9 @@ class OneCycleParams(OwnParameters):
 
     cycle_min_lr: PerGroup = key(..., "Rate at the start and end of the cycle.", minimum=0)
     cycle_max_lr: PerGroup = key(..., "Rate in the middle.", minimum=0)
-    decay_lr_rate: Float = key(0.0, "Decay of the rate after the cycle.", minimum=0)
+    decay_lr_rate: Float = key(
+        0.0, "Decay of the rate after the cycle: after n units it is cycle_min_lr / (1 + n decay_lr_rate).", minimum=0
+    )
     cycle_first_step_size: Int = key(2000, "Steps up.", unit="steps", above=0)
     cycle_second_step_size: Int | None = key(
         None, "Steps down.", unit="steps", minimum=0, null_means="cycle_first_step_size"
@@ -84,15 +86,19 @@ class OneCycleParams(OwnParameters):
     cycle_momentum: Bool = key(True, "Cycle the momentum too, for optimizers with betas.")
     cycle_min_mom: PerGroup = key(0.8, "Momentum in the middle.", minimum=0)
     cycle_max_mom: PerGroup = key(0.9, "Momentum at the start and end.", minimum=0)
-    decay_mom_rate: Float = key(0.0, "Decay of the momentum after the cycle.", minimum=0)
+    decay_mom_rate: Float = key(
+        0.0,
+        "Growth of the momentum after the cycle: after n units it is cycle_max_mom (1 + n decay_mom_rate).",
+        minimum=0,
+    )
 
 
 class LRRangeTestParams(OwnParameters):
     """LRRangeTest: a growing learning rate, to find the range in which training works."""
 
     lr_range_test_min_lr: PerGroup = key(1e-3, "Rate at the start.", minimum=0)
-    lr_range_test_step_size: Int = key(2000, "Steps per unit of growth.", unit="steps", above=0)
-    lr_range_test_step_rate: Float = key(1.0, "Growth per unit.", minimum=0)
+    lr_range_test_step_size: Int = key(2000, "Steps of one unit of growth.", unit="steps", above=0)
+    lr_range_test_step_rate: Float = key(1.0, "Growth per unit, as a share of the rate at the start.", minimum=0)
     lr_range_test_staircase: Bool = key(False, "Grow in steps instead of continuously.")
 
 
@@ -149,13 +155,17 @@ class ExponentialLRParams(TorchParameters):
 class LambdaLRParams(TorchParameters):
     """torch's LambdaLR."""
 
-    lr_lambda: Any = key(..., "Function of the step, or a list of them; only from a program.")
+    lr_lambda: Any = key(
+        ..., "Gives for a step the factor on the initial rate; or a list of these. Only from a program."
+    )
 
 
 class MultiplicativeLRParams(TorchParameters):
     """torch's MultiplicativeLR."""
 
-    lr_lambda: Any = key(..., "Function of the step, or a list of them; only from a program.")
+    lr_lambda: Any = key(
+        ..., "Gives for a step the factor on the rate before; or a list of these. Only from a program."
+    )
 
 
 class LinearLRParams(TorchParameters):
@@ -163,7 +173,7 @@ class LinearLRParams(TorchParameters):
 
     start_factor: Float = key(1 / 3, "Factor at the start.", above=0, maximum=1)
     end_factor: Float = key(1.0, "Factor at the end.", minimum=0, maximum=1)
-    total_iters: Int = key(5, "Steps between them.", unit="steps", above=0)
+    total_iters: Int = key(5, "Steps from the first factor to the last.", unit="steps", above=0)
 
 
 class MultiStepLRParams(TorchParameters):
@@ -181,13 +191,15 @@ class OneCycleLRParams(TorchParameters):
     epochs: Int | None = key(None, "Epochs of the cycle.", above=0)
     steps_per_epoch: Int | None = key(None, "Steps per epoch.", unit="steps", above=0)
     pct_start: Float = key(0.3, "Share of the steps in which the rate rises.", minimum=0, maximum=1)
-    anneal_strategy: Literal["cos", "linear"] = key("cos", "Shape of the fall.")
+    anneal_strategy: Literal["cos", "linear"] = key("cos", "Shape of the rise and of the fall.")
     cycle_momentum: Bool = key(True, "Cycle the momentum too.")
     base_momentum: PerGroup = key(0.85, "Smallest momentum.", minimum=0)
     max_momentum: PerGroup = key(0.95, "Largest momentum.", minimum=0)
     div_factor: Float = key(25.0, "Largest rate divided by the first.", above=0)
     final_div_factor: Float = key(1e4, "First rate divided by the last.", above=0)
-    three_phase: Bool = key(False, "Fall below the first rate in a third phase.")
+    three_phase: Bool = key(
+        False, "Fall to the first rate in as many steps as the rise, then to the last. false: one fall to the last."
+    )
 
 
 class PolynomialLRParams(TorchParameters):
@@ -200,7 +212,7 @@ class PolynomialLRParams(TorchParameters):
 class StepLRParams(TorchParameters):
     """torch's StepLR."""
 
-    step_size: Int = key(..., "Steps between falls.", unit="steps", above=0)
+    step_size: Int = key(..., "Steps from one fall to the next.", unit="steps", above=0)
     gamma: Float = key(0.1, "Factor on the rate at each of these steps.", minimum=0)
 
 
