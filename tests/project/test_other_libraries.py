@@ -23,16 +23,32 @@ NO_PATCH = ("torch.utils._python_dispatch.*",)
 """Extension points, as the page lists them."""
 
 BY_TEXT = {
-    "deepspeed.models.construction": ("transformers", "setattr(kind, name, wrap"),
-    "deepspeed.models.loading": ("transformers", "kind._load_pretrained_model = staticmethod(serve)"),
-    "deepspeed.parallel.sequence.batches": ("accelerate", "setattr(module, _NAME, skip_first_batches)"),
-    "deepspeed.data.accelerate_loaders": (
-        "accelerate.data_loader.DataLoaderShard",
-        "shard.load_state_dict = _loads(shard.load_state_dict)",
-    ),
-    "deepspeed.accelerator.cpu": ("mallopt", "library.mallopt"),
+    "deepspeed.models.construction": {
+        "PreTrainedModel.initialize_weights": 'for name in ("initialize_weights", ',
+        "PreTrainedModel._adjust_bias": '"_adjust_bias"):',
+        "transformers.integrations.deepspeed.initialize_weights_zero3": "integration.initialize_weights_zero3 = ",
+        "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref": "setattr(integration, _STAGE_3, None)",
+    },
+    "deepspeed.models.loading": {
+        "PreTrainedModel._load_pretrained_model": "kind._load_pretrained_model = staticmethod(serve)"
+    },
+    "deepspeed.models.checkpointing": {"_gradient_checkpointing_func": "setattr(module, _FUNCTION, make(function))"},
+    "deepspeed.parallel.sequence.batches": {
+        "accelerate.data_loader.skip_first_batches": "setattr(module, _NAME, skip_first_batches)"
+    },
+    "deepspeed.data.accelerate_loaders": {
+        "accelerate.data_loader.DataLoaderShard": "shard.load_state_dict = _loads(shard.load_state_dict)"
+    },
+    "deepspeed.accelerator.cpu": {"mallopt": "library.mallopt"},
 }
 """Patches that no assignment to a name of the library shows, and the line that makes each."""
+
+MEET_LIBRARIES = ("deepspeed.models.", "deepspeed.data.", "deepspeed.parallel.expert.", "deepspeed.precision.")
+"""Where a private name that this package does not define is one of Transformers, Accelerate or torchdata."""
+OF_PYTHON = frozenset({"_fields"})
+OF_OURS = frozenset({"_follows_samples", "_original"})
+OF_FILES = ("_index_to_", "_sample_to_", "_metric_value")
+"""Parts of names of files."""
 
 
 @cache
@@ -104,8 +120,7 @@ def _search(module: str) -> Iterator[str]:
                 yield target.attr
             elif name := full(target):
                 yield name
-    if module in BY_TEXT:
-        name, line = BY_TEXT[module]
+    for name, line in BY_TEXT.get(module, {}).items():
         assert line in graph.path_of(module).read_text(encoding="utf-8"), f"{module} has no line {line!r} any more"
         yield name
 
@@ -226,13 +241,32 @@ STILL_NEEDED: dict[str, tuple[tuple[str, ...], Callable[[], bool]]] = {
         lambda: _has_public(torch.nn.Parameter, "rebuild"),
     ),
     "Transformers calls hooks around its weights and their loading": (
-        ("transformers",),
+        (
+            "PreTrainedModel.initialize_weights",
+            "PreTrainedModel._adjust_bias",
+            "PreTrainedModel._load_pretrained_model",
+        ),
         lambda: any(
             re.search(rf"def register_\w*{word}\w*hook", _text_of("transformers", "modeling_utils.py"))
             for word in ("init", "load", "set")
         ),
     ),
-    "Accelerate keeps the loader whose batches it skips": (("accelerate",), _accelerate_keeps_a_loader),
+    "Transformers initialises weights on every rank at stage 3": (
+        ("transformers.integrations.deepspeed.initialize_weights_zero3",),
+        lambda: "def initialize_weights_zero3" not in _text_of("transformers", "integrations/deepspeed.py"),
+    ),
+    "models of Transformers compute tables on every rank at stage 3": (
+        ("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref",),
+        lambda: "_hf_deepspeed_config_weak_ref" not in _text_of("transformers", "integrations/deepspeed.py"),
+    ),
+    "Transformers takes the function that checkpoints a layer": (
+        ("_gradient_checkpointing_func",),
+        lambda: "_gradient_checkpointing_func" not in _text_of("transformers", "modeling_layers.py"),
+    ),
+    "Accelerate keeps the loader whose batches it skips": (
+        ("accelerate.data_loader.skip_first_batches",),
+        _accelerate_keeps_a_loader,
+    ),
     "Accelerate saves the number of the pass that a stateful loader is in": (
         ("accelerate.data_loader.DataLoaderShard",),
         lambda: '"_iteration"' in _text_of("accelerate", "data_loader.py"),
@@ -324,3 +358,57 @@ def test_every_row_has_a_check_of_its_need():
 def test_there_is_still_no_public_way(reason):
     names, is_there = STILL_NEEDED[reason]
     assert not is_there(), f"torch {torch.__version__}: {reason}; take it, and {', '.join(names)} out of {PAGE.name}"
+
+
+@cache
+def _private_names() -> dict[str, str]:
+    """Private name -> source file of the library that has it, as the page lists them."""
+    found: dict[str, str] = {}
+    for line in PAGE.read_text(encoding="utf-8").partition("## Private names of Transformers")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0].startswith("`_"):
+            assert cells[2], f"{PAGE.name}: {cells[0]} has no reason"
+            found.update(dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), cells[1].strip("`")))
+    return found
+
+
+@cache
+def _private_names_used() -> dict[str, str]:
+    """Private name that the package does not define -> a module that uses it, of those that meet libraries."""
+    defined: set[str] = set()
+    for module in graph.modules():
+        for node in graph.nodes_of(module, ast.FunctionDef, ast.ClassDef):
+            defined.add(node.name)
+        for node in graph.nodes_of(module, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+        for node in graph.nodes_of(module, ast.Attribute):
+            if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                defined.add(node.attr)
+    used: dict[str, str] = {}
+    for module in graph.modules():
+        if not module.startswith((*MEET_LIBRARIES, "deepspeed.zero.construction.model_files")):
+            continue
+        patched = {name.rpartition(".")[2] for name in _found_in(module)}
+        names = [node.attr for node in graph.nodes_of(module, ast.Attribute)]
+        parts = {part for node in graph.nodes_of(module, ast.JoinedStr) for part in node.values}
+        texts = [node for node in graph.nodes_of(module, ast.Constant) if node not in parts]
+        names += [node.value for node in texts if isinstance(node.value, str)]
+        for name in names:
+            is_private = re.fullmatch(r"_[a-z]\w*", name) and not name.startswith(("_ds_", "_deepspeed_", *OF_FILES))
+            if is_private and name not in defined | patched | OF_PYTHON | OF_OURS:
+                used[name] = module
+    return used
+
+
+def test_private_names_of_objects_have_a_reason():
+    missing = {name: module for name, module in _private_names_used().items() if name not in _private_names()}
+    assert not missing, f"ask for a public way, or give the reason in {PAGE.name}: {missing}"
+    gone = sorted(set(_private_names()) - set(_private_names_used()))
+    assert not gone, f"take out of {PAGE.name}: {gone}"
+
+
+@pytest.mark.parametrize("name", _private_names())
+def test_the_library_still_has_the_private_name(name):
+    library, _, path = _private_names()[name].partition("/")
+    assert re.search(rf"\b{name}\b", _text_of(library, path)), f"{library} has no {name} any more: change what reads it"
