@@ -7,7 +7,7 @@ from deepspeed.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "CopyCost": "deepspeed.elasticity.continuation",
+        "CopyCost": "deepspeed.elasticity.elastic_run",
         "DSElasticAgent": "deepspeed.elasticity.elastic_agent",
         "ELASTICITY": "deepspeed.elasticity.elasticity",
         "ENABLED": "deepspeed.elasticity.elasticity",
@@ -18,7 +18,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ElasticityConfigError": "deepspeed.errors",
         "ElasticityError": "deepspeed.errors",
         "ElasticityIncompatibleWorldSize": "deepspeed.errors",
-        "Recovery": "deepspeed.elasticity.continuation",
+        "Recovery": "deepspeed.elasticity.elastic_run",
         "compute_elastic_config": "deepspeed.elasticity.elasticity",
         "elasticity_enabled": "deepspeed.elasticity.elasticity",
         "ensure_immutable_elastic_config": "deepspeed.elasticity.elasticity",

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from deepspeed.axes import DATA, EXPERT, TENSOR
 from deepspeed.config.section import features_of
-from deepspeed.elasticity.continuation import Continuation, ElasticRun
+from deepspeed.elasticity.continuation import Continuation
+from deepspeed.elasticity.elastic_run import ElasticRun
 from deepspeed.engine.features import feature_of
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, UnevenBatch, marks_of
 from deepspeed.errors import DeepSpeedConfigError

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import default_collate
 
-from deepspeed.elasticity.continuation import Continuation, CopyCost, Recovery, continuation_of
+from deepspeed.elasticity.continuation import Continuation, continuation_of
+from deepspeed.elasticity.elastic_run import CopyCost, Recovery
 from deepspeed.engine.engine import EngineBase
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import warn_once

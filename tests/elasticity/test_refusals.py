@@ -11,7 +11,7 @@ import torch
 import deepspeed
 from deepspeed.config import parse
 from deepspeed.elasticity import ElasticSteps
-from deepspeed.elasticity.continuation import ElasticRun
+from deepspeed.elasticity.elastic_run import ElasticRun
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.ops.muon.muon import Muon
 from deepspeed.ops.onebit.adam import OneBitAdam
