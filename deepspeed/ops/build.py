@@ -170,6 +170,11 @@ def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any])
                 )
         elif key not in accepted:
             problems.append(f"{where}: {name} has no such parameter{_closest(key, accepted)}")
+        elif key == "differentiable" and value:
+            problems.append(
+                f"{where}: expected false, found {value!r}: torch cannot differentiate through updates of leaves, as "
+                "the parameters of an engine are; leave it out"
+            )
     return problems
 
 

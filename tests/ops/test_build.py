@@ -116,6 +116,13 @@ def test_groups_generators_and_empty_groups():
         ("Adagrad", {"lr_decay": 0.1}, True, ["optimizer.params.lr_decay", "DeepSpeedCPUAdagrad"]),
         ("Muon", {"ns_methods": "gram"}, False, ["did you mean ns_method?"]),
         ("Muon", {"ns_method": "cubic"}, False, ["gram, standard"]),
+        (
+            "RMSprop",
+            {"differentiable": True},
+            False,
+            ["params.differentiable: expected false", "leave it out"],
+        ),
+        ("Adam", {"torch_adam": True, "differentiable": True}, False, ["optimizer.params.differentiable"]),
         ("SGD", {"lr": -1}, False, ["SGD cannot be built from {'lr': -1}"]),
         ("Adam", {"lerning": 1, "epss": 1}, False, ["params.lerning", "params.epss", "did you mean eps?"]),
     ],

@@ -59,7 +59,7 @@ class TorchFlags(OptimizerParams):
 
     foreach: Bool | None = key(None, "torch's multi-tensor path.", null_means="torch decides")
     maximize: Bool = key(False, "Maximise the loss.")
-    differentiable: Bool = key(False, "Differentiate through the step.")
+    differentiable: Bool = key(False, "Differentiate through the step: refused, as parameters of an engine are leaves.")
 
 
 class Capturable(TorchFlags):
