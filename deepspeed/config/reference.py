@@ -171,7 +171,7 @@ def _lines() -> Iterable[str]:
     yield from _two_columns(("Key", "Feature"), missing)
     yield "## Old names"
     yield ""
-    yield "Each is translated, with one line in the log. It is an error to give the present name too."
+    yield "Each is translated, with one line in the log. It is an error to give the present name another value."
     yield ""
     old = [
         (f"`{dotted(entry.old)}`", ", ".join(f"`{dotted(new)}`" for new in entry.new), entry.about)
