@@ -68,6 +68,28 @@ def test_design_pages_name_files_that_exist():
     assert not missing, sorted(missing)
 
 
+OF_OTHER_SOFTWARE = {"Auto", "PR_SET_PDEATHSIG", "cudaFree", "memfd"}
+
+
+def test_design_pages_name_what_is_there():
+    """A name counts where the code, a test or a benchmark has it; those of libraries are not looked up."""
+    tops = ("deepspeed", "tests", "benchmarks")
+    words = {
+        word
+        for top in tops
+        for path in (ROOT / top).rglob("*.py")
+        for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
+    }
+    missing = []
+    for page in sorted((ROOT / "docs" / "design").glob("*.md")):
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for span in re.findall(r"`([A-Za-z_][\w.]*\w)(?:\(\))?`", text):
+            is_ours = not span.startswith(("transformers.", "accelerate.", "torchdata."))
+            if is_ours and span.rpartition(".")[2] not in words | OF_OTHER_SOFTWARE and not span.endswith(".md"):
+                missing.append(f"{page.name}: {span}")
+    assert not missing, missing
+
+
 def test_worked_examples_name_what_is_there():
     """Files, names and commands of CONTRIBUTING.md; a name counts where the code or a test has it."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -362,7 +362,7 @@ def test_there_is_still_no_public_way(reason):
 
 @cache
 def _private_names() -> dict[str, str]:
-    """Private name -> source file of the library that has it, as the page lists them."""
+    """Private name -> module of the library that has it, as the page lists them."""
     found: dict[str, str] = {}
     for line in PAGE.read_text(encoding="utf-8").partition("## Private names of Transformers")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -410,5 +410,6 @@ def test_private_names_of_objects_have_a_reason():
 
 @pytest.mark.parametrize("name", _private_names())
 def test_the_library_still_has_the_private_name(name):
-    library, _, path = _private_names()[name].partition("/")
+    library, _, module = _private_names()[name].partition(".")
+    path = f"{module.replace('.', '/')}.py"
     assert re.search(rf"\b{name}\b", _text_of(library, path)), f"{library} has no {name} any more: change what reads it"
