@@ -26,8 +26,8 @@ _INTERLEAVED = ("bloom", "gptneox", "falcon", "persimmon", "chatglm")
 _PLAIN = ("FalconLinear",)
 """Classes derived from ``nn.Linear`` whose forward computes the same in another way."""
 
-_EXPERTS_GRAIN = 8
-"""Features of experts that stay together: kernels for grouped products want strides of 16 bytes."""
+_EXPERTS_GRAINS = (8, 4)
+"""Features of experts that stay together, the larger first: grouped products need strides of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class _Builder:
             split = self._of_heads(found, UnitAssignment.AS_QUERIES, shape[dim] // found[1].query)
         else:
             each = shape[dim] // _count(rule)
-            grain = _EXPERTS_GRAIN if each % _EXPERTS_GRAIN == 0 and each >= self.size * _EXPERTS_GRAIN else 1
+            grain = next((n for n in _EXPERTS_GRAINS if each % n == 0 and each >= self.size * n), 1)
             split = Split.evenly(shape[dim], self.size, grain, _count(rule))
         self._check_width(name, split, f"indices of dimension {dim}")
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(name, shape, dim, split),))

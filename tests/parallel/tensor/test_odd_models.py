@@ -67,6 +67,7 @@ EVERYTHING = {
     "clip": ("clip_text_model", PLAIN),
     "dinov2": ("dinov2", {**PLAIN, "image_size": 16, "patch_size": 8}),
     "mixtral": ("mixtral", {**MIXED, "num_local_experts": 5}),
+    "mixtral, 5 times 4 features": ("mixtral", {**MIXED, "num_local_experts": 5, "intermediate_size": 20}),
     "qwen3_moe": ("qwen3_moe", {**GROUPED, "num_experts": 5, **EXPERTS}),
     "olmoe": ("olmoe", {**MIXED, "num_experts": 5, "num_experts_per_tok": 2}),
     "deepseek_v2": ("deepseek_v2", {**LATENT_SIX, "q_lora_rank": None}),
