@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
         number = count.detach().reshape(())
         return number.long() if number.dtype == torch.bool else number
-    if isinstance(count, (int, float)):
+    if isinstance(count, Real):  # numpy's numbers too
         return _number_of(count)
     found = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, torch.Tensor) else repr(count)[:80]
     raise DeepSpeedConfigError(
