@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import CallOrderError, NotYetSupportedError
@@ -151,6 +152,7 @@ def _transforms(stage):
         "jvp": lambda f: func.jvp(f, (x,), (torch.ones_like(x),))[1],
         "hessian": lambda f: func.hessian(lambda a: f(a).sum())(x),
         "vmap of grad": lambda f: func.vmap(func.grad(lambda a: f(a).sum()))(x),
+        "linearize": lambda f: func.linearize(f, x)[1](torch.ones_like(x)),
     }
     for name, case in cases.items():
         if stage == 3:
@@ -158,6 +160,18 @@ def _transforms(stage):
                 case(engine)
         else:
             torch.testing.assert_close(case(engine), case(plain), msg=name)
+
+    def tangent(f):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.detach()
+
+    by_autograd = {
+        "forward_ad": tangent,
+        "hvp": lambda f: torch.autograd.functional.hvp(lambda a: f(a).sum(), x, torch.ones_like(x))[1],
+        "jacobian": lambda f: torch.autograd.functional.jacobian(f, x, vectorize=True),
+    }
+    for name, case in by_autograd.items():
+        torch.testing.assert_close(case(engine), case(plain), msg=name)
 
     # A penalty on the gradient: what the transform returns is backpropagated.
     def penalty(model):

@@ -16,6 +16,7 @@ backward and the update *pause* the forwards around them; what gathers next open
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -157,12 +158,20 @@ class ForwardHooks:
     # -- scopes ------------------------------------------------------------------------------------------------------
 
     def refuse_transforms(self) -> None:
-        """Raises if a transform of ``torch.func`` that differentiates runs.
+        """Raises if a transform of ``torch.func`` that differentiates runs, or operations are recorded as a graph.
 
         Raises:
-            NotYetSupportedError: It does: its wrappers hide the storage of what is saved.
+            NotYetSupportedError: One of the two: wrappers hide the storage of what is saved, and a gather is no
+                operation of a graph.
         """
-        if self._buckets and differentiates_a_function():
+        if not self._buckets:
+            return
+        if _records_a_graph():
+            raise NotYetSupportedError(
+                "torch.func.linearize and make_fx record operations, and cannot run the modules of a model at ZeRO "
+                "stage 3, whose parameters are gathered in between; use stage 0, 1 or 2, or torch.autograd.forward_ad"
+            )
+        if differentiates_a_function():
             raise NotYetSupportedError(
                 "torch.func transforms that differentiate (grad, vjp, jacrev, jvp, ...) cannot run the modules of a "
                 "model at ZeRO stage 3, where parameters are sharded; use stage 0, 1 or 2, or torch.autograd.grad"
@@ -394,6 +403,12 @@ class ForwardHooks:
         if bucket in self._recomputed:
             return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it
         bucket.reshard()
+
+
+def _records_a_graph() -> bool:
+    """Returns whether operations are being recorded as a graph (``make_fx``, which ``torch.func.linearize`` uses)."""
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # imported where it is used: it takes long
+    return tracing is not None and tracing.get_proxy_mode() is not None
 
 
 def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.Module]:
