@@ -185,3 +185,32 @@ def _smaller_batches(folder):
 
 def test_smaller_batches_after_running_out_of_memory(tmp_path):
     run_ranks(_smaller_batches, 2, str(tmp_path))
+
+
+@on_cpu_ranks
+def _padded(folder):
+    """One update of four samples with 1, 3, 5 and 7 labels, over ranks and accumulation; beside plain torch."""
+    from transformers import Trainer
+
+    place = runs.save_pretrained(folder)
+    samples = runs.rows(4)
+    for number, row in enumerate(samples):
+        row["labels"] = row["input_ids"].masked_fill(torch.arange(9) > 1 + 2 * number, -100)
+    tokens, labels = (torch.stack([row[key] for row in samples]) for key in ("input_ids", "labels"))
+    expected = runs.new_model_plain(place)
+    logits = expected(input_ids=tokens, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    config = runs.ds_config(2, optimizer=False)
+    more = {"max_steps": 1, "per_device_train_batch_size": 1, "max_grad_norm": 0.0, "optim": "sgd"}
+    given = runs.arguments(folder, config, learning_rate=0.5, lr_scheduler_type="constant", warmup_steps=0, **more)
+    finished = Trainer(runs.new_model(place), given, train_dataset=samples)
+    finished.train()
+    assert finished.deepspeed.gradient_accumulation_steps() == 2
+    found = runs.full_weights(finished.deepspeed)
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_mean_over_all_tokens_of_an_update(tmp_path):
+    run_ranks(_padded, 2, str(tmp_path))
