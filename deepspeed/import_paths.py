@@ -81,7 +81,10 @@ PATHS: dict[str, dict[str, str]] = {
     "monitor.wandb": {
         "deepspeed.monitor.monitor": "WandbMonitor",
     },
-    "module_inject": {},
+    "module_inject": {
+        "deepspeed.parallel.tensor.linear": "LinearAllreduce=RowLinear LinearLayer=ColumnLinear",
+        "deepspeed.parallel.tensor.request": "set_autotp_mode",
+    },
     "module_inject.layers": {
         "deepspeed.parallel.tensor.linear": (
             "GateUpPack_LinearLayer=GatedColumnLinear LinearAllreduce=RowLinear "

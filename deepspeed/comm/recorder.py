@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 
 # The share of a collective's bytes that must cross each rank's link, as a function of the number of ranks; the usual
@@ -113,6 +115,29 @@ class CommsLog:
         for name in sorted(self.totals):
             for size in sorted(self.totals[name]):
                 yield name, size, self.totals[name][size]
+
+    @property
+    def comms_dict(self) -> Mapping[str, Mapping[int, list[Any]]]:
+        """Operation -> bytes -> ``[count, milliseconds, algbw, busbw]``; of each call the time and the rates (Gbit/s).
+
+        A copy. Assign an empty dict to forget what was recorded.
+        """
+        found: dict[str, dict[int, list[Any]]] = {}
+        for name, size, totals in self.rows():
+            rates = [bandwidths(name, size, seconds, totals.ranks) for seconds in totals.seconds]
+            times = [seconds * 1e3 for seconds in totals.seconds]
+            algorithm, bus = ([pair[number] for pair in rates] for number in range(2))
+            found.setdefault(name, {})[size] = [totals.count, times, algorithm, bus]
+        return MappingProxyType(found)
+
+    @comms_dict.setter
+    def comms_dict(self, value: Mapping[str, Any]) -> None:
+        if value:
+            raise CallOrderError(
+                f"comms_logger.comms_dict: expected an empty dict, which forgets what was recorded; found entries for "
+                f"{', '.join(map(str, value))}. Record operations by deepspeed.comm's collectives"
+            )
+        self.totals.clear()
 
 
 log = CommsLog()

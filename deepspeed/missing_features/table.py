@@ -91,7 +91,7 @@ FEATURES: tuple[Feature, ...] = (
         "fused layers in the place of a model's own",
         "deepspeed.init_inference keeps the model's own modules, whose attention torch fuses.",
         {
-            "deepspeed.module_inject": "replace_transformer_layer",
+            "deepspeed.module_inject": "replace_transformer_layer HFBertLayerPolicy",
             "deepspeed.model_implementations": "DeepSpeedTransformerInference",
         },
     ),

@@ -29,6 +29,7 @@ deepspeed.checkpoint.utils:clone_tensors_for_torch_save
 deepspeed.comm:get_rank,init_distributed,is_initialized
 deepspeed.inference.config:DeepSpeedInferenceConfig
 deepspeed.linear:OptimizedLinear,LoRAConfig,QuantizationConfig
+deepspeed.module_inject:LinearAllreduce,LinearLayer,HFBertLayerPolicy,replace_transformer_layer,set_autotp_mode
 deepspeed.moe.layer:MoE
 deepspeed.moe.utils:has_moe_layers,is_moe_param,split_params_into_different_moe_groups_for_optimizer
 deepspeed.monitor.monitor:MonitorMaster,TensorBoardMonitor,WandbMonitor,CometMonitor,csvMonitor

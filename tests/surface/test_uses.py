@@ -75,6 +75,33 @@ def test_operations_are_logged_one_by_one():
         vars(log).update(before)
 
 
+def test_the_log_by_operation_and_size():
+    from deepspeed.comm import comms_logger as log
+    from deepspeed.comm import has_comm_data
+    from deepspeed.errors import CallOrderError
+
+    log.comms_dict = {}
+    log.add("all_reduce", 1000, 0.001, 2)
+    log.add("all_reduce", 1000, 0.002, 2)
+    assert has_comm_data() and list(log.comms_dict) == ["all_reduce"]
+    count, times, _, bus = log.comms_dict["all_reduce"][1000]
+    assert (count, times) == (2, [1.0, 2.0]) and bus[0] == pytest.approx(0.008)
+    with pytest.raises(CallOrderError, match="expected an empty dict.*broadcast"):
+        log.comms_dict = {"broadcast": {}}
+    log.comms_dict = {}
+    assert not has_comm_data() and not log.comms_dict
+
+
+def test_tensors_in_one():
+    from deepspeed.ops.op_builder import UtilsBuilder
+
+    utils, tensors = UtilsBuilder().load(), [torch.arange(6.0).view(2, 3).T, torch.tensor(7.0), torch.empty(0, 2)]
+    flat = utils.flatten(tensors)
+    assert flat.shape == (7,)
+    for found, expected in zip(utils.unflatten(flat, tensors), tensors, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_batch_keys_of_a_configuration_object():
     from deepspeed.errors import DeepSpeedConfigError
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -2,7 +2,7 @@
 
 Nothing is compiled. What upstream builds as a native operator is Python here, or missing. So ``load()`` of a builder
 returns the package that does the operator's work, and ``is_compatible()`` returns whether there is one. Functions of
-upstream's compiled modules are not imitated.
+upstream's compiled modules are not imitated, except those that torch has in a line (:mod:`deepspeed.ops.flattening`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GDSBuilder(AsyncIOBuilder):
 class UtilsBuilder(OpBuilder):
     """Flattening of tensors."""
 
-    NAME, INSTEAD = "utils", "torch._utils flattens tensors"
+    NAME, MODULE, INSTEAD = "utils", "deepspeed.ops.flattening", "torch._utils flattens tensors"
 
 
 class TransformerBuilder(CUDAOpBuilder):
