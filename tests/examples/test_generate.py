@@ -1,5 +1,6 @@
 """The quickstart for inference: four widths from one file, and text that is the model's own."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,9 @@ def test_the_text_is_that_of_the_model_without_a_cache():
 
 
 def test_one_checkpoint_in_four_widths(tmp_path):
-    sys.path.insert(0, str(FOLDER))
-    try:
-        from train import GPT
-    finally:
-        sys.path.remove(str(FOLDER))
+    model = runpy.run_path(str(FOLDER / "train.py"))["GPT"]
     torch.manual_seed(0)
-    save_file(GPT().state_dict(), tmp_path / "model.safetensors")
+    save_file(model().state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "text.py").write_text("print('a line of text')\n" * 50_000)
     command = [sys.executable, str(FOLDER / "generate.py"), "--weights", str(tmp_path / "model.safetensors")]
     done = subprocess.run(
