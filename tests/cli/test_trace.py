@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.cli import trace
 from deepspeed.cli.trace import compare_traces, merge_traces
@@ -116,15 +118,23 @@ def test_a_range_that_an_exception_left_ends_with_its_step(tmp_path):
     assert times["backward"][1] <= times["forward"][1] <= times["step 1"][1]
 
 
+def _trace_nothing(folder):
+    """Returns what torch's profiler writes to stderr, which it does not as Python's ``sys.stderr``."""
+    with tempfile.TemporaryFile() as written:
+        stderr = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        try:
+            TraceRecorder(Path(folder), dist.get_rank(), 1, 1).close()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        written.seek(0)
+        return written.read().decode()
+
+
 def test_only_rank_0_lets_the_profiler_print(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from deepspeed.profiling.step_trace import TraceRecorder; "
-        "TraceRecorder(Path(sys.argv[1]), int(sys.argv[2]), 1, 1).close()"
-    )
-    for rank in (0, 1):
-        command = [sys.executable, "-c", program, str(tmp_path), str(rank)]
-        printed = subprocess.run(command, stderr=subprocess.PIPE, check=True, text=True).stderr
-        assert ("Profiler" in printed) == (rank == 0), printed
+    printed = run_ranks(_trace_nothing, 2, str(tmp_path), fresh=True)
+    assert ["Profiler" in text for text in printed] == [True, False], printed
 
 
 def _train(folder):
