@@ -37,6 +37,7 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # syntax trees of all modules are another million, which tests keep for each other
     gc.enable()
 
 

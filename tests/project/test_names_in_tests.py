@@ -37,10 +37,10 @@ def _resolve(module: str, name: str) -> Any:
         return None
 
 
-def _assigned(tree: ast.Module) -> set[str]:
+def _assigned(nodes: list[ast.AST]) -> set[str]:
     """Names that mean something else somewhere in a file than what it imports under them."""
-    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return stored | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
 def _replaced(node: ast.AST) -> tuple[ast.expr, str] | None:
@@ -53,9 +53,9 @@ def _replaced(node: ast.AST) -> tuple[ast.expr, str] | None:
 
 def missing_names(path: Path) -> Iterator[str]:
     """Yields what a test file takes from the package that is not there."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     imported: dict[str, Any] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "deepspeed":
             for alias in node.names:
                 try:
@@ -63,9 +63,9 @@ def missing_names(path: Path) -> Iterator[str]:
                 except AttributeError as error:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}: {error}"
     owners = {name: value for name, value in imported.items() if hasattr(value, "__dict__")}
-    for name in _assigned(tree):
+    for name in _assigned(nodes):
         owners.pop(name, None)
-    for node in ast.walk(tree):
+    for node in nodes:
         used = (node.value, node.attr) if isinstance(node, ast.Attribute) else _replaced(node)
         if used is None or not isinstance(used[0], ast.Name) or used[0].id not in owners:
             continue
