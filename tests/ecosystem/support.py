@@ -31,21 +31,28 @@ def cpu_ranks() -> Iterator[None]:
     """Inside, this process is one of WORLD_SIZE CPU ranks to the libraries, which remember nothing of earlier runs."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
-    from transformers import training_args
+    from transformers import utils
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    prepare_backend, has_bf16 = PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available
+    prepare_backend, has_bf16 = PartialState._prepare_backend, utils.is_torch_bf16_gpu_available
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
-    training_args.is_torch_bf16_gpu_available = lambda: True
+    _replace_has_bf16(lambda: True)
     forget_runs()
     try:
         yield
     finally:
         forget_runs()
         PartialState._prepare_backend = prepare_backend
-        training_args.is_torch_bf16_gpu_available = has_bf16
+        _replace_has_bf16(has_bf16)
+
+
+def _replace_has_bf16(has_bf16: Callable[[], bool]) -> None:
+    """Replaces it where the Trainer's arguments take it from, and in them if they are loaded, which takes seconds."""
+    for name in ("transformers.utils", "transformers.training_args"):
+        if name in sys.modules:
+            sys.modules[name].is_torch_bf16_gpu_available = has_bf16  # type: ignore[attr-defined]
 
 
 def forget_runs() -> None:
