@@ -34,7 +34,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.compression.installing": "init_compression student_initialization",
     },
     "compression.helper": {
-        "deepspeed.compression.installing": "recursive_getattr recursive_setattr",
+        "deepspeed.compression.installing": "convert_conv1d_to_linear recursive_getattr recursive_setattr",
     },
     "compression.scheduler": {
         "deepspeed.compression.feature": "compression_scheduler",
@@ -161,6 +161,7 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.config": {
         "deepspeed.config": "DeepSpeedConfig load_ds_config",
         "deepspeed.errors": "DeepSpeedConfigError",
+        "deepspeed.ops.build": "DEEPSPEED_OPTIMIZERS",
     },
     "runtime.config_utils": {
         "deepspeed.config.enums": "DeepSpeedConfigModel get_scalar_param",
@@ -259,6 +260,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     },
     "runtime.pipe.engine": {
+        "deepspeed.engine.engine": "DeepSpeedEngine",
         "deepspeed.engine.pipeline": "DualPipeVEngine PipelineEngine",
     },
     "runtime.pipe.module": {
@@ -408,6 +410,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.profiling.ranges": "instrument_w_nvtx",
     },
     "utils.tensor_fragment": {
+        "deepspeed.checkpoint.upstream.files": "fragment_address=FragmentAddress",
         "deepspeed.zero.access.states": (
             "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
             "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "

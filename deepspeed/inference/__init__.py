@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "DeepSpeedInferenceConfig": "deepspeed.inference.config",
+        "DeepSpeedTPConfig": "deepspeed.inference.config",
         "InferenceEngine": "deepspeed.inference.engine",
         "default_inference_config": "deepspeed.inference.initialize",
         "init_inference": "deepspeed.inference.initialize",

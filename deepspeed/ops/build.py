@@ -15,6 +15,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 #: Names taken in any case, spelt as messages spell them.
 _OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD", "ZeroOneAdam")
+DEEPSPEED_OPTIMIZERS = [name.lower() for name in _OWN_NAMES]
+"""Names of this package's optimizers, as programs read them."""
 
 #: Known names without an implementation, and what to use instead.
 _MISSING = {

@@ -27,7 +27,9 @@ deepspeed.accelerator:get_accelerator
 deepspeed.checkpoint:DeepSpeedCheckpoint
 deepspeed.checkpoint.utils:clone_tensors_for_torch_save
 deepspeed.comm:get_rank,init_distributed,is_initialized
-deepspeed.inference.config:DeepSpeedInferenceConfig
+deepspeed.compression.helper:convert_conv1d_to_linear,recursive_getattr,recursive_setattr
+deepspeed.inference.config:DeepSpeedInferenceConfig,DeepSpeedTPConfig
+deepspeed.inference:DeepSpeedTPConfig
 deepspeed.linear:OptimizedLinear,LoRAConfig,QuantizationConfig
 deepspeed.module_inject:LinearAllreduce,LinearLayer,HFBertLayerPolicy,replace_transformer_layer,set_autotp_mode
 deepspeed.moe.layer:MoE
@@ -41,7 +43,7 @@ deepspeed.runtime.activation_checkpointing.checkpointing:checkpoint,configure
 deepspeed.runtime.base_optimizer:DeepSpeedOptimizer,ZeROOptimizer
 deepspeed.runtime.bf16_optimizer:BF16_Optimizer
 deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine
-deepspeed.runtime.config:DeepSpeedConfig,DeepSpeedConfigError
+deepspeed.runtime.config:DeepSpeedConfig,DeepSpeedConfigError,DEEPSPEED_OPTIMIZERS
 deepspeed.runtime.dataloader:RepeatingLoader,DeepSpeedDataLoader
 deepspeed.runtime.engine:DeepSpeedEngine
 deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer
@@ -49,7 +51,7 @@ deepspeed.runtime.fp16.loss_scaler:LossScaler,DynamicLossScaler,CreateLossScaler
 deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer
 deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine
 deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES,WarmupLR,WarmupDecayLR,WarmupCosineLR,OneCycle,LRRangeTest
-deepspeed.runtime.pipe.engine:PipelineEngine
+deepspeed.runtime.pipe.engine:PipelineEngine,DeepSpeedEngine
 deepspeed.runtime.pipe.module:PipelineModule
 deepspeed.runtime.pipe.schedule:TrainSchedule
 deepspeed.runtime.pipe.topology:ProcessTopology,PipeModelDataParallelTopology
@@ -72,6 +74,7 @@ deepspeed.utils.groups:_get_data_parallel_group,_get_sequence_parallel_group
 deepspeed.utils.init_on_device:OnDevice
 deepspeed.utils.logging:logger,log_dist
 deepspeed.utils.nvtx:instrument_w_nvtx
+deepspeed.utils.tensor_fragment:fragment_address,safe_get_full_grad
 deepspeed.utils.timer:SynchronizedWallClockTimer,ThroughputTimer,NoopTimer
 deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint,get_model_state_file,get_optim_files
 deepspeed.utils.zero_to_torch:convert_zero_checkpoint_to_state_dict,to_torch_tensor
