@@ -13,6 +13,8 @@ from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 
 ALIGNMENT = 64
 
+SHAPES = [(24, 10), (10, 24), (16, 16), (3, 2, 5, 5), (64, 3), (7, 9), (40, 5)]
+
 
 class ThreadedGroup:
     """Ranks as threads; each collective is two barriers around shared slots."""
