@@ -17,7 +17,6 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generation import with_cache
 from deepspeed.engine.parts import EngineParts
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.logging import log_dist
 from deepspeed.zero.access.gathered import GatheredParameters
 
 
@@ -38,9 +37,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._generate = self.module.generate
         self._fused = ExitStack()
         self.module.generate = self.generate  # type: ignore[assignment]
-        for name, why in _POINTLESS.items():
-            if name in section.model_fields_set:
-                log_dist(f"hybrid_engine.{name} has no effect: {why}")
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own ``generate`` with the weights as they are now. Every rank must call it.
@@ -83,14 +79,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """Releases what the engine holds and gives the model its own ``generate`` back."""
         self.module.__dict__.pop("generate", None)
         super().destroy()
-
-
-_POINTLESS = {
-    "max_out_tokens": "the model's own cache grows as far as generate asks",
-    "release_inference_cache": "the model's own cache ends with generate",
-    "tp_gather_partition_size": "parameters are gathered by buckets",
-    "enable_cuda_graph": "the model's own generate runs; compile it with cache_implementation='static'",
-}
 
 
 @contextmanager

@@ -176,9 +176,30 @@ class HybridEngine(Section):
     _feature: ClassVar[str] = "deepspeed.engine.generation"
 
     enabled: Bool = key(False, "Build the hybrid engine.")
-    max_out_tokens: Int = key(512, "Length of the KV cache.", unit="tokens", above=0)
-    inference_tp_size: Int = key(1, "Tensor-parallel degree while generating.", unit="ranks", above=0)
-    release_inference_cache: Bool = key(False, "Free the KV cache after generating.")
-    pin_parameters: Bool = key(True, "Keep parameters gathered while generating.")
-    tp_gather_partition_size: Int = key(8, "Layers gathered at once.", unit="layers", above=0)
-    enable_cuda_graph: Bool = key(False, "Generate through CUDA graphs.")
+    max_out_tokens: Int = key(
+        512,
+        "Length of the KV cache.",
+        unit="tokens",
+        above=0,
+        no_effect="the model's own cache grows as far as generate asks",
+    )
+    inference_tp_size: Int = key(
+        1,
+        "Tensor-parallel degree while generating: 1, as layers are cut for training and generating alike.",
+        unit="ranks",
+        above=0,
+    )
+    release_inference_cache: Bool = key(
+        False, "Free the KV cache after generating.", no_effect="the model's own cache ends with generate"
+    )
+    pin_parameters: Bool = key(
+        True, "At stage 3: gather all parameters while text is generated. false: layer by layer, for every token."
+    )
+    tp_gather_partition_size: Int = key(
+        8, "Layers gathered at once.", unit="layers", above=0, no_effect="parameters are gathered by buckets"
+    )
+    enable_cuda_graph: Bool = key(
+        False,
+        "Generate through CUDA graphs.",
+        no_effect="the model's own generate runs; compile it with cache_implementation='static'",
+    )
