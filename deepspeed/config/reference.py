@@ -75,9 +75,14 @@ def _default(field: Any) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def _meaning(field: Any) -> str:
+_UNSUPPORTED = {key.name: feature for feature in FEATURES for key in feature.keys}
+
+
+def _meaning(field: Any, name: str) -> str:
     facts = facts_of(field)
     parts = [facts.about]
+    if name in _UNSUPPORTED and default_of(field) is False:
+        parts.append("true is not supported yet.")
     if facts.null_means is not None:
         parts.append(f"null: {facts.null_means}.")
     if facts.min_stage:
@@ -93,11 +98,12 @@ def _meaning(field: Any) -> str:
     return " ".join(parts)
 
 
-def _table(model: type[Section]) -> Iterable[str]:
+def _table(model: type[Section], path: Path = ()) -> Iterable[str]:
     yield "| Key | Takes | Default | Unit | Meaning |"
     yield "|---|---|---|---|---|"
     for name, field in model.model_fields.items():
-        cells = (f"`{name}`", expectation(field), _default(field), facts_of(field).unit or "", _meaning(field))
+        meaning = _meaning(field, dotted((*path, name)))
+        cells = (f"`{name}`", expectation(field), _default(field), facts_of(field).unit or "", meaning)
         yield f"| {' | '.join(_cell(cell) for cell in cells)} |"
     yield ""
 
@@ -105,9 +111,11 @@ def _table(model: type[Section]) -> Iterable[str]:
 def _section(model: type[Section], path: Path, level: int) -> Iterable[str]:
     yield f"{'#' * level} `{dotted(path).replace('.[]', '[]')}`"
     yield ""
-    yield " ".join((model.__doc__ or "").split())
+    missing = _UNSUPPORTED.get(dotted(path)) or _UNSUPPORTED.get(f"{dotted(path)}.enabled")
+    note = "" if missing is None else f" Not supported yet. {missing.instead}"
+    yield " ".join((model.__doc__ or "").split()) + note
     yield ""
-    yield from _table(model)
+    yield from _table(model, path)
     yield from _inner(model, path, level)
 
 

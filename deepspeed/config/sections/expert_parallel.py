@@ -104,7 +104,7 @@ class ExpertParallel(Section):
         "separate", "Kernel of the gate.", since="0.19.8", no_effect=_ONE_WAY
     )
     comm_backend: Annotated[Literal["comm", "deepep"], AnyCase] = key(
-        "comm", "Backend of the all-to-all.", since="0.19.8"
+        "comm", "Backend of the all-to-all. deepep is not supported yet.", since="0.19.8"
     )
     comm_num_sm: Int = key(12, "Multiprocessors for communication.", minimum=0, since="0.19.8", no_effect=_ONE_WAY)
     comm_qp_margin: Int = key(4, "Spare queue pairs.", minimum=0, since="0.19.8", no_effect=_ONE_WAY)

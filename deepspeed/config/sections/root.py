@@ -98,14 +98,14 @@ _CALL = "call engine.compile(backend=..., compile_kwargs=...)"
 class Compile(Section):
     """DeepCompile: compiler passes that schedule ZeRO's communication.
 
-    ``engine.compile()`` does not need this section.
+    It is not supported yet, so no key has an effect. ``engine.compile()`` needs none of them.
     """
 
     switch_name = "deepcompile"
 
     deepcompile: Bool = key(False, "Use the passes.", since="0.16.6")
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
-        None, "Names of passes; autotp only alone.", null_means="chosen by the stage"
+        None, "Names of passes; autotp only alone, autosp is refused.", null_means="chosen by the stage"
     )
     free_activation: Bool = key(False, "Free large activations.")
     free_activation_threshold: Int = key(
