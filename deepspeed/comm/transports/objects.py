@@ -15,7 +15,7 @@ def gather_objects(transport: Transport, value: Any, *, label: str) -> list[Any]
     """Returns everybody's ``value``, by rank. Every rank of the group must call it, and it blocks.
 
     Args:
-        transport: Between the ranks, over host memory; see ``connect.objects_transport``.
+        transport: Between the ranks, over host memory; see ``Connector.objects``.
         value: What pickle takes. The others unpickle it, so all ranks must trust each other.
         label: What the ranks are doing, for messages of waits in vain.
     """
