@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LONGEST = 1 << 16  # bytes of a message: what a socket holds of them is limited
-_ROOM = 1 << 20  # bytes that a socket should hold unread; the system may allow less
+_SOCKET_BYTES = 1 << 20  # bytes that a socket should hold unread; the system may allow less
 _TAG = struct.Struct("=q")
 _LOOK = 0.005  # seconds between looks at what comes while a rank waits until all it sent has left
-# As numbers, which costs less; not every system has them, nor then connections (same_host_meeting).
-_QUIETLY, _AT_ONCE = (int(getattr(socket, name, 0)) for name in ("MSG_NOSIGNAL", "MSG_DONTWAIT"))
-_QUIETLY_AT_ONCE = _QUIETLY | _AT_ONCE
+# Flags of calls, as plain numbers, which cost less. Where a system lacks them, `sockets.py` makes no connections.
+_NO_SIGNAL, _NO_WAIT = (int(getattr(socket, name, 0)) for name in ("MSG_NOSIGNAL", "MSG_DONTWAIT"))
+_NO_SIGNAL_NO_WAIT = _NO_SIGNAL | _NO_WAIT
 _Buffer = Any  # what has the buffer protocol
 
 
@@ -53,7 +53,7 @@ class MessageQueue:
         self._head = bytearray(_TAG.size)
         self._spill = bytearray(LONGEST)
         for connection in self._connections.values():
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LONGEST:
                 raise OSError("no free space for messages")
 
@@ -71,7 +71,7 @@ class MessageQueue:
             del self._senders[peer]
         connection = self._connections[peer]
         try:
-            connection.sendmsg((_TAG.pack(tag), message), (), _QUIETLY_AT_ONCE)
+            connection.sendmsg((_TAG.pack(tag), message), (), _NO_SIGNAL_NO_WAIT)
         except BlockingIOError:
             self._senders[peer] = _SenderThread(connection, _TAG.pack(tag) + bytes(message))
         except ConnectionError:
@@ -122,7 +122,7 @@ class MessageQueue:
         buffers = (self._head, buffer, self._spill)
         while True:
             try:
-                length = self._connections[peer].recvmsg_into(buffers, 0, _AT_ONCE)[0]
+                length = self._connections[peer].recvmsg_into(buffers, 0, _NO_WAIT)[0]
             except OSError:  # no message yet, or a closed connection; the next wait shows which
                 return False
             if not length:
@@ -225,7 +225,7 @@ class MessageQueue:
         connection = self._connections[peer]
         while True:
             try:
-                length = connection.recvmsg_into((self._head, self._spill), 0, _AT_ONCE)[0]
+                length = connection.recvmsg_into((self._head, self._spill), 0, _NO_WAIT)[0]
             except BlockingIOError:
                 return True
             except OSError:
@@ -283,7 +283,7 @@ class _SenderThread(threading.Thread):
         """Sends."""
         while self._messages:
             try:
-                self._connection.send(self._messages[0], _QUIETLY)
+                self._connection.send(self._messages[0], _NO_SIGNAL)
             except OSError as error:  # the rank has gone, or this one leaves
                 if not isinstance(error, ConnectionError):
                     with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.host import message_queue as mail_module
+from deepspeed.comm.host import message_queue as queue_module
 from deepspeed.comm.host import sockets
 from deepspeed.comm.host.message_queue import LONGEST, MessageQueue
 from deepspeed.comm.host.sockets import connect_on_host
@@ -228,7 +228,7 @@ def test_receivers_of_a_tag_get_its_messages_in_the_order_of_their_calls():
 
 
 def test_without_room_for_the_longest_message_there_is_none(monkeypatch):
-    monkeypatch.setattr(mail_module, "_ROOM", 4096)
+    monkeypatch.setattr(queue_module, "_SOCKET_BYTES", 4096)
     with pytest.raises(OSError, match="no free space for messages"), mails(2):
         pass
 
@@ -301,17 +301,17 @@ def _other_hosts() -> None:
     for spoil in ("nothing", "the host", "the room of one"):
         transport = Job.current().connector.over(dist.new_group([0, 1]) if spoil == "nothing" else group, None)
         transport.watched.has_met = False
-        buffer = mail_module._ROOM
+        buffer = queue_module._SOCKET_BYTES
         if spoil == "the host":
             sockets._host = lambda: f"host {dist.get_rank()}"
         if spoil == "the room of one" and dist.get_rank() == 1:
-            mail_module._ROOM = 4096
+            queue_module._SOCKET_BYTES = 4096
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", ResourceWarning)
                 warm_up(transport)
         finally:
-            sockets._host, mail_module._ROOM = before, buffer
+            sockets._host, queue_module._SOCKET_BYTES = before, buffer
         assert (transport.watched.queue is not None) == (spoil == "nothing")
         results.append([small(transport, 3.5 * dist.get_rank() + step) for step in range(5)])
     assert results[0] == results[1] == results[2]
@@ -487,7 +487,7 @@ def test_a_wait_ends_at_the_time_limit_of_the_group():
 
 def _late_stage() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
-    mail_module._ROOM = 1 << 17
+    queue_module._SOCKET_BYTES = 1 << 17
     transports = StageChannels(Mesh((("pipe", 3),)), torch.device("cpu"))
     transport = Job.current().axis_of().transport()
     assert transports._queue is open_message_queue(transport)

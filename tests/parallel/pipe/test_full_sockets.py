@@ -52,11 +52,11 @@ def engine_of(
         "gradient_accumulation_steps": count,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
     }
-    before, message_queue._ROOM = message_queue._ROOM, room
+    before, message_queue._SOCKET_BYTES = message_queue._SOCKET_BYTES, room
     try:
         return deepspeed.initialize(model=module, config=config)[0]
     finally:
-        message_queue._ROOM = before
+        message_queue._SOCKET_BYTES = before
 
 
 def _tied(stages: int, count: int) -> list[float]:
