@@ -319,7 +319,7 @@ def lower_priority() -> None:
 
 
 class SavePace:
-    """Keeps a save in the background off the processor for half of its time, until somebody waits for the save.
+    """Keeps a save in the background off the processor for half of its time, until the program waits for the save.
 
     Training and the threads of a save share processors, caches and the interpreter's lock. A thread that is nicer by 10
     and never rests takes a tenth of the processor that it shares.

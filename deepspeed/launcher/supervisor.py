@@ -256,7 +256,7 @@ class Supervisor:
         self._report(event="done", leftovers=len(leftovers), stuck=sorted(stuck))
 
     def _print_loss(self, front: int) -> None:
-        """Prints that the front is gone, as nobody else can. Not if that would wait for a reader."""
+        """Prints that the launcher is gone: no other process can. Prints nothing if that would wait for a reader."""
         message = (
             f"deepspeed: the launcher (pid {front}) was lost, perhaps killed, so its {len(self._workers)} rank(s) on "
             f"{socket.gethostname()} were ended. Start the run again from its last checkpoint\n"

@@ -235,7 +235,7 @@ class MessageQueue:
             self._kept[peer, self._tag()].append(bytes(self._spill[: length - _TAG.size]))
 
     def close(self) -> None:
-        """Makes whoever waits for this rank, or in it, raise."""
+        """Makes waits for this rank raise, on other ranks and on this one."""
         self._is_closed = True
         for connection in list(self._connections.values()):
             with contextlib.suppress(OSError):

@@ -259,7 +259,7 @@ class SharedMemorySumBackend:
         return made
 
     def close(self) -> None:
-        """Makes whoever waits for this rank, or in it, raise."""
+        """Makes waits for this rank raise, on other ranks and on this one."""
         self._host.close()
 
 

@@ -205,9 +205,8 @@ class SameHost:
             earlier.wait()
         wanted = number - PLACES
         for peer in self.peers:
-            if (
-                peer.started != self._started
-            ):  # nobody waits for one that has nothing for this rank, but its words pile up
+            # No rank waits for a peer that has nothing for it, but the messages of that peer would fill the socket.
+            if peer.started != self._started:
                 peer.receive_pending()
         if any(peer.read < wanted for peer in self._readers[number % PLACES]):
             self._guard(lambda: self._wait_for_readers(number), label, None)
@@ -237,7 +236,7 @@ class SameHost:
 
     def wait_for(self, peers: Sequence[HostPeer], number: int, label: str, ticket: tuple[str, int]) -> None:
         """Waits until ``peers`` have begun round ``number``."""
-        if not self._places:  # not a wait that failed: nobody is there to report why
+        if not self._places:  # closed, which is no failed wait: no rank could report the reason
             raise job_is_over(label)
         if self._is_closed or any(peer.started < number for peer in peers):
             self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
@@ -291,7 +290,7 @@ class SameHost:
         self.transport.guard(blocking, ticket or self.transport.issue("room"), label)
 
     def close(self) -> None:
-        """Makes whoever waits for this rank, or in it, raise."""
+        """Makes waits for this rank raise, on other ranks and on this one."""
         self._is_closed = True
         for peer in self.peers:
             with contextlib.suppress(OSError):
@@ -313,7 +312,7 @@ def join_same_host(transport: Transport, label: str) -> SameHost | None:
 
     Args:
         transport: Between the ranks.
-        label: What for, for whoever waits in vain.
+        label: What the ranks are doing, for messages of waits in vain.
     """
     return connect_on_host(transport, _introduced, label)
 

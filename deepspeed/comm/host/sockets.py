@@ -1,8 +1,9 @@
 """Ranks of one host find each other: a socket between every two of them.
 
-The sockets have no names in any file system, so nothing is left behind by a process that is killed, and those of one
-that ends wake whoever waits for it. But every user of the host may list their names (``/proc/net/unix``) and connect.
-So a rank communicates only with processes of its own user, which must send a token that the ranks have exchanged.
+The sockets have no names in any file system, so a process that is killed leaves nothing behind. When a process ends,
+its sockets wake the ranks that wait for it. But every user of the host may list their names (``/proc/net/unix``) and
+connect. So a rank communicates only with processes of its own user, which must send a token that the ranks have
+exchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def connect_on_host(
         transport: Between the ranks.
         make: Makes the result of connections by rank, in the order of ranks; it may raise OSError, which is None on all
             ranks. A wait on them has :data:`_MEETING` seconds until :func:`limit_waits` sets another limit.
-        label: What for, for whoever waits in vain.
+        label: What the ranks are doing, for messages of waits in vain.
     """
     if transport.watched is None or not isinstance(transport, GlooTransport):
         return None
@@ -118,7 +119,7 @@ def _call(address: str, rank: int, token: bytes) -> socket.socket:
 
 
 def _answer(listener: socket.socket, ranks: set[int], token: bytes) -> dict[int, socket.socket]:
-    """Waits for the ranks after this one. Others that connect are dropped, and hold nobody up.
+    """Waits for the ranks after this one. Connections of other processes are dropped, and delay no rank.
 
     Args:
         listener: Where they connect.

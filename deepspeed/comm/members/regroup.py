@@ -190,7 +190,7 @@ class Regroup:
     def _is_stale(self, message: dict[str, Any]) -> bool:
         """Returns whether a ready message is from before its sender took the plan that this process took last.
 
-        A member that has not taken that plan has lost somebody whom it names, and lists that one.
+        A member that has not taken that plan has lost a member of it, which the message lists.
         """
         planned = {member.number for member in self._links.members}
         return int(message["epoch"]) < self._mine.epoch and not planned & set(message["lost"])

@@ -3,11 +3,11 @@
 Two runs need only a port in common for their processes to connect to one store, and there rank 1 of the one looks like
 rank 1 of the other. So nothing is put under a name that two of them could share before rank 0, the host, has seen who
 is there. Every other process takes a number, posts who it is, and waits for the reply under its number. The host lets
-in one process per rank, and refuses by name who belongs to another run: there the whole run knows, here a line is
-logged. Admitted processes are sent the prefix of the run's keys, which contains a secret word.
+in one process per rank, and refuses processes of another run by name: all ranks of that run get the reason, here a line
+is logged. Admitted processes are sent the prefix of the run's keys, which contains a secret word.
 
-Most starters give a run a name (``Place.run``). Where none does, whoever runs something else on rank 0's machine, and
-was not started together with it, counts as a stranger. If two processes connect as the same rank and nothing decides
+Most starters give a run a name (``Place.run``). Where none does, a process of another program on rank 0's machine that
+was not started together with it counts as a stranger. If two processes connect as the same rank and nothing decides
 between them, all are refused: a run of mixed ranks trains on garbage.
 """
 

@@ -104,8 +104,8 @@ def _tcp_store(place: Place, address: str, is_master: bool, timeout: timedelta) 
 def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
     """Returns the store that rank 0 holds.
 
-    Torch would resolve the name again, and stay with an address of it that answers nobody. So it gets the address at
-    which the port is open. A program that accepts the connection and sends nothing would block torch for ever.
+    Torch would resolve the name again, and might keep an address at which no process listens. So it gets the address
+    at which the port is open. A program that accepts the connection and sends nothing would block torch for ever.
     """
     assert place.address is not None and place.port is not None
     deadline = time.monotonic() + timeout.total_seconds()

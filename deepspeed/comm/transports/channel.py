@@ -85,7 +85,7 @@ class Channel:
         return self._transport
 
     def reconnect(self, made: Channel, *, moves: bool = False) -> None:
-        """Continues as ``made``, a channel of another job: whoever holds this one, such as a layer, notices nothing.
+        """Continues as ``made``, a channel of another job. Layers that hold this channel need no change.
 
         Args:
             made: Over as many ranks, among which this one has the same place. It must not be used any more.

@@ -2,12 +2,11 @@
 
 A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
 and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope
-opens and closes the segment of the schedule and carries the saved-tensor hooks; what it returns lets a backward through
-it announce itself, whoever called the module. A module between the root and the units
-opens a scope only where it is the outermost, which lets a program call part of a model by itself (an encoder, before
-text is generated). A forward inside a backward is
-recomputation: it gathers but does not reshard; the buckets stay until their gradients are in or the next unit is
-recomputed.
+opens and closes the segment of the schedule and carries the saved-tensor hooks. A hook on what it returns opens the
+backward that runs through it, regardless of which code calls the module. A module between the root and the units opens
+a scope only where it is the outermost, which lets a program call part of a model by itself (an encoder, before text is
+generated). A forward inside a backward is recomputation: it gathers but does not reshard; the buckets stay until their
+gradients are in or the next unit is recomputed.
 
 A whole training step may run inside the forward of the root module (Lightning's manual optimization does). Then the
 backward and the update *pause* the forwards around them; what gathers next opens them again.

@@ -182,8 +182,8 @@ class BucketMomentum:
     def _limit(self, rate: float) -> float:
         """Returns what an element may be at most in that unit, with so much of the learning rate in it.
 
-        One number, as there is one scale: what is owed of an element whose limit were less than the scale would be cut
-        off in each exchange, and with it the element's value.
+        One number, as there is one scale: if an element's own limit were below the scale, each exchange would cut off
+        its error feedback, and with that its value.
         """
         groups = [self._optimizer.param_groups[self._group(tensor)] for tensor in self._tensors]
         return max((largest_update(group["betas"], rate) for group in groups), default=0.0)

@@ -246,8 +246,8 @@ class LocalSteps(MomentumExchange):
     def synchronise(self) -> None:
         """Brings ranks together now, without a step, so that they have the same weights; every rank must call it.
 
-        What each has moved since they last were becomes the exact mean of it, and so does momentum. The interval
-        continues: the next exchange has all of it, and what is owed, as large as a whole one, stays as it is.
+        What each rank has moved since the last exchange becomes the exact mean over the ranks, and so does momentum.
+        The interval continues: the next exchange sends all of it, and the error feedback stays as it is.
         """
         for index, flags in (self._apart or {}).items():
             bucket = self.buckets[index]

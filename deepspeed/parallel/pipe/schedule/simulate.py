@@ -108,7 +108,7 @@ def simulate(
     if stuck:
         raise ScheduleError(f"schedule {schedule.name!r} hangs: " + "; ".join(stuck))
     if left := [key for key, channel in run.channels.items() if channel]:
-        raise ScheduleError(f"schedule {schedule.name!r} sends what nobody receives: {left}")
+        raise ScheduleError(f"schedule {schedule.name!r} sends what no stage receives: {left}")
     buffers = (StageSchedule(schedule, stage).num_pipe_buffers() for stage in range(schedule.stages))
     return Timeline(tuple(map(tuple, run.spans)), tuple(buffers))
 
