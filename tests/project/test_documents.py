@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,19 +69,18 @@ def test_design_pages_name_files_that_exist():
     assert not missing, sorted(missing)
 
 
+@cache
+def _words_of_the_code() -> set[str]:
+    files = [path for top in ("deepspeed", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+    return {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+
+
 OF_OTHER_SOFTWARE = {"Auto", "PR_SET_PDEATHSIG", "cudaFree", "memfd"}
 
 
 def test_design_pages_name_what_is_there():
     """A name counts where the code, a test or a benchmark has it; those of libraries are not looked up."""
-    tops = ("deepspeed", "tests", "benchmarks")
-    words = {
-        word
-        for top in tops
-        for path in (ROOT / top).rglob("*.py")
-        for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
-    }
-    missing = []
+    words, missing = _words_of_the_code(), []
     for page in sorted((ROOT / "docs" / "design").glob("*.md")):
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for span in re.findall(r"`([A-Za-z_][\w.]*\w)(?:\(\))?`", text):
@@ -94,7 +94,7 @@ def test_worked_examples_name_what_is_there():
     """Files, names and commands of CONTRIBUTING.md; a name counts where the code or a test has it."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     sources = [*(ROOT / "deepspeed").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    words = {word for path in sources for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    words = _words_of_the_code()
     spans = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
     files = {span for span in spans if re.fullmatch(r"[\w/]+\.py", span)}
     missing = {file for file in files if not any(path.as_posix().endswith(f"/{file}") for path in sources)}

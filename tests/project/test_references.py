@@ -61,7 +61,7 @@ def test_names_in_docstrings_exist():
     missing = []
     for module in modules():
         for node in (tree_of(module), *nodes_of(module, ast.ClassDef, ast.FunctionDef)):
-            for span in re.findall(r"``([A-Za-z_][\w.]*)(?:\([^`]*\))?``", ast.get_docstring(node) or ""):
+            for span in re.findall(r"``([A-Za-z_][\w.]*)(?:\([^`]*\))?``", ast.get_docstring(node, clean=False) or ""):
                 name = span.rpartition(".")[2]
                 if name not in words and name.removeprefix("m") not in words:
                     missing.append(f"{module}: {getattr(node, 'name', 'module')}: {span}")
