@@ -36,7 +36,8 @@ class EngineOffload:
     ) -> None:
         """Moves states from the device to the host, at any stage; each rank its own.
 
-        Until :meth:`reload_states` whatever needs a moved state raises: forward the parameters, ``step`` everything.
+        Until :meth:`reload_states` a call that needs a moved state raises: forward needs the parameters, ``step`` needs
+        everything.
         Checkpoints can be saved meanwhile. States that offload keeps in host memory or in files stay there. Under fp32
         the parameters are their own masters and move with ``lp_params``.
 

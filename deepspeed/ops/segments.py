@@ -102,7 +102,7 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class CutTensors:
-    """The tensors of which ranks that hold other parts of the model have other parts.
+    """Tensors that are divided over ranks with other parts of the model.
 
     Attributes:
         group: The process group of these ranks.

@@ -76,8 +76,8 @@ class MicroBatch:
 class BackwardTracker:
     """Tracks whether a backward of one model is open, and calls back when a gradient hook fires.
 
-    The outermost forward of whatever module leaves a hook on what it returns (``zero.gather.hooks``). So the backward
-    is opened, and its forward is known, before the first weight is needed, regardless of who started it.
+    The outermost forward of any module leaves a hook on what it returns (``zero.gather.hooks``). So the backward is
+    opened, and its forward is known, before the first weight is needed, regardless of which code starts the backward.
 
     Args:
         enter: Called in an open backward with the number of the forward whose outputs it has reached.
@@ -340,7 +340,7 @@ class ZeroRuntime:
         return self.in_backward and is_inside_backward()
 
     def drop_failed_backward(self) -> None:
-        """Throws away what an exception has left of a backward; every rank must come to it, in whichever call.
+        """Discards what an exception has left of a backward. Every rank must do so, in any of its calls.
 
         Raises:
             DivergenceError: See :meth:`drop_open_work`.

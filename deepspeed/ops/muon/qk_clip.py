@@ -50,8 +50,8 @@ class LogitRecord:
     Attributes:
         heads: Query heads.
         largest: Of each head: fp32, 1-D; None before a forward.
-        rows: Of each head, what of which projection depends on it: name, first row, last row plus one, and the power of
-            the factor. None before a forward.
+        rows: By head, the rows of projections that depend on it: name of the projection, first row, last row plus one,
+            and the power of the factor. None before a forward.
         is_on: Whether forwards are measured.
     """
 

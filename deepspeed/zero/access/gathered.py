@@ -445,7 +445,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def keep_full(address: Address, values: torch.Tensor) -> None:
-    """Takes new values of one parameter, equal on all ranks, into whatever keeps them on this rank.
+    """Writes new values of one parameter, equal on all ranks, into this rank's master, shard and full copies.
 
     Args:
         address: Of the parameter.

@@ -43,7 +43,7 @@ class Materializer:
                     self._owners.setdefault(id(tensor), []).append(module)
 
     def materialize(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Gives values to those of ``params`` that have none, and with them to whatever their modules own."""
+        """Gives values to those of ``params`` that have none, and to the other tensors of their modules."""
         if not self.is_needed:
             return
         needed = {module for p in params if p.device.type == "meta" for module in self._owners.get(id(p), ())}

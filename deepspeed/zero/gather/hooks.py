@@ -323,7 +323,7 @@ class ForwardHooks:
                 bucket.reshard()
 
     def reach(self, entry: int) -> None:
-        """The open backward has come through the outputs of a forward."""
+        """Called when the open backward has come through the outputs of a forward."""
         if not self._buckets:
             return
         self._reached.add(entry)

@@ -255,9 +255,9 @@ class BucketMomentum:
             multiply: For local steps (0/1 Adam), as all that follow. By param group, what it is multiplied by before it
                 is sent.
             add: By tile, what is added then.
-            only_added: Tiles of which nothing else is sent.
+            only_added: Tiles of which only ``add`` is sent.
             rates: By param group, the sum of the learning rates that what is sent has in it; None: momentum has none.
-                A group of which it is 0 takes no part, as it is not to move, which a sign cannot encode.
+                A group with 0 takes no part: it must not move, which a sign cannot encode.
         """
         device = self.master.bucket.device
         self._flags = flags

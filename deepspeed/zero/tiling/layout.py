@@ -63,7 +63,7 @@ class Fragment:
 
     @property
     def in_slice(self) -> slice:
-        """Indexes whatever is aligned with the rank's slice."""
+        """Indexes a tensor as long as the rank's slice."""
         return slice(self.slice_start, self.slice_start + self.numel)
 
 
