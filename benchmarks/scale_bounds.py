@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
-from benchmarks.scale import RECORDS, PublishedRun, predicted, read_runs
+from benchmarks.published_runs import RECORDS, PublishedRun, predicted, read_runs
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.prediction.layout import ParallelLayout
 

@@ -33,7 +33,7 @@ CONTENTION_OF_PROCESSORS = 1.0
 class DeviceEfficiency:
     """The constants of predicted times: which share of a device's figures programs reach.
 
-    They come from published runs (``benchmarks/scale.py``), one set for each kind of device.
+    They come from published runs (``benchmarks/scale_fit.py``), one set for each kind of device.
 
     Attributes:
         matmul: Share of ``flops`` that products of large matrices reach.
@@ -57,10 +57,10 @@ class DeviceEfficiency:
     fp8: float = 0.57
     attention: float = 0.4
     bandwidth: float = 0.8
-    half_size: float = 65.0
-    link: float = 0.73
-    network: float = 0.64
-    contention: float = 0.32
+    half_size: float = 84.0
+    link: float = 0.79
+    network: float = 0.65
+    contention: float = 0.18
     launch: float = 6e-6
     start: float = 12e-6
     shared_link: float = 0.0
@@ -112,13 +112,12 @@ _V100 = "NVIDIA V100 data sheet; memory: nvidia-smi"
 _GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU; 72 GPUs share one NVLink domain"
 _GRAND_TETON = "torchtitan benchmarks: H100 with 96 GB of HBM2e and a limit of 500 W (Grand Teton)"
 
-# Near a fit on half of the published runs (benchmarks/scale.py), rounded. That fit reached two limits and was held
-# there: contention at 0.32 and the bandwidth of A100 at 0.86; see docs/design/prediction.md. Blackwell has three runs:
-# its shares are those of Hopper, fp8 aside. A device without runs has the defaults.
-_AMPERE = DeviceEfficiency(matmul=0.76, attention=0.51, bandwidth=0.86)
-_HOPPER = DeviceEfficiency(matmul=0.70, fp8=0.57, attention=0.39, bandwidth=0.84)
-_HOPPER_500W = DeviceEfficiency(matmul=0.44, fp8=0.44, attention=0.36, bandwidth=0.78)
-_BLACKWELL = DeviceEfficiency(matmul=0.70, fp8=0.60, attention=0.39, bandwidth=0.84)
+# What a fit on half of the published runs gives (benchmarks/scale_fit.py), rounded; none is at a limit. Blackwell has
+# three runs: its shares are those of Hopper, fp8 aside. A device without runs has the defaults.
+_AMPERE = DeviceEfficiency(matmul=0.71, attention=0.58, bandwidth=0.79)
+_HOPPER = DeviceEfficiency(matmul=0.65, fp8=0.54, attention=0.35, bandwidth=0.85)
+_HOPPER_500W = DeviceEfficiency(matmul=0.48, fp8=0.50, attention=0.36, bandwidth=0.72)
+_BLACKWELL = DeviceEfficiency(matmul=0.65, fp8=0.60, attention=0.35, bandwidth=0.85)
 
 DEVICES = {
     device.name: device

@@ -33,6 +33,8 @@ _FLAGS = {
     "fsdp": ("is_fsdp", "stage 3 as FSDP has it: fp32 shards alone, embedding and head stay gathered"),
     "keep-outputs": ("keeps_outputs", "the last stage of a pipeline keeps the logits of all micro-batches"),
     "overlap-gather": ("overlaps_gather", "stages 1 and 2 gather updated parameters while the next forward runs"),
+    "megatron": ("is_megatron", "copies, casts and recomputation as Megatron has them"),
+    "sum-in-products": ("sums_in_products", "products that compute gradients of weights add to those of earlier ones"),
     "overlap-tensor": ("overlaps_tensor", "exchanges between tensor ranks overlap with matrix products, in chunks"),
 }
 _NUMBERS = {

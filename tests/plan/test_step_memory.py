@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 import deepspeed
-from benchmarks.scale import predicted, read_runs, without_recomputation
+from benchmarks.published_runs import predicted, read_runs
+from benchmarks.scale import without_recomputation
 from deepspeed.accelerator.devices import DEVICES
 from deepspeed.plan import DecoderShape, ParallelLayout, StepSetup, predict_step
 from deepspeed.plan.machine import Machine

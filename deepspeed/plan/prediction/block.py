@@ -1,7 +1,7 @@
 """Computes the times and bytes of one rank for a block of a decoder, for its embedding, and for its head and loss.
 
-Bytes of elementwise operations are those of fused kernels: a norm reads and writes once, a residual sum reads twice and
-writes once. Backward moves twice as much. What a block keeps for backward follows `Korthikanti et al.
+Bytes of elementwise operations are counted kernel by kernel, of forward and of backward, fused or not: a norm reads and
+writes once, its backward reads its input too. What a block keeps for backward follows `Korthikanti et al.
 <https://arxiv.org/abs/2205.05198>`_, section 4.
 """
 
@@ -14,8 +14,11 @@ from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.network_model import NetworkModel
 
-_EAGER = 1.6  # bytes of elementwise operations without fusion, over those with it
 _FULL_SCORES = 5  # bytes per score that unfused attention with dropout keeps: softmax, mask, dropped scores
+_SOFTMAX, _SOFTMAX_BACKWARD = 4, 6  # bytes per score: one 16-bit value read and one written; two read and one written
+_SCORE_DROPOUT = 5  # bytes per score, of forward and of backward: a value read, one written, and a byte of the mask
+_LOSS, _LOSS_BACKWARD = 14, 22  # bytes per logit: cast to fp32, log-softmax; gradients of the loss, of both of these
+_FUSED_LOSS = 4  # bytes per logit, of forward and of backward: two passes over 16-bit values
 _SCORE_GRADIENTS = 4  # bytes per score of unfused attention: the gradients of a softmax's result and of its input
 _WAIT_OF_CHUNKS = 0.25  # part of an exchange in chunks beside its product that is still waited for
 _CUT_LOSS = 8  # bytes per score that a loss over tensor ranks has beside: exponentials and their product, in fp32
@@ -129,7 +132,6 @@ class BlockCost:
         self._heads = shape.heads / layout.tensor
         self._kv_heads = max((shape.kv_heads or shape.heads) / layout.tensor, 1)
         self._head = shape.width_of_head
-        self._fusion = 1.0 if layout.is_compiled else _EAGER
         routes = shape.experts_per_token * layout.imbalance if shape.experts else 1
         self._rows = self._tokens * routes  # that feed-forward layers of the busiest rank compute
 
@@ -142,29 +144,31 @@ class BlockCost:
         of_input = sum(self._matmul(m, k, n, batch) for m, n, k, batch in products)
         of_weight = sum(self._matmul(n, k, m, batch) for m, n, k, batch in products)
         flops = sum(2 * m * n * k * batch for m, n, k, batch in products)
-        elementwise = self._device.traffic(self._block_traffic() * self._fusion)
+        there, back = (self._device.traffic(nbytes) for nbytes in self._block_traffic())
         forward = WorkTimes(
             matmul=of_output + core.matmul,
             attention=core.attention,
-            traffic=elementwise + core.traffic + self._casts(products, is_backward=False),
+            traffic=there + core.traffic + self._casts(products, is_backward=False),
             flops=flops + core.flops,
             launches=24 if self._layout.is_compiled else 40,
         )
         backward = WorkTimes(
             matmul=of_input + of_weight + core_backward.matmul,
             attention=core_backward.attention,
-            traffic=2 * elementwise + core_backward.traffic + self._casts(products, is_backward=True),
+            traffic=back + core_backward.traffic + self._casts(products, is_backward=True),
             flops=2 * flops + core_backward.flops,
             launches=2 * forward.launches,
         )
         self._add_exchanges(forward, backward, of_output, of_input, of_weight)
+        elements = self._attention_parameters + self._expert_parameters
+        gathered, summed = self._copies(elements)
         return BlockTimes(
-            forward,
-            backward.plus(self._recomputed(forward, core)),
+            forward.plus(gathered),
+            backward.plus(self._recomputed(forward, core, products[-1])).plus(summed),
             of_weight,
             self._kept(),
             self._passing(),
-            self._attention_parameters + self._expert_parameters,
+            elements,
             self._expert_parameters if self._shape.experts else 0.0,
         )
 
@@ -188,12 +192,16 @@ class BlockCost:
         return self._device.matmul(m, n, k, batch=batch, fp8=self._layout.is_fp8)
 
     def _casts(self, products: list[tuple[float, float, float, float]], *, is_backward: bool) -> float:
-        """Returns the seconds in which operands are cast to fp8, in two layouts. Backward casts only gradients."""
+        """Returns the seconds in which operands are cast to fp8, in two layouts. Backward casts only gradients.
+
+        An operand's two bytes are read, and a byte is written for each layout.
+        """
         if not self._layout.is_fp8 or not self._device.device.fp8_flops:
             return 0.0
         if is_backward:
             return self._device.traffic(sum(4 * batch * m * n for m, n, _, batch in products))
-        return self._device.traffic(sum(4 * batch * (m * k + n * k) for m, n, k, batch in products))
+        times = 1 / self._layout.accumulation if self._layout.is_megatron else 1.0
+        return self._device.traffic(sum(4 * batch * (m * k + times * n * k) for m, n, k, batch in products))
 
     def _core(self) -> tuple[WorkTimes, WorkTimes]:
         """Returns the times of attention between its projections, of forward and of backward."""
@@ -210,24 +218,64 @@ class BlockCost:
             )
         product = self._device.matmul(self._own, self._seen, self._head, batch=samples * heads)
         mixed = self._device.matmul(self._own, self._head, self._seen, batch=samples * heads)
-        moved = scores * (4 + (5 if self._shape.dropout else 0))  # softmax reads and writes, so does dropout
-        traffic = self._device.traffic(moved)
+        dropped = _SCORE_DROPOUT if self._shape.dropout else 0
+        there, back = (self._device.traffic(scores * (of + dropped)) for of in (_SOFTMAX, _SOFTMAX_BACKWARD))
         flops = 4 * scores * self._head
         return (
-            WorkTimes(matmul=product + mixed, traffic=traffic, flops=flops, launches=4),
-            WorkTimes(matmul=2 * (product + mixed), traffic=2 * traffic, flops=2 * flops, launches=8),
+            WorkTimes(matmul=product + mixed, traffic=there, flops=flops, launches=4),
+            WorkTimes(matmul=2 * (product + mixed), traffic=back, flops=2 * flops, launches=8),
         )
 
-    def _block_traffic(self) -> float:
-        """Returns the bytes that fused elementwise operations of a forward move; those on scores are not in it."""
-        shape, hidden = self._shape, self._shape.hidden
-        norms = 2 * 2 * self._between * hidden
-        sums = 2 * (3 + (1 if shape.dropout else 0)) * self._between * hidden
-        rotary = 2 * (self._heads + self._kv_heads) * self._head * self._tokens
-        rows = self._rows
-        activation = (3 if shape.is_gated else 2) * rows * shape.width / self._layout.tensor
-        routes = 6 * rows * hidden if shape.experts else 0.0  # to the order of experts, and back
-        return 2 * (norms + sums + rotary + activation + routes)
+    def _block_traffic(self) -> tuple[float, float]:
+        """Returns the bytes that elementwise operations move, in forward and in backward, but for those on scores."""
+        shape, is_fused = self._shape, self._layout.is_compiled
+        between, inside = self._between * shape.hidden, self._tokens * shape.hidden
+        attended, pairs = self._tokens * self._heads * self._head, self._tokens * self._kv_heads * self._head
+        wide = self._rows * shape.width / self._layout.tensor
+        # Elements read and written. Two norms, and two sums with the residual stream, whose gradients are summed too.
+        there, back = (4 + 6) * between, (6 + 6) * between
+        if shape.dropout:  # a mask of one byte per element; fused with the sum, nothing else is read or written again
+            there += (1 if is_fused else 5) * between
+            back += 5 * between
+        if shape.is_gated:
+            rotary = (2 if is_fused else 10) * (attended + pairs)
+            there += rotary + (3 if is_fused else 5) * wide
+            back += rotary + (5 if is_fused else 9) * wide
+            if not is_fused:  # gradients of one input, from queries, keys and values, and from gate and rise
+                back += 3 * 3 * inside
+        else:
+            there, back = there + 2 * wide, back + 3 * wide
+        if self._kv_heads < self._heads and not is_fused:  # keys and values are repeated for every head
+            there, back = there + 2 * (attended + pairs), back + 2 * (attended + pairs)
+        if self._layout.cuts_norms and not self._layout.is_megatron:
+            # Parts of sequences are copied into their order, after each gather and before each reduction.
+            there, back = there + 4 * 2 * inside, back + 4 * 2 * inside
+        if shape.experts:  # to the order of experts, and back
+            there, back = there + 6 * self._rows * shape.hidden, back + 6 * self._rows * shape.hidden
+        return 2 * there, 2 * back
+
+    def _copies(self, elements: float) -> tuple[WorkTimes, WorkTimes]:
+        """Returns the times of copies of parameters in forward, and of parameters and gradients in backward.
+
+        Gradients are copied into a buffer for their exchange, or at stages 0 and 1 added to the sum over micro-batches,
+        unless the product does that beside its arithmetic. FSDP copies what it has gathered out of the gather's buffer,
+        once for each pass; this engine computes with the buffer.
+
+        Args:
+            elements: Of the parameters that this rank computes with.
+        """
+        layout = self._layout
+        gathered = 4 * elements if layout.is_fsdp and layout.stage == 3 else 0.0
+        if layout.sums_in_products:
+            moved = 0.0
+        elif layout.stage < 2 and layout.accumulation > 1:
+            moved = (2 + 2 * (layout.summed_bytes or layout.gradient_bytes)) * elements
+        else:
+            moved = (2 + layout.gradient_bytes) * elements
+        return (
+            WorkTimes(traffic=self._device.traffic(gathered)),
+            WorkTimes(traffic=self._device.traffic(gathered + moved)),
+        )
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -248,10 +296,10 @@ class BlockCost:
                 backward.wait_along("tensor", 2 * back, 2 * once)
             else:
                 forward.wait_along("tensor", 2 * once, 2 * once)
-                # The gradient of an input is sent while the gradient of its weight is computed; with cut norms inputs
-                # are gathered again too, and gradients of outputs beforehand.
+                # The gradient of an input is sent while the gradient of its weight is computed; with cut norms
+                # gradients of outputs are gathered beforehand, and Megatron gathers inputs again, which torch keeps.
                 hidden = min(once, of_weight / 2) * (0.5 if layout.cuts_norms else 1.0)
-                more = 2 * network.gather(nbytes, group) if layout.cuts_norms else 0.0
+                more = 2 * network.gather(nbytes, group) if layout.cuts_norms and layout.is_megatron else 0.0
                 backward.wait_along("tensor", 2 * (once - hidden) + max(0.0, more - hidden), 2 * once + more)
         if layout.context > 1:
             self._add_context_exchanges(forward, backward)
@@ -279,10 +327,17 @@ class BlockCost:
 
     # -- what runs again, and what is kept ---------------------------------------------------------------------------
 
-    def _recomputed(self, forward: WorkTimes, core: WorkTimes) -> WorkTimes:
+    def _recomputed(self, forward: WorkTimes, core: WorkTimes, last: tuple[float, float, float, float]) -> WorkTimes:
+        """Returns what backward computes again.
+
+        Args:
+            forward: A block's forward.
+            core: Its attention between projections.
+            last: Its last product, as m, n, k and number.
+        """
         how = self._layout.recompute
         if how == "full":
-            return forward
+            return forward if self._layout.is_megatron else forward.plus(self._not_repeated(forward, last), -1)
         if how == "attention":
             return core
         if how == "selective":
@@ -292,6 +347,24 @@ class BlockCost:
                 again = again.plus(core)
             return again
         return WorkTimes()
+
+    def _not_repeated(self, forward: WorkTimes, last: tuple[float, float, float, float]) -> WorkTimes:
+        """Returns the end of a block's forward, which torch does not run again, as backward does not need its result.
+
+        This is the last product, the exchange of its result, and the sum with the residual stream.
+        """
+        m, n, k, batch = last
+        found = WorkTimes(
+            matmul=self._matmul(*last),
+            traffic=self._device.traffic(2 * 3 * self._between * self._shape.hidden),
+            flops=2 * m * n * k * batch,
+        )
+        # Half of the exchanges of experts and of sums over tensor ranks; with cut norms one of two gathers and two
+        # reductions.
+        for axis, share in (("tensor", 0.25 if self._layout.cuts_norms else 0.5), ("expert", 0.5)):
+            if axis in forward.exposed:
+                found.wait_along(axis, share * forward.exposed[axis], share * forward.exchanged[axis])
+        return found
 
     def _kept(self) -> float:
         """Returns the bytes that a block keeps for its backward."""
@@ -365,7 +438,8 @@ class BlockCost:
             forward.wait_along("tensor", once, once)
             back = self._network.gather(nbytes, group) if layout.cuts_norms else 0.0
             backward.wait_along("tensor", back, back)
-        return BlockTimes(forward, backward, 0.0, 0.0, 0.0, own)
+        gathered, summed = self._copies(own)
+        return BlockTimes(forward.plus(gathered), backward.plus(summed), 0.0, 0.0, 0.0, own)
 
     def head(self) -> BlockTimes:
         """Returns the times of the last norm, the head and the loss."""
@@ -373,10 +447,10 @@ class BlockCost:
         wide = shape.vocab / self._vocabulary_ranks
         product = self._device.matmul(self._tokens, wide, shape.hidden)
         scores = self._tokens * wide
-        moved = scores * (4 if layout.has_fused_loss else 14)  # logits to fp32, and what the loss reads and writes
+        there, back = (_FUSED_LOSS, _FUSED_LOSS) if layout.has_fused_loss else (_LOSS, _LOSS_BACKWARD)
         forward = WorkTimes(
             matmul=product,
-            traffic=self._device.traffic(moved),
+            traffic=self._device.traffic(there * scores),
             flops=2 * scores * shape.hidden,
             launches=12,
         )
@@ -384,15 +458,15 @@ class BlockCost:
         of_weight = self._device.matmul(wide, shape.hidden, self._tokens)
         backward = WorkTimes(
             matmul=of_input + of_weight,
-            traffic=self._device.traffic(moved),
+            traffic=self._device.traffic(back * scores),
             flops=4 * scores * shape.hidden,
             launches=16,
         )
         if self._vocabulary_ranks > 1:
             nbytes = 2 * self._tokens * shape.hidden
             once = self._network.sum_of_activations(nbytes, layout.tensor_group)
-            there = once / 2 if layout.cuts_norms else 0.0
-            forward.wait_along("tensor", there, there)
+            gather = once / 2 if layout.cuts_norms else 0.0
+            forward.wait_along("tensor", gather, gather)
             backward.wait_along("tensor", max(0.0, once - of_weight), once)
         # Fused: the 16-bit logits and their gradient. Otherwise, in fp32: logarithms of probabilities, their gradient,
         # and that of the logits; the 16-bit logits are freed before.
@@ -400,7 +474,10 @@ class BlockCost:
         if self._vocabulary_ranks > 1 and not layout.has_fused_loss:
             more += _CUT_LOSS
         kept, passing = 2 * self._between * shape.hidden + of_score * scores, more * scores
-        return BlockTimes(forward, backward, of_weight, kept, passing, wide * shape.hidden, output=2 * scores)
+        own = wide * shape.hidden
+        gathered, summed = self._copies(own)
+        forward, backward = forward.plus(gathered), backward.plus(summed)
+        return BlockTimes(forward, backward, of_weight, kept, passing, own, output=2 * scores)
 
     @property
     def _vocabulary_ranks(self) -> int:

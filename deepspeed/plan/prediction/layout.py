@@ -64,6 +64,10 @@ class ParallelLayout:
         keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
             ``torch.distributed.pipelining`` does unless it is set not to return them.
         summed_bytes: Of an element of the gradients that are kept until the update; None: ``gradient_bytes``.
+        is_megatron: What Megatron's kernels do otherwise than torch's: with ``recompute="full"`` blocks run again to
+            their end; with ``is_fp8``, weights are cast once per step; with ``cuts_norms``, tokens come before samples,
+            so that gathered parts are in order.
+        sums_in_products: The product that computes the gradient of a weight adds it to the sum over micro-batches.
     """
 
     tensor: int = 1
@@ -98,6 +102,8 @@ class ParallelLayout:
     is_fsdp: bool = False
     keeps_outputs: bool = False
     summed_bytes: int | None = None
+    is_megatron: bool = False
+    sums_in_products: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTATIONS:
