@@ -440,14 +440,18 @@ class CurrentModule:
             yield
         except DeepSpeedError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             place = _own_place(error)
             if place is None:
                 raise
+            remedy = (
+                "Choose sizes that the model allows, and keep what depends on values (masks that select, .tolist())"
+            )
+            if isinstance(error, SystemExit):
+                remedy = "Keep calls that end the program"
             raise DeepSpeedConfigError(
                 f"plan: {self._count.moment.phase or 'the step'} of {type(self._model).__name__} failed at "
-                f"{place}: {type(error).__name__}: {error} ({circumstances}). Choose sizes that the model allows, "
-                "and keep what depends on values (masks that select, .tolist()) out of forward"
+                f"{place}: {type(error).__name__}: {error} ({circumstances}). {remedy} out of forward"
             ) from error
 
     def _before(self, module: nn.Module, _args: Any) -> None:
@@ -468,7 +472,7 @@ class CurrentModule:
                     tensor.register_hook(lambda _gradient, name=name: self.enter("backward", name))
 
 
-def _own_place(error: Exception) -> str | None:
+def _own_place(error: BaseException) -> str | None:
     """Returns the innermost line of the model's own code in a traceback; None if there is none."""
     ours = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

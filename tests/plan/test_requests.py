@@ -71,6 +71,15 @@ def selects():
     return Selects(), pair_with_inputs()[1]
 
 
+class Exits(Pair):
+    def forward(self, *_):
+        raise SystemExit(0)
+
+
+def exits():
+    return Exits()
+
+
 def talks():
     print("hello")
     return pair_with_inputs()
@@ -333,6 +342,7 @@ def test_models_that_cannot_be_planned():
         ("needs_sizes", "needs layers, hidden; give a function"),
         ("fails", "cannot be built: ValueError: no such size"),
         ("makes_three", "found a tuple of 3"),
+        ("exits", r"forward of Exits failed at test_requests.py, line \d+: SystemExit: 0"),
         ("selects", r"forward of Selects failed at test_requests.py, line \d+: .*micro-batch 2"),
     ):
         with pytest.raises(DeepSpeedConfigError, match=expected):
