@@ -44,7 +44,7 @@ class Mesh:
             raise DeepSpeedConfigError(
                 f"an axis of a mesh has at least 1 rank, found {', '.join(small)}; give it 1 or more"
             )
-        if self.ranks == tuple(range(self.world_size)):
+        if self.ranks and self.ranks == tuple(range(self.world_size)):
             object.__setattr__(self, "ranks", ())  # so that equal meshes compare equal
         if self.ranks and sorted(self.ranks) != list(range(self.world_size)):
             raise DeepSpeedConfigError(
@@ -128,8 +128,13 @@ class Mesh:
         """The ranks that differ from ``rank`` along ``axes`` only, itself included, in the order of their positions."""
         known = self._groups.get((rank, axes))
         if known is None:
-            coordinate = self.coordinate(rank)
-            known = tuple(self.rank_at({**coordinate, **place}) for place in self._places(axes))
+            own = [name for name in axes if name in self.sizes]
+            coordinate, strides = self.coordinate(rank), self._strides
+            places = [self._place(rank) - sum(coordinate[name] * strides[name] for name in own)]
+            for name in own:
+                steps = range(0, self.sizes[name] * strides[name], strides[name])
+                places = [start + step for start in places for step in steps]
+            known = tuple(self.ranks[place] for place in places) if self.ranks else tuple(places)
             self._groups[rank, axes] = known
         return list(known)
 
@@ -182,6 +187,15 @@ class Mesh:
     @cached_property
     def _groups(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
         return {}
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """Returns, by axis, how far neighbours along it are apart."""
+        found, stride = {}, 1
+        for name, size in reversed(self.axes):
+            found[name] = stride
+            stride *= size
+        return found
 
     @cached_property
     def _place_of_rank(self) -> dict[int, int]:
