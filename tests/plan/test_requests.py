@@ -72,12 +72,12 @@ def selects():
 
 
 class Exits(Pair):
-    def forward(self, *_):
+    def forward(self, x, target):
         raise SystemExit(0)
 
 
 def exits():
-    return Exits()
+    return Exits(), pair_with_inputs()[1]
 
 
 def talks():
