@@ -274,7 +274,8 @@ class IntegerCodec(BlockCodec):
 
     def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
         largest = rows.abs().amax(dim=1, keepdim=True)  # NaN where there is one
-        torch.div(largest, float(self.most), out=scales)
+        # A GPU divides by a number as it multiplies by the inverse; so the scale has the same bits everywhere.
+        torch.mul(largest, 1.0 / self.most, out=scales)
 
     def _rounded(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         # By the scale that is sent. It may round to 0 under values that are almost nothing, which become 0, as does

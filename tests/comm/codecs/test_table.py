@@ -34,7 +34,7 @@ def by_hand(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
             scale = numpy.abs(block).sum(dtype=numpy.float64) / len(block)
             found += [scale if value >= 0 else -scale for value in block]
             continue
-        scale = numpy.float32(numpy.abs(block).max() / numpy.float32(codec.most))
+        scale = numpy.float32(numpy.abs(block).max() * numpy.float32(1 / codec.most))
         for value in block:
             step = int(numpy.round(value / scale)) if scale > 0 else 0  # half to even
             found.append(max(-codec.most, min(codec.most, step)) * scale)
