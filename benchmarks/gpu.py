@@ -41,6 +41,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="time limit of every part, instead of its own")
     parser.add_argument("--peer-python", help="Python of an environment with the published deepspeed")
     parser.add_argument("--nccl", help="NCCL library to load for part B, if torch's own is older than 2.30")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings of part B at once (default 1); none is timed")
+    parser.add_argument("--cells", default="", help="regular expression: only those trainings of parts B, C and D")
     parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/gpu-DATE.*")
     parser.add_argument("--part", choices=[*PARTS], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
@@ -61,9 +63,12 @@ def _start_part(letter: str, arguments: argparse.Namespace, path: Path) -> str:
     """Runs one part in a process group of its own; returns what went wrong, or nothing."""
     minutes = arguments.minutes or PARTS[letter][1]
     words = [sys.executable, str(Path(__file__).resolve()), "--part", letter, "--json", str(path)]
+    words += ["--jobs", str(arguments.jobs), "--cells", arguments.cells]
     words += ["--dry"] if arguments.dry else []
     words += ["--peer-python", arguments.peer_python] if arguments.peer_python else []
-    settings = Settings(arguments.dry, arguments.peer_python, arguments.nccl if letter == "B" else None)
+    nccl = arguments.nccl if letter == "B" else None
+    words += ["--nccl", nccl] if nccl else []
+    settings = Settings(arguments.dry, nccl=nccl)
     process = subprocess.Popen(words, env=child_environment(settings), start_new_session=True)
     try:
         code = process.wait(60 * minutes)
@@ -80,7 +85,8 @@ def main() -> int:
     """Runs the parts; returns 1 if any of them found a problem."""
     arguments = _arguments()
     if arguments.part:
-        _run_part(arguments.part, Settings(arguments.dry, arguments.peer_python, arguments.nccl), arguments.json)
+        settings = Settings(arguments.dry, arguments.peer_python, arguments.nccl, arguments.jobs, arguments.cells)
+        _run_part(arguments.part, settings, arguments.json)
         return 0
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="gpu-benchmark-"))
     folder.mkdir(parents=True, exist_ok=True)

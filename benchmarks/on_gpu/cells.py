@@ -24,8 +24,8 @@ class Cell:
         tensor: Ranks that share layers.
         environment: Further variables.
         tolerance: Of each loss, relative.
-        failure: A failure to be made, ``skip`` (rank 1 leaves a layer out) or ``kill`` (rank 1 is killed); then the
-            other rank must end with a sentence that names it.
+        skips: Rank 1 leaves a layer out from the third step on, which adds nothing to that layer's gradient.
+        is_killed: Rank 1 is killed at the third step; then the other rank must end with a sentence that names it.
         then_on: Ranks on which the training continues from a checkpoint after half of its steps; 0: no checkpoint.
     """
 
@@ -39,7 +39,8 @@ class Cell:
     tensor: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     tolerance: float = EXACT
-    failure: str = ""
+    skips: bool = False
+    is_killed: bool = False
     then_on: int = 0
 
 
@@ -79,6 +80,17 @@ CELLS = (
         config={**_zero(1), "expert_parallel": {"enabled": True, "autoep_size": 2}},
         model="mixtral",
     ),
+    Cell(
+        "experts 2, stage 3, bf16",
+        config={**_zero(3), "expert_parallel": {"enabled": True, "autoep_size": 2}},
+        precision="bf16",
+        model="mixtral",
+        tolerance=LOW,
+    ),
+    Cell(
+        "stage 2, updates on the host before the norm",
+        config=_zero(2, offload_optimizer={**HOST, "super_offload": True}),
+    ),
     Cell("sequence 2 (Ulysses), stage 3", config={**_zero(3), "sequence_parallel_size": 2}, sequence=2),
     Cell(
         "sequence 2 (ring), stage 3",
@@ -90,8 +102,8 @@ CELLS = (
     Cell("pipeline 2 x data 2, one connection", 4, _zero(1), stages=2, environment=ONE_CONNECTION),
     Cell("stage 3, 2 ranks, then 1", config=_zero(3), then_on=1),
     Cell("stage 3, 2 ranks, then 4", config=_zero(3), then_on=4),
-    Cell("rank 1 leaves a layer out", config=_zero(3), failure="skip"),
-    Cell("rank 1 is killed", config=_zero(3), failure="kill"),
+    Cell("rank 1 leaves a layer out", config=_zero(3), skips=True),
+    Cell("rank 1 is killed", config=_zero(3), is_killed=True),
 )
 
 # What a dry run trains: one cell of each kind of program.

@@ -14,6 +14,7 @@ from deepspeed.offload.pinned import page_buffer
 from on_gpu.part import ROOT, Report, Settings, child_environment, timed, waiter
 
 TITLE = "A. Facts and surface"
+GPU_TESTS = ("tests/gpu", "tests/accelerator")  # where the marked ones are; all of tests take a minute to look through
 
 
 def run(settings: Settings, report: Report) -> None:
@@ -21,7 +22,9 @@ def run(settings: Settings, report: Report) -> None:
     report.attempt("versions", lambda: _versions(settings, report))
     report.attempt("ds_report", lambda: _command(settings, report, "deepspeed.env_report", []))
     chosen = ["--collect-only"] if settings.dry else []
-    report.attempt("pytest -m gpu", lambda: _command(settings, report, "pytest", ["-q", "-m", "gpu", *chosen, "tests"]))
+    report.attempt(
+        "pytest -m gpu", lambda: _command(settings, report, "pytest", ["-q", "-m", "gpu", *chosen, *GPU_TESTS])
+    )
     report.attempt("copies", lambda: _copies(settings, report))
     report.attempt("locked memory", lambda: _locked(settings, report))
 

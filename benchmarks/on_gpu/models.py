@@ -67,17 +67,33 @@ SHAPES = {
 }
 
 
-def engine_step(model: nn.Module, shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> tuple[Step, Any]:
-    """Returns the step of ``deepspeed`` (this project's or the published one), and its engine."""
-    import deepspeed
+def zero_of(who: str) -> dict[str, Any]:
+    """Returns the section ``zero_optimization`` of ``NAME-STAGE[-host]``."""
+    _, stage, *host = who.split("-")
+    zero: dict[str, Any] = {"stage": int(stage)}
+    if stage == "3":
+        zero["stage3_param_persistence_threshold"] = 0
+    if host:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return zero
 
-    config = {
+
+def config_of(shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> dict[str, Any]:
+    """Returns the configuration: bf16, AdamW, and the section ``zero_optimization`` as given."""
+    return {
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "bf16": {"enabled": True},
         "gradient_clipping": clip,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
     }
+
+
+def engine_step(model: nn.Module, shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> tuple[Step, Any]:
+    """Returns the step of ``deepspeed`` (this project's or the published one), and its engine."""
+    import deepspeed
+
+    config = config_of(shape, zero, clip)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
     def step(batch: Batch) -> torch.Tensor:

@@ -7,8 +7,11 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,16 @@ class Settings:
         dry: Small sizes on the CPU or the simulated device, to prove that the program itself works.
         peer_python: Python of an environment with the published ``deepspeed``; None: it is left out.
         nccl: Path of an NCCL library to load before torch's own; None: torch's own.
+        jobs: How many trainings of part B share the GPU at once; they are not timed.
+        cells: Those trainings of parts B, C and D whose names this regular expression finds; in C and D a name is
+            ``WHO on SHAPE``.
     """
 
     dry: bool
     peer_python: str | None = None
     nccl: str | None = None
+    jobs: int = 1
+    cells: str = ""
 
     @property
     def device(self) -> str:
@@ -54,7 +62,10 @@ class Table:
 
 
 class Report:
-    """The tables of one part, written to a file after every row: a part that is stopped leaves what it has."""
+    """The tables of one part, written to a file after every row: a part that is stopped leaves what it has.
+
+    Several threads may add rows.
+    """
 
     def __init__(self, path: Path, title: str) -> None:
         self._path = path
@@ -62,6 +73,7 @@ class Report:
         self._tables: list[Table] = []
         self._problems: list[str] = []
         self._start = time.monotonic()
+        self._lock = threading.Lock()
         self._write()
 
     def table(self, title: str, columns: Sequence[str], about: str = "") -> Table:
@@ -72,15 +84,17 @@ class Report:
 
     def row(self, table: Table, *values: Any) -> None:
         """Adds a row to a table and writes the file."""
-        table.rows.append(list(values))
-        sys.stderr.write(f"  {' | '.join(show(value) for value in values)}\n")
-        self._write()
+        with self._lock:
+            table.rows.append(list(values))
+            sys.stderr.write(f"  {' | '.join(show(value) for value in values)}\n")
+            self._write()
 
     def problem(self, text: str) -> None:
         """Adds a finding that makes the part fail, and writes the file."""
-        self._problems.append(text)
-        sys.stderr.write(f"  PROBLEM: {text}\n")
-        self._write()
+        with self._lock:
+            self._problems.append(text)
+            sys.stderr.write(f"  PROBLEM: {text}\n")
+            self._write()
 
     def attempt(self, what: str, run: Callable[[], None]) -> None:
         """Runs one measurement; an exception is a problem of the part, and the next measurement continues."""
@@ -166,6 +180,24 @@ def run_python(
         raise RuntimeError(f"on_gpu.{module} {' '.join(words)} ended with {done.returncode}: {done.stderr[-1500:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@contextmanager
+def planning(settings: Settings, who: str, shape: str, *, ranks: int) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Plans a training beside what the caller measures; what it yields returns ``planned`` and ``predicted``.
+
+    Args:
+        settings: Of the part.
+        who: Only trainings of this project are planned; for others both are None, and so are they in a dry run.
+        shape: Of the model.
+        ranks: Of the job.
+    """
+    if settings.dry or not who.startswith("ours"):
+        yield lambda: {"planned": None, "predicted": None}
+        return
+    with ThreadPoolExecutor(1) as pool:
+        plan = pool.submit(run_python, "planned", who, shape, str(ranks), settings=settings, seconds=150)
+        yield plan.result
 
 
 def child_environment(settings: Settings, further: Mapping[str, str] | None = None) -> dict[str, str]:

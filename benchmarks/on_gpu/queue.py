@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from deepspeed.comm.transports.native import NativeTransport
 
 CYCLES = 1.7e9  # of the device per second; torch.cuda._sleep takes cycles
 
@@ -28,10 +31,11 @@ class QueuedWork:
 class QueuedGroup:
     """What stands beneath a native transport (``deepspeed.comm.transports.native``) in the place of NCCL's group.
 
-    Large buffers are left alone. Small ones are filled with this rank's own values, as if all ranks had the same.
+    What arrives from the others is what this rank has sent, so that weights and gradients have sensible values, and the
+    memory of the device is written as NCCL would write it.
 
     Args:
-        stream: Where transfers are queued; None: nothing is, as on a CPU.
+        stream: Where transfers are queued; None: the values are there at once, as on a CPU.
         rate: Bytes per second.
     """
 
@@ -39,26 +43,47 @@ class QueuedGroup:
         self._stream = stream
         self._rate = rate
 
-    def _queue(self, nbytes: int) -> QueuedWork:
+    def _queue(self, nbytes: int, arrive: Callable[[], Any]) -> QueuedWork:
         if self._stream is None:
+            arrive()
             return QueuedWork(None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(f"transfer of {nbytes} bytes"):
             torch.cuda._sleep(int(CYCLES * nbytes / self._rate))
+            arrive()
             event = torch.cuda.Event()
             event.record()
         return QueuedWork(event)
 
     def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> QueuedWork:
-        if flat.numel() < 4096 and mine.numel():
-            flat.view(-1, mine.numel()).copy_(mine.view(1, -1).expand(flat.numel() // mine.numel(), -1))
-        return self._queue((flat.numel() - mine.numel()) * flat.element_size())
+        def arrive() -> None:
+            for part in flat.view(-1, mine.numel()) if mine.numel() else ():
+                if part.data_ptr() != mine.data_ptr():
+                    part.copy_(mine.view(-1))
+
+        return self._queue((flat.numel() - mine.numel()) * flat.element_size(), arrive)
 
     def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor, *_options: Any) -> QueuedWork:
-        return self._queue((flat.numel() - out.numel()) * flat.element_size())
+        """The sum of so many equal slices."""
+        ranks = flat.numel() // max(out.numel(), 1)
+        return self._queue(
+            (flat.numel() - out.numel()) * flat.element_size(),
+            lambda: torch.mul(flat[: out.numel()], ranks, out=out),
+        )
 
     def alltoall_base(self, out: torch.Tensor, source: torch.Tensor, *_counts: Any) -> QueuedWork:
-        return self._queue(source.numel() * source.element_size())
+        return self._queue(source.numel() * source.element_size(), lambda: out.view(-1).copy_(source.view(-1)))
 
     def allreduce(self, tensors: list[torch.Tensor], *_options: Any) -> QueuedWork:
-        return self._queue(2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        """Leaves them as they are, as if the others had sent zeros."""
+        return self._queue(2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors), lambda: None)
+
+
+class QueuedTransport(NativeTransport):
+    """The package's own transport for NCCL, over a :class:`QueuedGroup`."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
+        """Leaves it as it is."""
+
+    def move(self, transfers: Any, *, label: str) -> None:
+        """Leaves the tensors as they are."""

@@ -1,4 +1,6 @@
-"""``python -m on_gpu.rank_program CELL STEPS [SAVE|LOAD FOLDER]``: a rank of a cell, or plain torch (``plain:MODEL``).
+"""``python -m on_gpu.rank_program CELL STEPS [SAVE|LOAD FOLDER]``: a rank of a cell, or plain torch.
+
+Plain torch is ``plain:MODEL``, or ``plain:MODEL:skip`` where the second half of a batch leaves a layer out.
 
 Prints ``{"losses": [...]}``, the mean loss of the global batch at each step, as its last line on rank 0.
 """
@@ -20,6 +22,8 @@ from on_gpu.cells import Cell, cell_named
 
 SAMPLES, TOKENS, WORDS = 4, 32, 128  # per step, over all ranks
 LR, EPS = 1e-3, 1e-6  # with larger steps Adam makes rounding errors of small gradients visible
+CLIP = 1.0
+SKIPS = 3  # the first step at which something happens to rank 1
 Step = Callable[[torch.Tensor], float]
 
 
@@ -27,7 +31,7 @@ def main(name: str, steps: int, how: str = "", folder: str = "") -> None:
     """Trains, and prints the losses."""
     torch.backends.cuda.matmul.allow_tf32 = False
     if name.startswith("plain:"):
-        step, first = _plain(name.removeprefix("plain:")), 0
+        step, first = _plain(*name.split(":")[1:]), 0
     else:
         step, first = _engine(cell_named(name), how, folder, steps)
     losses = [step(tokens_of(number)) for number in range(first, first + steps)]
@@ -72,15 +76,25 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def _plain(kind: str) -> Step:
+def _plain(kind: str, *options: str) -> Step:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_model(kind).to(device)
+    model: Any = make_model(kind).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
 
+    layers, steps = model.model.layers, 0
+
     def step(tokens: torch.Tensor) -> float:
-        tokens = tokens.to(device)
-        loss = _loss(model(tokens).logits, shifted(tokens))
+        nonlocal steps
+        steps += 1
+        parts = tokens.to(device).chunk(2 if options else 1)
+        losses = []
+        for part in parts:
+            model.model.layers = layers[1:] if steps >= SKIPS and losses else layers
+            losses.append(_loss(model(part).logits, shifted(part)) / len(parts))
+        model.model.layers = layers  # all of them are updated
+        loss = torch.stack(losses).sum()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -110,8 +124,8 @@ class _EngineStep:
         if self._cell.stages > 1:
             loss = self.engine.train_batch(iter([(part, shifted(part)) for part in mine.split(1)]))
             return float(loss)  # the mean over copies too
-        if self._cell.failure and self._steps == 3 and self.engine.global_rank == 1:
-            self._fail()
+        if self._steps == SKIPS and self.engine.global_rank == 1:
+            self._happens()
         loss = self._sequence_loss(mine) if self._cell.sequence > 1 else _loss(self.engine(mine).logits, shifted(mine))
         self.engine.backward(loss)
         self.engine.step()
@@ -127,11 +141,11 @@ class _EngineStep:
         logits = self.engine(input_ids=ids, position_ids=places).logits
         return mean_loss(_loss(logits, labels), labels)
 
-    def _fail(self) -> None:
-        if self._cell.failure == "kill":
+    def _happens(self) -> None:
+        if self._cell.is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        layers = self.engine.module.model.layers
-        self.engine.module.model.layers = nn.ModuleList(list(layers)[1:])
+        if self._cell.skips:
+            self.engine.module.model.layers = self.engine.module.model.layers[1:]
 
 
 def _mean_over_ranks(loss: torch.Tensor) -> float:
@@ -153,6 +167,7 @@ def _engine(cell: Cell, how: str, folder: str, steps: int) -> tuple[Step, int]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1 if cell.stages > 1 else SAMPLES // copies,
         "gradient_accumulation_steps": SAMPLES // copies if cell.stages > 1 else 1,
+        "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "eps": EPS, "weight_decay": 0.1}},
         **cell.config,
     }

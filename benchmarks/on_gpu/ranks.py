@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -28,23 +30,33 @@ def run(settings: Settings, report: Report) -> None:
     """Fills the report."""
     steps = 4 if settings.dry else 20
     chosen = [cell for cell in CELLS if not settings.dry or cell.name in DRY]
+    chosen = [cell for cell in chosen if re.search(settings.cells, cell.name)]
     plain: dict[str, list[float]] = {}
-    for kind in dict.fromkeys(cell.model for cell in chosen):
+    for kind in dict.fromkeys(_reference(cell) for cell in chosen):
         found = run_python("rank_program", f"plain:{kind}", str(steps), settings=settings, seconds=_limit(settings))
         plain[kind] = found["losses"]
     about = "The largest relative difference of a loss from one process of plain torch in fp32."
     equal = report.table("Losses", ["layout", "ranks", "steps", "difference", "allowed", "s"], about)
     ends = report.table("Failures", ["layout", "seconds until the other rank ends", "its last line"])
-    for cell in chosen:
-        if cell.failure:
+
+    def one(cell: Cell) -> None:
+        if cell.is_killed:
             report.attempt(cell.name, partial(_failure, settings, report, ends, cell))
         else:
-            report.attempt(cell.name, partial(_losses, settings, report, equal, cell, plain[cell.model], steps))
+            report.attempt(cell.name, partial(_losses, settings, report, equal, cell, plain[_reference(cell)], steps))
+
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        list(pool.map(one, chosen))
+
+
+def _reference(cell: Cell) -> str:
+    """The training of plain torch that a cell is compared with."""
+    return cell.model + (":skip" if cell.skips else "")
 
 
 def _limit(settings: Settings) -> float:
     """Seconds for the ranks of one cell; a dry run may share its cores with other programs."""
-    return 240.0 if settings.dry else 60.0
+    return 240.0 if settings.dry else 60.0 + 30.0 * (settings.jobs - 1)
 
 
 def _losses(settings: Settings, report: Report, table: Table, cell: Cell, plain: list[float], steps: int) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import deepspeed
 from deepspeed.axes import DATA
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.plan.environment import SimulatedJob
-from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
+from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step, zero_of
 from on_gpu.part import timed, waiter
-from on_gpu.queue import QueuedGroup
+from on_gpu.queue import QueuedGroup, QueuedTransport
 from on_gpu.speed_program import host_waits
 
 RANKS = 8
@@ -36,11 +35,13 @@ class QueuedJob(SimulatedJob):
         self._simulated_on = device
         self._group = QueuedGroup(torch.cuda.Stream() if device.type == "cuda" else None, rate)
 
-    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Any:
-        """Returns the simulated transport over the queue; small exchanges pass through the device, as with NCCL."""
-        made: Any = super().transport(device, ranks)
-        if made.name == "native":
-            made.group, made.device = self._group, self._simulated_on
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None, axis: str = DATA) -> Any:
+        """Returns the transport that NCCL has, over the queue."""
+        members = tuple(range(RANKS) if ranks is None else ranks)
+        if len(members) == 1:
+            return super().transport(device, ranks, axis)
+        made = QueuedTransport(self._group, members.index(self.rank), len(members), self._simulated_on, axis)
+        made.ranks = members
         return made
 
 
@@ -54,16 +55,11 @@ def main(who: str, name: str, rate: str) -> None:
         step = torch_step(fully_sharded(shape.build(device.type), device.type, RANKS), autocast=False)
         found = _measured(step, shape, device)
     else:
-        stage = int(who.split("-")[1])
-        zero: dict[str, Any] = {"stage": stage}
-        if stage == 3:
-            zero["stage3_param_persistence_threshold"] = 0
         with QueuedJob(device, float(rate)).as_current():
-            step, engine = engine_step(shape.build(device.type, torch.bfloat16), shape, zero)
+            step, engine = engine_step(shape.build(device.type, torch.bfloat16), shape, zero_of(who))
             found = _measured(step, shape, device)
             engine.destroy()
-        found["planned"] = _planned(shape, stage) if device.type == "cuda" else None
-    sys.stdout.write(json.dumps({"planned": None, **found}) + "\n")
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 def _measured(step: Step, shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -76,6 +72,8 @@ def _measured(step: Step, shape: Shape, device: torch.device) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(lambda: step(batch), warmup=1, steps=3 if is_small else 8, wait=waiter(device.type))
     found: dict[str, Any] = {"ms": 1e3 * seconds, "peak": None, "transfers": None, "hidden": None}
+    if not bool(step(batch).isfinite()):  # then updates are left out, and with them their time and their memory
+        raise RuntimeError("the loss is not finite")
     if not on_gpu:
         return {**found, "waits": None, "launches": None}
     found["peak"] = torch.cuda.max_memory_allocated() / 1e9
@@ -83,12 +81,10 @@ def _measured(step: Step, shape: Shape, device: torch.device) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step(batch)
         torch.cuda.synchronize()
-    kernels = [
-        (e.name, e.time_range.start, e.time_range.end) for e in recorded.events() if str(e.device_type)[-4:] == "CUDA"
-    ]
-    transfers = [(start, end) for kernel, start, end in kernels if SLEEP in kernel]
-    computes = [(start, end) for kernel, start, end in kernels if SLEEP not in kernel]
-    total, hidden = overlap(transfers, computes)
+    kernels = [e for e in recorded.events() if str(e.device_type)[-4:] == "CUDA"]
+    queues = {e.device_resource_id for e in kernels if SLEEP in e.name}  # streams of transfers
+    spans = [(e.device_resource_id in queues, (e.time_range.start, e.time_range.end)) for e in kernels]
+    total, hidden = overlap([span for moves, span in spans if moves], [span for moves, span in spans if not moves])
     found["launches"] = sum(e.name.startswith("cudaLaunchKernel") for e in recorded.events())
     return {**found, "transfers": total / 1e3, "hidden": hidden / total if total else None}
 
@@ -116,29 +112,6 @@ def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _planned(shape: Shape, stage: int) -> float:
-    """Returns the peak of device memory that the planner computes, in decimal gigabytes."""
-    config = {
-        "train_micro_batch_size_per_gpu": shape.micro_batch,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
-    planned = deepspeed.plan(
-        lambda: shape.build("meta"),
-        config,
-        devices_per_node=RANKS,
-        device="h200",
-        inputs=lambda micro_batch, length: shape.batch("meta"),
-        sequence_length=shape.length,
-        suggest=False,
-        compare_checkpointing=False,
-        headroom=0.0,
-    )
-    return planned.device_bytes / 1e9
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import partial
 
-from on_gpu.part import Report, Settings, Table, run_python
+from deepspeed.ports import free_port
+from on_gpu.part import Report, Settings, Table, planning, run_python
 
 TITLE = "D. Throughput of one rank"
 HERE = ("torch", "ddp", "fsdp2", "ours-0", "ours-1", "ours-2", "ours-3")
@@ -28,16 +31,28 @@ def run(settings: Settings, report: Report) -> None:
 
 
 def _contest(settings: Settings, report: Report, shape: str, names: list[str], about: str) -> None:
-    columns = ["who", "step (ms)", "ratio", "tokens/s", "peak (GB)", "host waits/step"]
+    columns = ["who", "step (ms)", "ratio", "predicted (ms)", "tokens/s", "peak (GB)", "planned (GB)"]
+    columns += ["host waits/step"]
     table = report.table(f"GPT {shape}", columns, about)
     for name in names:
+        if not re.search(settings.cells, f"{name} on {shape}"):
+            continue
         report.attempt(f"{name} on {shape}", partial(_row, settings, report, table, shape, name))
 
 
 def _row(settings: Settings, report: Report, table: Table, shape: str, name: str) -> None:
     python = settings.peer_python if name.startswith("upstream") else None
-    found = run_python("speed_program", name, shape, settings=settings, seconds=150, python=python)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    alone["MASTER_PORT"] = str(free_port())
+    if name.endswith("-host"):  # the update is the processors' work
+        alone["OMP_NUM_THREADS"] = str(os.cpu_count())
+    with planning(settings, name, shape, ranks=1) as plan:
+        found = run_python(
+            "speed_program", name, shape, settings=settings, seconds=150, environment=alone, python=python
+        )
+    found |= plan()
     first = next((row[1] for row in table.rows if row[0] == "torch"), None)
     ms = 1e3 * found["seconds"]
     ratio = ms / first if first else None
-    report.row(table, name, ms, ratio, found["tokens"] / found["seconds"], found["peak"], found["waits"])
+    rate = found["tokens"] / found["seconds"]
+    report.row(table, name, ms, ratio, found["predicted"], rate, found["peak"], found["planned"], found["waits"])

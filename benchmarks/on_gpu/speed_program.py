@@ -10,7 +10,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from on_gpu.models import SHAPES, Step, engine_step, fully_sharded, torch_step
+from on_gpu.models import SHAPES, Step, engine_step, fully_sharded, torch_step, zero_of
 from on_gpu.part import timed, waiter
 
 
@@ -40,13 +40,7 @@ def make_step(who: str, name: str, device: str) -> Step:
     shape = SHAPES[name]
     model = shape.build(device)
     if who.startswith(("ours", "upstream")):
-        _, stage, *host = who.split("-")
-        zero: dict[str, object] = {"stage": int(stage)}
-        if stage == "3":
-            zero["stage3_param_persistence_threshold"] = 0
-        if host:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        return engine_step(model, shape, zero)[0]
+        return engine_step(model, shape, zero_of(who))[0]
     if who == "torch":
         return torch_step(model, autocast=True)
     store = tempfile.mktemp(prefix="speed-")
