@@ -108,7 +108,7 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Cod
     Args:
         codec: Which.
         work: What it does.
-        memory_bandwidth: Bytes per second of the device that makes them; None: one core of a CPU. On a device it is an
+        memory_bandwidth: Bytes per second that kernels of the device reach; None: one core of a CPU. On a device it is an
             estimate: kernels begin one after the other, and each reads and writes its operands.
     """
     if memory_bandwidth is None:
@@ -224,7 +224,8 @@ def coded_costs(
     sums = [one for one in sums if len(one.members) > 1]
     if not sums or not all(_has_links(one, machine) for one in sums):
         return []
-    bandwidth = machine.device.memory_bandwidth if native else None
+    device = machine.device
+    bandwidth = device.memory_bandwidth * device.efficiency.bandwidth if native else None
     plain = [_plain(one, machine, native=native) for one in sums]
     bits = sum(one.bits * one.numel for one in sums) / sum(one.numel for one in sums)
     rows = [CodedCost("plain", bits, sum(row[0] for row in plain), sum(row[1] for row in plain), 0.0, 0)]
