@@ -108,8 +108,8 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Cod
     Args:
         codec: Which.
         work: What it does.
-        memory_bandwidth: Bytes per second that kernels of the device reach; None: one core of a CPU. On a device it is an
-            estimate: kernels begin one after the other, and each reads and writes its operands.
+        memory_bandwidth: Bytes per second that kernels of the device reach; None: one core of a CPU. On a device it is
+            an estimate: kernels begin one after the other, and each reads and writes its operands.
     """
     if memory_bandwidth is None:
         return CodecCost(codec.name, bits_of(codec), *work.nanoseconds)
