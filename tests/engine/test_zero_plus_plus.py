@@ -100,7 +100,7 @@ def int4(values: torch.Tensor) -> torch.Tensor:
     """What four bits say of a 1-D tensor: by definition, block by block."""
     text = []
     for block in values.split(BLOCK):
-        scale = block.abs().max() / 7
+        scale = block.abs().max() * (1 / 7)  # as the codec computes it
         text.append((block / scale).round() * scale if scale > 0 else torch.zeros_like(block))
     return torch.cat(text)
 
