@@ -36,7 +36,7 @@ def test_a_loss_over_cut_tokens_and_words(backend: str, own_share: bool) -> None
         assert axes == {"sequence", "tensor"}
         # Everybody's largest logit, sum and wanted logit of each token.
         assert traffic.requested_along["all_gather", "tensor"].nbytes == 2 * 3 * 12 * 4
-    assert logits.grad is not None and logits.grad.shape == logits.shape  # simulated transfers leave no values
+    assert logits.grad is not None and bool(logits.grad.isfinite().all())
 
 
 def test_alone_the_loss_is_that_of_torch() -> None:
