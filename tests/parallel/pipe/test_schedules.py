@@ -197,7 +197,7 @@ def test_a_buffer_holds_one_micro_batch_at_a_time():
 @pytest.mark.parametrize(
     ("name", "stages", "chunks", "message"),
     [
-        ("1f1d", 2, None, "schedule='1f1d' is not known; choose one of 'gpipe'"),
+        ("1f1d", 2, None, f"schedule='1f1d' is not known; choose one of {', '.join(map(repr, TRAIN_SCHEDULES))}"),
         ("1f1b", 2, 2, "schedule='1f1b' has one chunk per stage and num_chunks is 2"),
         ("interleaved", 2, 1, "needs 2 chunks per stage or more and num_chunks is 1"),
         ("zb-h1", 2, 0, "schedule='zb-h1' has one chunk per stage and num_chunks is 0"),
