@@ -143,7 +143,6 @@ def main() -> None:
 
     losses = train(engine, loader, config["scheduler"]["params"]["total_num_steps"], arguments.minutes)
     report(engine, losses, arguments.output, arguments.sample)
-    engine.destroy()
     dist.destroy_process_group()  # without it NCCL warns at the end
 
 
