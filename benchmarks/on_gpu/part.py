@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,10 @@ class Settings:
     def device(self) -> str:
         """``"cuda"``, or ``"cpu"`` in a dry run."""
         return "cpu" if self.dry else "cuda"
+
+    def includes(self, name: str) -> bool:
+        """Returns whether ``cells`` finds a training of that name."""
+        return re.search(self.cells, name) is not None
 
 
 @dataclass
@@ -184,7 +189,9 @@ def run_python(
 
 @contextmanager
 def planning(settings: Settings, who: str, shape: str, *, ranks: int) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Plans a training beside what the caller measures; what it yields returns ``planned`` and ``predicted``.
+    """Plans a training in another process while the caller measures it. Yields a function that returns the plan.
+
+    The plan is a dict with ``planned`` (GB) and ``predicted`` (ms).
 
     Args:
         settings: Of the part.

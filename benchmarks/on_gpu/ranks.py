@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ def run(settings: Settings, report: Report) -> None:
     """Fills the report."""
     steps = 4 if settings.dry else 20
     chosen = [cell for cell in CELLS if not settings.dry or cell.name in DRY]
-    chosen = [cell for cell in chosen if re.search(settings.cells, cell.name)]
+    chosen = [cell for cell in chosen if settings.includes(cell.name)]
     plain: dict[str, list[float]] = {}
     for kind in dict.fromkeys(_reference(cell) for cell in chosen):
         found = run_python("rank_program", f"plain:{kind}", str(steps), settings=settings, seconds=_limit(settings))

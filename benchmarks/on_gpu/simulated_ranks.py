@@ -6,7 +6,6 @@ take, and the engine waits for it as it would for NCCL. Nothing is exchanged, so
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 from on_gpu.part import Report, Settings, Table, planning, run_python
@@ -26,9 +25,7 @@ def run(settings: Settings, report: Report) -> None:
     columns += ["transfers (ms)", "hidden", "waits", "launches"]
     for shape, names in (("tiny", ("ours-3", "fsdp2")),) if settings.dry else CONTESTS:
         table = report.table(f"GPT {shape}", columns, about)
-        for name in names:
-            if not re.search(settings.cells, f"{name} on {shape}"):
-                continue
+        for name in (name for name in names if settings.includes(f"{name} on {shape}")):
             report.attempt(name, partial(_row, settings, report, table, shape, name))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 
 from deepspeed.ports import free_port
@@ -34,9 +33,7 @@ def _contest(settings: Settings, report: Report, shape: str, names: list[str], a
     columns = ["who", "step (ms)", "ratio", "predicted (ms)", "tokens/s", "peak (GB)", "planned (GB)"]
     columns += ["host waits/step"]
     table = report.table(f"GPT {shape}", columns, about)
-    for name in names:
-        if not re.search(settings.cells, f"{name} on {shape}"):
-            continue
+    for name in (name for name in names if settings.includes(f"{name} on {shape}")):
         report.attempt(f"{name} on {shape}", partial(_row, settings, report, table, shape, name))
 
 

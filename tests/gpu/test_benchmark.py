@@ -11,8 +11,9 @@ import pytest
 from tests.project.graph import ROOT
 
 
-def _run(folder, parts: str) -> dict[str, dict]:
+def _run(folder, parts: str, cells: str = "") -> dict[str, dict]:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry", "--parts", parts, "--out", str(folder)]
+    command += ["--cells", cells]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     found = {letter: json.loads((folder / f"{letter}.json").read_text()) for letter in parts}
     problems = [problem for content in found.values() for problem in content["problems"]]
@@ -22,6 +23,12 @@ def _run(folder, parts: str) -> dict[str, dict]:
 
 def test_operations(tmp_path):
     assert [table["title"] for table in _run(tmp_path, "E")["E"]["tables"]][0] == "AdamW over one flat run"
+
+
+def test_a_simulated_rank(tmp_path):
+    (table,) = _run(tmp_path, "C", "ours-3 on tiny")["C"]["tables"]
+    ((who, milliseconds, *_),) = table["rows"]
+    assert who == "ours-3" and milliseconds > 0
 
 
 @pytest.mark.slow
