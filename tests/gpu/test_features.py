@@ -1,4 +1,4 @@
-"""Features of the engine on a GPU beside the same on the CPU."""
+"""Compares features of the engine on a GPU with the same features on the CPU."""
 
 from __future__ import annotations
 
@@ -85,12 +85,10 @@ class _Dropped(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.3), nn.GELU()) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, repeats: bool) -> torch.Tensor:
         for layer in self.layers:
-            x = deepspeed.checkpointing.checkpoint(layer, x) if self.training and _Dropped.repeats else layer(x)
+            x = deepspeed.checkpointing.checkpoint(layer, x) if repeats else layer(x)
         return x.square().mean()
-
-    repeats = False
 
 
 def _gradients(in_cpu: bool) -> list[list[torch.Tensor]]:
@@ -102,10 +100,9 @@ def _gradients(in_cpu: bool) -> list[list[torch.Tensor]]:
     model = _Dropped().to(device)
     x = torch.randn(6, 24).to(device)
     for repeats in (False, True):
-        _Dropped.repeats = repeats
         model.zero_grad()
         get_accelerator().manual_seed(5)
-        model(x).backward()
+        model(x, repeats=repeats).backward()
         found.append([parameter.grad.cpu().clone() for parameter in model.parameters()])
     return found
 
