@@ -23,11 +23,11 @@ FACTORS = {"mosaic a100": 1.05, "mosaic h100": 1.27}
 
 @dataclass(frozen=True)
 class ConstantPrior:
-    """What is known of a kind of constant before any run is seen.
+    """The prior of a kind of constant: log-normal around an expected value, between physical limits.
 
     Attributes:
         low: Lowest physical value.
-        expected: Where the fit leaves it if no run says otherwise.
+        expected: Mode of the prior; the fit keeps it where the runs do not determine the constant.
         high: Highest physical value.
         spread: Standard deviation of its logarithm.
         reason: Of the limits and of the expected value.
@@ -73,28 +73,31 @@ _MOVED = 0.1
 
 
 def prior_of(name: str) -> ConstantPrior:
-    """Returns what is known beforehand of a constant of :func:`constants`."""
+    """Returns the prior of a constant, given by its name in :func:`constants`."""
     return PRIORS["factor" if name.startswith("factor") else name.split()[-1]]
 
 
 def limits_of(name: str) -> tuple[float, float]:
-    """Returns the limits between which ``--fit`` looks for a constant of :func:`constants`."""
+    """Returns the lowest and the highest value that ``--fit`` tries for a constant of :func:`constants`."""
     return prior_of(name).low, prior_of(name).high
 
 
 def constants() -> dict[str, float]:
-    """Returns the constants that ``--fit`` changes, as the table of devices has them; shared ones once."""
+    """Returns the present values of the constants that ``--fit`` changes, by name, such as ``a100 matmul``.
+
+    Constants that all devices share appear once, without the name of a device.
+    """
     found = {}
     for family in dict.fromkeys(_FAMILIES.values()):
         reached = DEVICES[family].efficiency
-        names = ("matmul", "attention", "bandwidth") + (("fp8",) if DEVICES[family].fp8_flops else ())
+        names = _RATES + (("fp8",) if DEVICES[family].fp8_flops else ())
         found |= {f"{family} {name}": getattr(reached, name) for name in names}
     found |= {name: getattr(DEVICES["a100"].efficiency, name) for name in _SHARED}
     return found | {f"factor {program}": factor for program, factor in FACTORS.items()}
 
 
 def expected_constants() -> dict[str, float]:
-    """Returns the constants of :func:`constants` as they are expected before any run is seen."""
+    """Returns the modes of the priors of all :func:`constants`, by name."""
     return {name: prior_of(name).expected for name in constants()}
 
 
@@ -117,7 +120,7 @@ def reached_of(values: Mapping[str, float], runs: Iterable[PublishedRun]) -> dic
 
 
 def misfit(values: Mapping[str, float], runs: list[PublishedRun]) -> float:
-    """Returns what :func:`fit` makes small: the mean error and the distance of constants from their expected values."""
+    """Returns the objective of :func:`fit`: the mean error of the runs plus the penalty of the priors."""
     reached = reached_of(values, runs)
     errors = [math.log(predicted(run, reached).seconds / (run.seconds or 1.0)) for run in runs]
     seen = sum(min(math.hypot(error, _ROUND) - _ROUND, _LARGEST) for error in errors)
