@@ -1,4 +1,4 @@
-"""Reads published results as setups that can be predicted, from ``benchmarks/data/scale-public.json``."""
+"""Reads published training results from ``benchmarks/data/scale-public.json``, for comparison with predictions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PublishedRun:
 
 
 def read_runs(path: Path = RECORDS) -> list[PublishedRun]:
-    """Returns the runs of a file that can be predicted; :func:`read_records` explains why the others cannot."""
+    """Returns the runs of a file whose step times can be predicted. :func:`read_records` also explains the others."""
     return read_records(path)[0]
 
 
@@ -297,7 +297,7 @@ def predicted(
 
 
 def split(runs: Iterable[PublishedRun]) -> tuple[list[PublishedRun], list[PublishedRun]]:
-    """Returns the runs for fitting and the runs for testing: of each source, every other timed run."""
+    """Divides the timed runs of each source alternately into two halves: for fitting, and for testing."""
     timed: dict[str, list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.seconds is not None:

@@ -68,7 +68,7 @@ SHAPES = {
 
 
 def zero_of(who: str) -> dict[str, Any]:
-    """Returns the section ``zero_optimization`` of ``NAME-STAGE[-host]``."""
+    """Returns the section ``zero_optimization`` for ``NAME-STAGE[-host]``; ``host``: the optimizer is offloaded."""
     _, stage, *host = who.split("-")
     zero: dict[str, Any] = {"stage": int(stage)}
     if stage == "3":
@@ -90,7 +90,7 @@ def config_of(shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> dict[str
 
 
 def engine_step(model: nn.Module, shape: Shape, zero: dict[str, Any], clip: float = 1.0) -> tuple[Step, Any]:
-    """Returns the step of ``deepspeed`` (this project's or the published one), and its engine."""
+    """Initializes ``deepspeed`` (this project's or the published one); returns a training step, and the engine."""
     import deepspeed
 
     config = config_of(shape, zero, clip)

@@ -1,4 +1,4 @@
-"""What the planner says of a training of the GPU benchmark: its peak of device memory and its step time.
+"""Plans a training of the GPU benchmark: the peak of its device memory and its step time.
 
 ``python -m on_gpu.planned WHO SHAPE RANKS`` prints both as JSON; it needs no GPU, and runs while one is measured.
 """

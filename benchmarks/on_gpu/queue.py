@@ -29,10 +29,10 @@ class QueuedWork:
 
 
 class QueuedGroup:
-    """What stands beneath a native transport (``deepspeed.comm.transports.native``) in the place of NCCL's group.
+    """Stands in for NCCL's process group beneath a ``NativeTransport``.
 
-    What arrives from the others is what this rank has sent, so that weights and gradients have sensible values, and the
-    memory of the device is written as NCCL would write it.
+    A rank receives what it has sent itself, so that weights and gradients have plausible values, and the memory of the
+    device is written as NCCL would write it.
 
     Args:
         stream: Where transfers are queued; None: the values are there at once, as on a CPU.
@@ -80,7 +80,7 @@ class QueuedGroup:
 
 
 class QueuedTransport(NativeTransport):
-    """The package's own transport for NCCL, over a :class:`QueuedGroup`."""
+    """The package's transport for NCCL over a :class:`QueuedGroup`, which has no broadcasts and no sends."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """Leaves it as it is."""

@@ -102,12 +102,13 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class CutTensors:
-    """Tensors that are divided over ranks with other parts of the model.
+    """Describes tensors of which each rank of a model-parallel group has a part.
 
     Attributes:
         group: The process group of these ranks.
-        columns: The numbers of the tensors, in an order that is the same on all of them; numbers need not be.
-        counts: Of each, whether this rank's part is to be counted: several ranks may have one alike.
+        columns: Indices of the tensors in the table of segments. The tensors come in the same order on all ranks;
+            their indices may differ between ranks.
+        counts: For each tensor, whether this rank's part enters sums over ranks. Of ranks with equal parts one counts.
     """
 
     group: object

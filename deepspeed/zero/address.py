@@ -1,4 +1,4 @@
-"""The address of a sharded parameter, what keeps its values meanwhile, and what operations on it do.
+"""Sharded parameters: the bucket and position of each, the base class of buckets, and access to their values.
 
 A *bucket* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
 (``zero.construction.provisional``). Every parameter in a bucket has an *address*: the bucket and the tile.
@@ -514,7 +514,7 @@ def mark_full(
 
 
 def plain_class(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
-    """Returns the class to give back to a parameter when it is full."""
+    """Returns the class that a parameter has while its values are gathered."""
     kind = type(parameter)
     if kind is not ShardedParameter:
         return kind
@@ -525,7 +525,7 @@ _CLASS = "_ds_class"
 
 
 def remember_class(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
-    """Notes the class of a parameter that is full, for :func:`plain_class`; nothing is stored for the usual one."""
+    """Stores the class of a gathered parameter for :func:`plain_class`; ``torch.nn.Parameter`` is not stored."""
     kind = plain_class(parameter)
     if kind is not torch.nn.Parameter:
         parameter.__dict__[_CLASS] = kind

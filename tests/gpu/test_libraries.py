@@ -1,4 +1,4 @@
-"""The Trainer, Accelerate and Lightning on a GPU, one process, with nothing of them replaced."""
+"""Trains with the Trainer, Accelerate and Lightning in one process on a GPU; nothing of the libraries is mocked."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ def test_trainer(stage, offload, precision, tmp_path):
 
     weights = str(tmp_path / "weights")  # read, since torch draws other numbers on a GPU than on the CPU
     new_model().save_pretrained(weights)
-    precisions = {"bf16": precision == "bf16"}
     plain = _on_gpu(_trainer, str(tmp_path / "plain"), weights, None, {})
     config = ds_config(stage, offload=offload)
-    saves = {"save_strategy": "steps", "save_steps": 3, **precisions}
+    saves = {"save_strategy": "steps", "save_steps": 3, "bf16": precision == "bf16"}
     losses = _on_gpu(_trainer, str(tmp_path / "ours"), weights, config, saves)
     assert losses == pytest.approx(plain, rel=TOLERANCE[precision])
     saves["resume_from_checkpoint"] = str(tmp_path / "ours" / "checkpoint-3")
