@@ -1,6 +1,6 @@
 """What this rank writes: the runs of every bucket that fall to it, and the small states of the optimizer.
 
-Along axes on which tiles are whole, one rank stands for the others (``BucketGroup.counts``), which write nothing.
+Along axes on which tiles are whole, one rank writes them (``BucketGroup.is_primary_replica``) and the others nothing.
 Sharded states are written by their owner. Replicated ones are divided alike: each rank writes its share of each bucket
 (``Bucket.share``), whatever the placement, so that every byte is written once and all ranks write equally much.
 """

@@ -98,7 +98,7 @@ def roster(run_state: RunState, exchange: Exchange) -> Roster:
         exchange: The ranks that save together.
     """
     runtime = run_state.runtime
-    counted = [bucket for bucket in runtime.buckets if bucket.group.counts]
+    counted = [bucket for bucket in runtime.buckets if bucket.group.is_primary_replica]
     aliases, buffers = run_state.aliases(), list(run_state.buffers())
     if run_state.is_one_part:
         listed = tuple(_listed(run_state, bucket, 0) for bucket in counted)

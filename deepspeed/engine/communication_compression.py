@@ -159,7 +159,7 @@ def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Gro
     phase = f"from update {section.start_step + 1} on" if section.start_step else "from the first update on"
     phase += f", until then as {section.warm_up}" if section.start_step and section.warm_up else ""
     exact = ""
-    if any(group.spans_parts for group in groups):
+    if any(group.spans_stages for group in groups):
         exact = "; between replicas in other parts of the model they are sent uncompressed"
     return (
         f"gradients are sent as {codec.name} codes {phase}: {bits:.2f} bits per element instead of "

@@ -256,7 +256,7 @@ def refuse_cut_tensors(
     parts = []
     for name, parameter in model.named_parameters():
         group = groups[groups.name_of(name, describe(name, parameter))]
-        if group.is_part and not group.spans_parts and adds_norms:
+        if group.is_part and not group.spans_stages and adds_norms:
             parts.append(f"{name}: a part of it, whose norms LAMB adds up")
         elif group.is_part or (group.name != DATA and placement.shard_master and not takes_tables):
             if group.name == ROWS:

@@ -175,7 +175,7 @@ class TrainStep:
             return self._forward_in_transform(fn, inputs, named)
         if not runtime.backward_is_running:  # as it is where this forward is recomputed
             runtime.drop_open_work()
-        runtime.places.take_back()
+        runtime.places.restore()
         if has_data and is_training:
             self._progress.inputs(tuple(inputs), named)
         if has_data and is_training and not self._row_check.is_done and self._updater is not None:

@@ -196,7 +196,7 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
             key = (group.reduce.ranks or tuple(range(ranks)), not policy.to_owner, bits, times)
             found[key] += layout.numel
             kept[key] += feedback_numel(layout, to_owner=policy.to_owner, spread=group.is_spread)
-        if group.combine is not None and group.copies > 1:
+        if group.combine is not None and group.replicas > 1:
             # Sums of slices, in fp32.
             found[group.combine.ranks, not group.is_spread, 32, times if group.is_spread else 1] += layout.slice_numel
     return [PlannedSum(found[key], key[0], rank, *key[1:], kept[key]) for key in found]

@@ -145,7 +145,7 @@ class BucketBase:
         """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
         raise NotImplementedError
 
-    def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
+    def end_loan(self, tile: int, parameter: torch.nn.Parameter) -> None:
         """Undoes :meth:`start_loan`; the values of the loaned tensor are dropped."""
         raise NotImplementedError
 

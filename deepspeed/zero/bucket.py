@@ -134,7 +134,7 @@ class Bucket(BucketBase):
     @property
     def share(self) -> tuple[int, int]:
         """First and last-plus-one element of what falls to this rank where every element falls to exactly one."""
-        return self.layout.share_bounds(self.group.place, self.group.size * self.group.copies)
+        return self.layout.share_bounds(self.group.place, self.group.size * self.group.replicas)
 
     @property
     def shared_values(self) -> torch.Tensor:
@@ -290,7 +290,7 @@ class Bucket(BucketBase):
         mark_full(parameter, tensor, self._classes[tile])
 
     @override
-    def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
+    def end_loan(self, tile: int, parameter: torch.nn.Parameter) -> None:
         if self.state is State.FULL:
             mark_full(parameter, self._views[tile], self._classes[tile])
             self.remember_value(tile)

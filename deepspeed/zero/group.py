@@ -46,11 +46,11 @@ class BucketGroup:
             the same slices (``comm.job.grid.GridTransport``).
         combine: Carries sums between the ranks that hold the same slices; None where no others do.
         divisor: What makes a mean of a sum over all ranks of the group.
-        counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
-            (tensor-parallel ranks, for what is not cut there). Of those ranks one counts.
+        is_primary_replica: Whether this rank writes checkpoints and enters norms for the ranks that hold the same tiles
+            and are in another group of that name (tensor-parallel ranks, for what is not cut there).
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
         is_part: Tensor-parallel ranks have other parts of the parameters; of several that have one alike one counts.
-        spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
+        spans_stages: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
             several stages of a pipeline): sums over them wait for the update, and code that edits one copy must edit
             all.
         gather_codec: How parameters are sent that are gathered for their uses; None: as they are.
@@ -67,10 +67,10 @@ class BucketGroup:
     owners: Transport
     combine: Transport | None = None
     divisor: int = 1
-    counts: bool = True
+    is_primary_replica: bool = True
     ranks: tuple[tuple[int, ...], ...] = ()
     is_part: bool = False
-    spans_parts: bool = False
+    spans_stages: bool = False
     gather_codec: Codec | None = None
     frozen_codec: Codec | None = None
     early_codec: Codec | None = None
@@ -118,7 +118,7 @@ class BucketGroup:
 
     def _between_copies(self, codec: Codec | None) -> Transport | None:
         # What ranks with other parts of the model have too is combined as it is: they need not share a layout.
-        return self.combine if self.combine is None or self.spans_parts else coded(self.combine, codec)
+        return self.combine if self.combine is None or self.spans_stages else coded(self.combine, codec)
 
     @property
     def feeds_back(self) -> bool:
@@ -132,9 +132,9 @@ class BucketGroup:
         return self.gather.size
 
     @property
-    def copies(self) -> int:
+    def replicas(self) -> int:
         """Ranks that hold the same slice, among those with the same part of the model."""
-        return 1 if self.combine is None or self.spans_parts else self.combine.size
+        return 1 if self.combine is None or self.spans_stages else self.combine.size
 
     @property
     def is_spread(self) -> bool:
@@ -144,7 +144,7 @@ class BucketGroup:
     @property
     def slice_layout(self) -> SliceLayout:
         """How the group cuts its buckets."""
-        return SliceLayout(self.size, self.copies)
+        return SliceLayout(self.size, self.replicas)
 
     def place_of(self, peer: int) -> tuple[int, int]:
         """Returns which of the ranks that hold the same slice, and which place among those that share, a peer has.
@@ -165,8 +165,8 @@ class BucketGroup:
     @property
     def place(self) -> int:
         """This rank's number, from 0, where something is divided evenly among all ranks of the group."""
-        among_copies = 0 if self.combine is None or self.spans_parts else self.combine.rank
-        return self.gather.rank * self.copies + among_copies
+        among_copies = 0 if self.combine is None or self.spans_stages else self.combine.rank
+        return self.gather.rank * self.replicas + among_copies
 
     @property
     def transports(self) -> Iterator[Transport]:
@@ -355,14 +355,16 @@ def _groups_over(
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
-    own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_parts]
+    own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_stages]
     if ranks.model_size == 1:
         groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own, lease=lease)
     else:
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
-        whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT, is_part=True)
-        shared = (replace(data, name=name, counts=counts, is_part=True) for name, counts in copies.items())
-        tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_parts)
+        whole, cut = replace(data, is_primary_replica=ranks.tensor_rank == 0), replace(data, name=CUT, is_part=True)
+        shared = (
+            replace(data, name=name, is_primary_replica=is_primary, is_part=True) for name, is_primary in copies.items()
+        )
+        tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_stages)
         parts = (whole, cut, *shared, *own, *tied)
         job = Job.current().axis_of(name="job").transport(device=device, timeout=timeout)
         tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
@@ -383,8 +385,8 @@ def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> Bucket
     combine = Job.current().declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
     if combine is None:
         return replace(data, name=defined.name)
-    counts = data.counts and combine.rank == 0
-    return replace(data, name=defined.name, combine=combine, counts=counts, spans_parts=True)
+    is_primary = data.is_primary_replica and combine.rank == 0
+    return replace(data, name=defined.name, combine=combine, is_primary_replica=is_primary, spans_stages=True)
 
 
 def _own_group(
@@ -397,5 +399,7 @@ def _own_group(
         for use in ("parameters", "gradients")
     )
     divisor = divisor if defined.divisor is None else defined.divisor
-    counts = not defined.is_whole or ranks.tensor_rank == 0
-    return BucketGroup(defined.name, gather, reduce, gather, divisor=divisor, counts=counts, ranks=defined.ranks)
+    is_primary = not defined.is_whole or ranks.tensor_rank == 0
+    return BucketGroup(
+        defined.name, gather, reduce, gather, divisor=divisor, is_primary_replica=is_primary, ranks=defined.ranks
+    )

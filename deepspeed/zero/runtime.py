@@ -549,7 +549,7 @@ class Places:
             if parameter is not None
         ]
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Brings values back that came as other objects, as ``load_state_dict(assign=True)`` brings them.
 
         Nothing would train those: gradients, masters and hooks are those of the parameters that were there.
@@ -557,10 +557,10 @@ class Places:
         for path, module, name, parameter in self._places:
             present = module._parameters.get(name)
             if present is not parameter and isinstance(present, nn.Parameter):
-                _take_back(path, module, name, parameter, present)
+                _restore(path, module, name, parameter, present)
 
 
-def _take_back(path: str, module: nn.Module, name: str, parameter: nn.Parameter, present: nn.Parameter) -> None:
+def _restore(path: str, module: nn.Module, name: str, parameter: nn.Parameter, present: nn.Parameter) -> None:
     address = address_of(parameter)
     if address is None or address.bucket.is_sharded or present.shape != parameter.shape:
         warn_once(

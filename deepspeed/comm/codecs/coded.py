@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.comm.codecs.codec import CHUNK, Codec, coded_nbytes, decode, decode_add, encode
 from deepspeed.comm.codecs.zero_rows import ZeroRows
-from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, Visit, Work, catch_up
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, Visit, Work, poll
 
 
 def coded(plain: Transport, codec: Codec | None) -> Transport:
@@ -140,8 +140,8 @@ class _CodedReduce:
     def will_arrive(self) -> bool:
         return self._received is None or self._work.will_arrive()
 
-    def catch_up(self, seconds: float) -> bool | None:
-        return True if self._received is None else catch_up(self._work, seconds)
+    def poll(self, seconds: float) -> bool | None:
+        return True if self._received is None else poll(self._work, seconds)
 
     def wait(self) -> None:
         if self._received is None:

@@ -82,7 +82,7 @@ class _GlooExchange:
     def wait(self) -> None:
         works, self._works = self._works, []
         if works:
-            self._transport.catch_up()
+            self._transport.progress_pending()
             self._transport.guard_all(works, self._ticket, self._label)
 
 
@@ -137,7 +137,7 @@ class _GlooReduce:
 
     def wait(self) -> None:
         if not self.will_arrive():
-            self._transport.catch_up()
+            self._transport.progress_pending()
         while self._bounds:
             start, stop = self._bounds.pop(0)
             parts, works = self._chunks.pop(0)
@@ -169,7 +169,7 @@ class _GlooSwap:
 
     def wait(self) -> None:
         if not self.will_arrive():
-            self._transport.catch_up()
+            self._transport.progress_pending()
         works, self._works = self._works, []
         self._transport.guard_all(works, self._ticket, self._label)
 
@@ -226,7 +226,7 @@ class _GlooSum:
         """Blocks until the sum is there."""
         work, self._work = self._work, None
         if work is not None:
-            self._transport.catch_up()
+            self._transport.progress_pending()
             self._transport.guard(work.wait, self._ticket, self._label)
 
     def will_arrive(self) -> bool:
@@ -395,7 +395,7 @@ class GlooTransport(Transport):
 
     @override
     def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
-        self.catch_up()
+        self.progress_pending()
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         rows[self.rank].copy_(tensor)
         tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
@@ -446,7 +446,7 @@ class GlooTransport(Transport):
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        self.catch_up()
+        self.progress_pending()
         self.started += 1
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
@@ -468,5 +468,5 @@ class GlooTransport(Transport):
                     works.append(self.send(transfer.tensor, peer, key))
                     nbytes += transfer.tensor.numel() * transfer.tensor.element_size()
         traffic.record_requested("move", nbytes, self.axis)
-        self.catch_up()
+        self.progress_pending()
         self.guard_all(works, ticket, label)

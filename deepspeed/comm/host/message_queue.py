@@ -261,7 +261,7 @@ class _SenderThread(threading.Thread):
     """
 
     def __init__(self, connection: socket.socket, message: bytes) -> None:
-        super().__init__(name="deepspeed-mail", daemon=True)
+        super().__init__(name="deepspeed-send", daemon=True)
         self._connection = connection
         self._messages = deque([message])
         self._lock = threading.Lock()

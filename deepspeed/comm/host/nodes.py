@@ -138,7 +138,7 @@ class _GlooGatherByNodes(GlooGather):
 
     def wait(self) -> None:
         """Blocks (host or current stream) until the result is in place. Later calls return at once."""
-        self._transport.catch_up(self)
+        self._transport.progress_pending(self)
         super().wait()
 
 

@@ -199,7 +199,7 @@ class _ByGloo:
     def finish(self, ticket: tuple[str, int], label: str) -> None:
         """Waits for both."""
         if self._works:
-            self._transport.catch_up()
+            self._transport.progress_pending()
             self._transport.guard_all(self._works, ticket, label)
         if self._arriving:
             packing.read(self._flat, self._arriving)

@@ -286,8 +286,8 @@ class SameHost:
                 peer.receive()
 
     def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
-        self.transport.catch_up()
-        self.transport.guard(blocking, ticket or self.transport.issue("room"), label)
+        self.transport.progress_pending()
+        self.transport.guard(blocking, ticket or self.transport.issue("staging buffer"), label)
 
     def close(self) -> None:
         """Makes waits for this rank raise, on other ranks and on this one."""

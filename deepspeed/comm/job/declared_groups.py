@@ -26,7 +26,7 @@ class Defined:
         ranks: The ranks, in the job, of all groups of that name: every rank of the job is in exactly one.
         divisor: What makes a mean of the sum of gradients over one of them; None: the number of all data-parallel
             ranks, as gradients of experts are made of the samples of all of them.
-        spans_parts: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
+        spans_stages: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
         is_cut: Of copies: tensor-parallel ranks have different parts of them.
         is_whole: Tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts.
         lasts: The program declared it, and it stays as long as the job. Others were declared for a model, whose engines
@@ -36,7 +36,7 @@ class Defined:
     name: str
     ranks: tuple[tuple[int, ...], ...]
     divisor: int | None = None
-    spans_parts: bool = False
+    spans_stages: bool = False
     is_cut: bool = False
     is_whole: bool = False
     lasts: bool = True
@@ -153,7 +153,7 @@ class DeclaredGroups:
                 f"{self._ranks.size_of() - 1}, each at most once"
             )
         alone = [(rank,) for rank in range(self._ranks.size_of()) if rank not in given]
-        self._remember(Defined(name, (*lists, *alone), spans_parts=True, is_cut=is_cut, lasts=False))
+        self._remember(Defined(name, (*lists, *alone), spans_stages=True, is_cut=is_cut, lasts=False))
 
     def _remember(self, made: Defined) -> None:
         name = made.name

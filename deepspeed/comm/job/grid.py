@@ -178,7 +178,7 @@ def island_groups(size: int, island_size: int, device: torch.device, timeout: ti
     mesh = grid_mesh(size, island_size)
     return (
         _group_along(mesh.groups(SHARD), "islands", device, timeout, "job"),
-        _group_along(mesh.groups(REPLICATE), "meetings of islands", device, timeout, "job"),
+        _group_along(mesh.groups(REPLICATE), "outer steps of islands", device, timeout, "job"),
     )
 
 

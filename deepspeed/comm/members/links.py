@@ -272,7 +272,7 @@ class MemberLinks:
         with self._changed:
             links = [*self._links.values(), *self._joining]
         for link in links:
-            _send(link, {"kind": "farewell"})
+            _send(link, {"kind": "leaving"})
         atexit.unregister(self._abandon)
         self._is_over = True
         self._wake()
@@ -440,7 +440,7 @@ class MemberLinks:
             if kind == "alive":
                 link.last_sign = time.monotonic()
                 return True
-            if kind == "farewell":
+            if kind == "leaving":
                 self._gone.add(link.number)
             elif kind == "dropped":
                 self._is_dropped = True

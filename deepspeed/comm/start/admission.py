@@ -40,7 +40,7 @@ from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger, printable
 from deepspeed.ports import shortened
 
-_SCOPE = "deepspeed/reception"
+_SCOPE = "deepspeed/admission"
 _HOST = f"{_SCOPE}/host"
 _HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 was started again
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1

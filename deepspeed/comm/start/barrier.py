@@ -73,7 +73,7 @@ class _BarrierRound:
 
     def __init__(self, watch: Watch, label: str, ranks: tuple[int, ...]) -> None:
         self._watch, self._label, self._ranks = watch, label, ranks
-        self._channel = f"meeting/{_digest(ranks)}/{label}"
+        self._channel = f"barrier/{_digest(ranks)}/{label}"
         self._index = watch.issue(self._channel)
         self.scope = f"{watch.scope}/{self._channel}/{self._index}"
 
@@ -107,7 +107,7 @@ class SupervisedStore:
         self._watch = watch
         self._label = label
         self._members = tuple(members)
-        self._channel = f"meeting/{_digest(self._members)}/{label}"
+        self._channel = f"barrier/{_digest(self._members)}/{label}"
         self._index = watch.issue(self._channel)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:

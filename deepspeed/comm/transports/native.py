@@ -61,8 +61,8 @@ class NativeWork:
         """Waiting puts the current stream behind the transfer, and later gathers behind that stream."""
         return self._work is None or self._work.is_completed()
 
-    def catch_up(self, seconds: float) -> bool:
-        """Polls the transfer on the host, like ``transport.catch_up``; no stream of the device waits for it."""
+    def poll(self, seconds: float) -> bool:
+        """Polls the transfer on the host, like ``transport.poll``; no stream of the device waits for it."""
         if not self.will_arrive():
             self._transport.guard_poll(lambda: self._poll(seconds), self._ticket, self._label)
         return self.will_arrive()

@@ -72,7 +72,7 @@ class Work(Protocol):
         """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
 
 
-def catch_up(work: Work, seconds: float) -> bool | None:
+def poll(work: Work, seconds: float) -> bool | None:
     """Blocks the host, but no stream, until the device has finished a transfer.
 
     Args:
@@ -82,7 +82,7 @@ def catch_up(work: Work, seconds: float) -> bool | None:
     Returns:
         Whether it is finished; None, at once, of a transfer that no device runs.
     """
-    method = getattr(work, "catch_up", None)
+    method = getattr(work, "poll", None)
     return None if method is None else method(seconds)
 
 
@@ -315,10 +315,10 @@ class Transport:
         assert self.watch is not None
         self.watch.forward_queue.add(request)
 
-    def catch_up(self, last: ForwardRequest | None = None) -> None:
-        """Hands on what this rank has promised, up to ``last``; see ``ForwardQueue.catch_up``."""
+    def progress_pending(self, last: ForwardRequest | None = None) -> None:
+        """Hands on what this rank has promised, up to ``last``; see ``ForwardQueue.progress_pending``."""
         if self.watch is not None:
-            self.watch.forward_queue.catch_up(last)
+            self.watch.forward_queue.progress_pending(last)
 
     def my_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a flat buffer, as a view."""

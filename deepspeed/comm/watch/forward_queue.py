@@ -32,7 +32,7 @@ class ForwardQueue:
         self._training.is_elsewhere()  # so that it is known which one that is
         self._pending.append(request)
 
-    def catch_up(self, last: ForwardRequest | None = None) -> None:
+    def progress_pending(self, last: ForwardRequest | None = None) -> None:
         """Keeps the promises in order, up to ``last``; None: all. Does nothing in other threads than the training one.
 
         Args:

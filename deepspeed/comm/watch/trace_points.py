@@ -40,7 +40,7 @@ class TracePoints:
         watched = Job.current().watched.of(self._group)
         if watched is None or not watched.waits_on_host:
             return
-        channel, index = watched.issue("waypoint", _key(name))
+        channel, index = watched.issue("trace point", _key(name))
         watched.watch.note_position(
             WaitRecord(channel, index, watched.ranks, f"the others at {name}", time.monotonic())
         )

@@ -290,7 +290,7 @@ class GatheredBlock:
                 address.bucket.remember_value(address.tile)
         for parameter, address in self._loaned:
             if self._end_loan(address) is not None:
-                address.bucket.take_back(address.tile, parameter)
+                address.bucket.end_loan(address.tile, parameter)
         for bucket in self._pinned:
             bucket.unpin()
             if restore and bucket in self._whole and bucket.state is State.FULL:
@@ -366,7 +366,7 @@ class GatheredBlock:
             modifier: Its rank there.
         """
         replicas = self._group.combine
-        if replicas is not None and not self._group.spans_parts and self._transport.rank == modifier:
+        if replicas is not None and not self._group.spans_stages and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._loaned]]
             transfers = [TensorTransfer(copy, None, values) for values in edited]
             replicas.move(transfers, label=f"the changes of {_label(self._entries)}")
@@ -510,4 +510,4 @@ def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
                 if fragment is not None:
                     bucket.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
             del bucket.loans[address.tile]
-            bucket.take_back(address.tile, parameter)  # type: ignore[arg-type]
+            bucket.end_loan(address.tile, parameter)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ class ProvisionalBucket(BucketBase):
         mark_full(parameter, tensor, plain_class(parameter))
 
     @override
-    def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
+    def end_loan(self, tile: int, parameter: torch.nn.Parameter) -> None:
         mark_sharded(parameter, torch.empty(0, dtype=self.dtype, device=self.device))
         if self.device.type == "cpu":
             note_freed(self.layout.tiles[tile].numel * self.dtype.itemsize)
@@ -132,7 +132,7 @@ def copy_sharded(
         made.__class__ = plain_class(parameter)
         remember_class(made)
         set_address(made, memo[id(bucket)], tile)
-        memo[id(bucket)].take_back(tile, made)
+        memo[id(bucket)].end_loan(tile, made)
         return made
 
 
@@ -209,5 +209,5 @@ def _shard_kind(
     for place, values in arriving:
         place.copy_(values)
     for tile, (parameter, _) in enumerate(members):
-        bucket.take_back(tile, parameter)
+        bucket.end_loan(tile, parameter)
     return bucket

@@ -70,7 +70,7 @@ class SlicesFromFiles:
         made = torch.nn.Parameter(torch.empty(0, dtype=dtype, device=self._device), requires_grad=like.requires_grad)
         remember_class(made)
         set_address(made, bucket, 0)
-        bucket.take_back(0, made)
+        bucket.end_loan(0, made)
         return made
 
     def take(self, parameter: torch.nn.Parameter, first: int, numel: int, read: Read) -> None:

@@ -93,7 +93,7 @@ class ErrorFeedback:
         """The update is applied: what its reductions have lost is added to the next gradients."""
         self._is_kept = False
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """The gradients of the update are thrown away: the errors are what they were. After a commit, nothing."""
         if self._before is not None and self._is_kept:
             self.tensor.copy_(self._before)

@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 
 from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
-from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, catch_up, transfer_key
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, poll, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.error_feedback import ErrorFeedback
@@ -422,9 +422,9 @@ class GradientBucket:
         """Returns whether the reduction can be finished without a further call of this rank."""
         return self._transfer is None or self._transfer.work.will_arrive()
 
-    def catch_up(self, seconds: float) -> bool | None:
-        """Blocks the host until the device has finished the reduction; see ``comm.transports.transport.catch_up``."""
-        return True if self._transfer is None else catch_up(self._transfer.work, seconds)
+    def poll(self, seconds: float) -> bool | None:
+        """Blocks the host until the device has finished the reduction; see ``comm.transports.transport.poll``."""
+        return True if self._transfer is None else poll(self._transfer.work, seconds)
 
     def finish_reduction(self) -> None:
         """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""
@@ -477,7 +477,7 @@ class GradientBucket:
     def _number_among_copies(self) -> int:
         """Returns the bucket's number among ranks with the same slices; ranks with other parts number differently."""
         layout = self.bucket.layout
-        return zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_parts else layout.index
+        return zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_stages else layout.index
 
     def finish_combining(self) -> None:
         """Waits for :meth:`start_combining`."""
@@ -510,7 +510,7 @@ class GradientBucket:
         """
         group, factor = self._group, self._prescale * self._group.reduce.size
         own = None if self.sum.local is None else self.sum.take_local()
-        if not group.spans_parts:
+        if not group.spans_stages:
             return own, factor * self._postscale
         if own is None:
             own = self.sum.new_buffer(self.bucket.layout.numel, self.sum.dtype)
@@ -590,7 +590,7 @@ class GradientBucket:
         if not (self._is_local and self.sum.is_packed):
             self._flat.free()
         if self.feedback is not None:
-            self.feedback.take_back()
+            self.feedback.restore()
         self.writes.clear()
         self.sum.clear()
         self.begin_backward()

@@ -135,7 +135,7 @@ class GradientReducer:
         ]
         self._positions = {gradients: position for position, gradients in enumerate(self.buckets)}
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
-        self._combines_late = any(bucket.group.spans_parts for bucket in buckets)
+        self._combines_late = any(bucket.group.spans_stages for bucket in buckets)
         self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
         self._orders: dict[frozenset[int], list[int]] = {}  # by what a backward reduces
         self._known: set[int] = set()  # in any of them, so that it is known whether gradients arrive more than once
@@ -317,7 +317,7 @@ class GradientReducer:
         if sum(numels) <= _MAX_IN_FLIGHT * largest and len(numels) <= _MOST_SMALL:
             return None
         oldest = self._in_flight[0]
-        is_finished = oldest.catch_up(_PATIENCE)
+        is_finished = oldest.poll(_PATIENCE)
         if is_finished:
             return oldest
         if is_finished is False:

@@ -136,7 +136,7 @@ class LocalSteps(MomentumExchange):
 
     def _counted(self, bucket: BucketMomentum, squares: float) -> float:
         group = bucket.master.bucket.group
-        return squares if group.counts and group.place == 0 else 0.0
+        return squares if group.is_primary_replica and group.place == 0 else 0.0
 
     def _take_means(self, work: Work, clip_grad: float) -> float:
         """Puts the exact mean gradients where the update reads them; nothing is coded, so nothing is lost.

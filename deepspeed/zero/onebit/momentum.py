@@ -236,7 +236,7 @@ class Sketch:
     def squares(self) -> float:
         """Returns what this rank adds to the job's sum of squares of the mean; every rank of the group must call it."""
         rows = self.group.reduce.gather_small(self._sums, channel="step", label="the norm of the mean gradient")
-        if not self.group.counts or self.group.place != 0:
+        if not self.group.is_primary_replica or self.group.place != 0:
             return 0.0
         return rows.double().mean(0).square_().sum().item()
 

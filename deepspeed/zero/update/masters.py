@@ -106,8 +106,8 @@ class MasterBucket:
         """Returns whether this rank's part counts for all copies of it: each element counts once over all ranks."""
         group = self.bucket.group
         if not self.is_sharded:
-            return group.counts and group.place == 0
-        return group.counts and (group.is_spread or group.combine is None or group.combine.rank == 0)
+            return group.is_primary_replica and group.place == 0
+        return group.is_primary_replica and (group.is_spread or group.combine is None or group.combine.rank == 0)
 
     @property
     def tier(self) -> Tier:
@@ -390,7 +390,7 @@ def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | Non
         of_bucket = master.bucket.group
         for number, tile in enumerate(master.layout.tiles):
             if of_bucket.is_part and tile.param_group >= 0:
-                found[tile.name] = first + number, of_bucket.counts
+                found[tile.name] = first + number, of_bucket.is_primary_replica
         first += len(master.layout.tiles)
     if not found:
         return None

@@ -58,7 +58,7 @@ def mails(size: int, seconds: float = SOON) -> Iterator[list[MessageQueue]]:
         for each in made:
             each.leave()
     assert all(end.fileno() == -1 for connections in ends for end in connections.values())
-    assert not any(thread.name == "deepspeed-mail" for thread in threading.enumerate())
+    assert not any(thread.name == "deepspeed-send" for thread in threading.enumerate())
 
 
 def taken(queue: MessageQueue, peer: int, tag: int, length: int) -> bytes:
@@ -399,7 +399,7 @@ def _after_the_jobs() -> None:
             with pytest.raises(CommunicationError, match="job that is over.*new engine"):
                 call()
     _LEFT.clear()
-    assert not any(thread.name == "deepspeed-mail" for thread in threading.enumerate())
+    assert not any(thread.name == "deepspeed-send" for thread in threading.enumerate())
 
 
 def test_a_job_that_is_over_holds_no_connections():

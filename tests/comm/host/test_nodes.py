@@ -133,7 +133,7 @@ def _relays():
     assert rows.view(-1).tolist() == [0, 1, 2, 3]
     for work in works:
         work.wait()
-    transport.catch_up()
+    transport.progress_pending()
     assert not any(flat.isnan().any() for flat in flats)
 
 

@@ -185,7 +185,7 @@ def test_ranks_that_an_agent_starts_again_meet_again(run, monkeypatch):
         assert other.result(60)[0] == host.result(60)[0]
         prefixes.add(host.result()[0])
         broken = admission.RendezvousPoint(f"broken{attempt}", process(0, run, 7000 + attempt, has_agent=True))
-        here.store.set("deepspeed/reception/host", broken.to_json())  # rank 0 died while it waited
+        here.store.set("deepspeed/admission/host", broken.to_json())  # rank 0 died while it waited
     assert len(prefixes) == 3
 
 
