@@ -27,6 +27,7 @@ from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.job.new_groups import Lease
 from deepspeed.comm.transports.connect import warm_up
+from deepspeed.comm.transports.counters import JOB
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.placement import Placement
@@ -366,7 +367,7 @@ def _groups_over(
         )
         tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_stages)
         parts = (whole, cut, *shared, *own, *tied)
-        job = Job.current().axis_of(name="job").transport(device=device, timeout=timeout)
+        job = Job.current().axis_of(name=JOB).transport(device=device, timeout=timeout)
         tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
         groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):

@@ -82,7 +82,7 @@ class Axis:
         if use == "layers":
             return self._connector.below_engines(self._record, self.name, device)
         if use == "outside engines":
-            return self._connector.outside_engines(self._record, device, timeout)
+            return self._connector.outside_engines(self._record, self.name, device, timeout)
         return self._connector.create(self.group, device, timeout, self.name)
 
     def channel(self, device: torch.device | None = None) -> Channel:
@@ -98,4 +98,4 @@ class Axis:
 
     def objects(self, *, patience: timedelta, why: str) -> Transport:
         """Returns a new transport for objects on the host; arguments as in ``Connector.objects``."""
-        return self._connector.objects(self.group, patience=patience, why=why)
+        return self._connector.objects(self.group, patience=patience, why=why, axis=self.name)

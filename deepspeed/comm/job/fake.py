@@ -183,11 +183,13 @@ class _FakeConnector(Connector):
         return self._job.transport(device, None if group is None else self._ranks.ranks_of(group), axis)
 
     @override
-    def outside_engines(self, record: GroupRecord, device: torch.device | None, timeout: timedelta | None) -> Transport:
-        return self.create(record.group, device, timeout)
+    def outside_engines(
+        self, record: GroupRecord, axis: str, device: torch.device | None, timeout: timedelta | None
+    ) -> Transport:
+        return self.create(record.group, device, timeout, axis)
 
     @override
-    def objects(self, group: Any, *, patience: timedelta, why: str) -> Transport:
+    def objects(self, group: Any, *, patience: timedelta, why: str, axis: str = DATA) -> Transport:
         return LocalTransport()
 
     @override

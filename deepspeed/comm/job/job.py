@@ -27,6 +27,7 @@ from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
+from deepspeed.comm.transports.counters import JOB
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch.backward_notes import BackwardNotes
 from deepspeed.comm.watch.watched_group import WatchedGroups
@@ -167,10 +168,19 @@ class Job:
 
         Args:
             group: A torch process group; None: of all ranks.
-            name: Of the axis, for the traffic counters; None: "data".
+            name: Of the axis, for the traffic counters. None: "data", or "job" where ranks of the group
+                hold different parts of the model.
         """
         record = self.watched.record_of(group) if self.ranks.is_initialized() else None
-        return Axis(name or DATA, record, self.ranks, self.connector, self._device)
+        if name is None:
+            name = DATA if record is None or self._is_data_parallel(record.group) else JOB
+        return Axis(name, record, self.ranks, self.connector, self._device)
+
+    def _is_data_parallel(self, group: Any) -> bool:
+        """Returns False for all ranks of a mesh that divides the model, True for every other group."""
+        if self.mesh is None or self.mesh.size(*OTHER_PARTS) == 1:
+            return True
+        return self.ranks.size_of(group) < self.mesh.world_size
 
     def axis_over(
         self,

@@ -110,10 +110,15 @@ class Connector:
         made.belongs_to(peers)
         return made
 
-    def outside_engines(self, record: GroupRecord, device: torch.device | None, timeout: timedelta | None) -> Transport:
-        """Returns the one transport of a group for what happens outside engines; arguments as in :meth:`create`."""
+    def outside_engines(
+        self, record: GroupRecord, axis: str, device: torch.device | None, timeout: timedelta | None
+    ) -> Transport:
+        """Returns the one transport of a group for what happens outside engines; arguments as in :meth:`create`.
+
+        It has the axis of the first call.
+        """
         if "outside" not in record.transports:
-            made = self.create(record.group, device, timeout, owner="job")
+            made = self.create(record.group, device, timeout, axis, owner="job")
             made.owner = _OUTSIDE_ENGINES
             record.transports["outside"] = made
         found: Transport = record.transports["outside"]
@@ -135,7 +140,7 @@ class Connector:
         found: Transport = record.transports[key]
         return found
 
-    def objects(self, group: Any, *, patience: timedelta, why: str) -> Transport:
+    def objects(self, group: Any, *, patience: timedelta, why: str, axis: str = DATA) -> Transport:
         """Returns a new transport over ``group`` for objects on the host; it may serve another thread.
 
         Every rank of the job must call it, in the same order. No group is made where gloo serves ``group``.
@@ -144,6 +149,7 @@ class Connector:
             group: A torch process group; None is the group of all ranks.
             patience: The longest wait for the other ranks.
             why: What it is for, in words.
+            axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
         """
         if not self._ranks.is_initialized():
             return LocalTransport()
@@ -151,7 +157,7 @@ class Connector:
         if self._ranks.backend_for(group, None) != "gloo" and self._ranks.size_of(group) > 1:
             beside = self._process_groups.beside(group, None)
             group = self._process_groups.mine(beside, backend="gloo", timeout=patience, why=why)
-        transport = self._over(group, "gloo", None, DATA)
+        transport = self._over(group, "gloo", None, axis)
         if isinstance(transport, GlooTransport):
             assert transport.watch is not None
             transport.patience = patience

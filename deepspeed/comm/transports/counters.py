@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 PROGRAM = "program"
 """The axis of what a program requests itself, by ``deepspeed.comm``."""
+JOB = "job"
+"""The axis of what all ranks exchange where they do not all lie along the data axis."""
 
 
 @dataclass

@@ -130,7 +130,7 @@ class MOELayer(nn.Module):
             device: Where the tokens are; None: the accelerator's, where the backend is none of the host's.
         """
         if self.ep_group is not None:
-            self._transport = Job.current().axis_of(self.ep_group).transport("outside engines", device=device)
+            self._transport = Job.current().axis_of(self.ep_group, EXPERT).transport("outside engines", device=device)
         elif self.ep_size > 1:
             groups.declare_expert_groups(self.ep_size)
             self._transport = Job.current().axis(EXPERT, size=self.ep_size, device=device).transport("layers")

@@ -70,7 +70,9 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
             group,
         )
         transport = (
-            Job.current().axis_of(group).transport("outside engines", device=device, timeout=comm.default_timeout())
+            Job.current()
+            .axis_of(group, PIPE)
+            .transport("outside engines", device=device, timeout=comm.default_timeout())
         )
         for name, parameter in parameters.items():
             values = parameter.to(device, copy=True, memory_format=torch.contiguous_format)

@@ -15,6 +15,8 @@ from deepspeed.axes import DATA, EXPERT, SEQUENCE, TENSOR
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.transports.counters import JOB, traffic
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.comm.transports.transport import LocalTransport, Transport, transfer_key
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.utils import groups
@@ -172,3 +174,24 @@ def test_jobs_of_other_ranks_follow_each_other_in_one_process(tmp_path):
         assert [size for size, _, _ in seen] == [4, 2, 3 if rank < 3 else 1, 4]
         assert [total for _, total, _ in seen] == [6, 1 if rank < 2 else 5, 3, 6]
         assert len({round(loss, 4) for _, _, loss in seen}) == 1  # all samples are equal
+
+
+def _booked() -> dict[str, set[str]]:
+    """Which axes the exchanges outside engines are counted under, on a mesh that divides the model, and on one that
+    does not."""
+    found = {}
+    for name, mesh in {"divided": Mesh(((DATA, 2), (TENSOR, 2))), "data": Mesh(((DATA, 2), (SEQUENCE, 2)))}.items():
+        job = Job.open(mesh, CPU)
+        pairs = [torch_dist.new_group([0, 1]), torch_dist.new_group([2, 3])]
+        own = pairs[job.ranks.rank_in() // 2]
+        traffic.reset()
+        _sum(job.axis_of().transport("outside engines"), 1.0)
+        _sum(job.axis_of(own, EXPERT).transport("outside engines"), 1.0)
+        gather_objects(job.axis_of().objects(patience=timedelta(seconds=60), why="a test"), "", label="a test")
+        found[name] = {axis for _, axis in traffic.ran_along}
+        job.close()
+    return found
+
+
+def test_what_all_ranks_exchange_is_counted_under_the_job_where_the_model_is_divided():
+    assert run_ranks(_booked, 4) == [{"divided": {JOB, EXPERT}, "data": {DATA, EXPERT}}] * 4
