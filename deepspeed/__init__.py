@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _communication_in_use() -> ModuleType | None:
-    """``deepspeed.comm`` once there is a process group, None before."""
+    """Returns ``deepspeed.comm`` once there is a process group, None before."""
     from deepspeed import comm
 
     return comm if comm.is_initialized() else None

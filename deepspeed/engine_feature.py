@@ -223,7 +223,7 @@ class StepTracker:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Takes note of a phase that is as long as the block."""
+        """Records a phase that lasts as long as the block."""
         self.begin(phase)
         try:
             yield
@@ -406,7 +406,7 @@ class EngineFeature:
         return {}
 
     def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
-        """Groups and ties parameters, once all features have changed the model. Every rank must call it.
+        """Returns the groups and ties parameters, once all features have changed the model. Every rank must call it.
 
         Returns:
             Groups of parameters that are sharded by themselves, by name: whether this rank counts among those that

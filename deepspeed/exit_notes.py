@@ -89,7 +89,7 @@ class ExitNotes:
         return self._folder is not None and (self._folder / _CONTINUES).exists()
 
     def is_recovered(self, pid: int) -> bool:
-        """Whether the run continues without a process."""
+        """Returns whether the run continues without a process."""
         return self._folder is not None and (self._folder / f"{_RECOVERED}{pid}").exists()
 
     @property

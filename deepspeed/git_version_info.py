@@ -10,7 +10,7 @@ from deepspeed.ops.op_builder.all_ops import COMPATIBLE
 
 
 def _major_minor(text: str | None) -> str:
-    """``"2.13"`` of ``"2.13.0+cpu"``; ``"0.0"`` for nothing."""
+    """Returns ``"2.13"`` of ``"2.13.0+cpu"``; ``"0.0"`` for nothing."""
     return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
 
 

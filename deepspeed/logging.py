@@ -34,12 +34,12 @@ _COLOURS = {"WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 
 
 def takes_colour(is_terminal: bool) -> bool:
-    """Whether lines may be coloured: on a terminal, unless ``NO_COLOR`` is set or it is a dumb one."""
+    """Returns whether lines may be coloured: on a terminal, unless ``NO_COLOR`` is set or it is a dumb one."""
     return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def with_colour(line: str) -> str:
-    """A log line whose level has a colour, if it is a warning or worse."""
+    """Returns a log line whose level has a colour, if it is a warning or worse."""
     for level, colour in _COLOURS.items():
         if f"] [{level}] " in line[:32]:
             return line.replace(f"[{level}]", f"\x1b[{colour}m[{level}]\x1b[0m", 1)
@@ -74,7 +74,7 @@ set_default_log_level()
 
 
 def _rank() -> int:
-    """The global rank from the environment; the logger must work before any process group exists."""
+    """Returns the global rank from the environment; the logger must work before any process group exists."""
     return int(os.environ.get("RANK", "0") or 0)
 
 
@@ -93,7 +93,7 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 
 def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Like :func:`log_dist`, once per process for the same message."""
+    """Does what :func:`log_dist` does, once per process for the same message."""
     if message not in _seen:
         _seen.add(message)
         log_dist(message, ranks, level)

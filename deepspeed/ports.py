@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether this process could listen at ``port`` on every address of the machine."""
+    """Returns whether this process could listen at ``port`` on every address of the machine."""
     for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -42,7 +42,7 @@ def is_free(port: int) -> bool:
 
 
 def is_here(address: str) -> bool:
-    """Whether an address is one of this machine; names of others are not looked up."""
+    """Returns whether an address is one of this machine; names of others are not looked up."""
     if address in ("localhost", socket.gethostname()):
         return True
     try:
@@ -126,7 +126,7 @@ def describe_listener(port: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process of this machine, shortened; empty where it cannot be read."""
+    """Returns the command line of a process of this machine, shortened; empty where it cannot be read."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
@@ -135,14 +135,14 @@ def command_of(pid: int) -> str:
 
 
 def shortened(words: list[str]) -> str:
-    """A command line as one would type it, without the program's folder and with its middle cut where it gets long."""
+    """Returns a command line as one would type it, without the program's folder; a long one without its middle."""
     text = " ".join(shlex.join([os.path.basename(word) for word in words[:1]] + words[1:]).split())
     half = (_MOST_SHOWN - 3) // 2
     return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
-    """(inode, user) of the sockets at a port: those that listen, or all where none does."""
+    """Yields (inode, user) of the sockets at a port: those that listen, or all where none does."""
     found = []
     for table in ("tcp", "tcp6"):
         try:
@@ -158,7 +158,7 @@ def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
 
 
 def _inodes_of(pid: int) -> set[int]:
-    """The sockets that a process holds, as far as this one may see them."""
+    """Returns the sockets that a process holds, as far as this one may see them."""
     inodes = set()
     for name in _names(f"/proc/{pid}/fd"):
         try:

@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F, *, reason: str | None = None, recursive: bool = True) -> _F:
-    """``torch.compiler.disable`` as a decorator: the function stays out of graphs.
+    """Keeps a function out of compiled graphs: ``torch.compiler.disable`` as a decorator.
 
     Args:
         function: Written in Python; it is marked in place.
@@ -47,7 +47,7 @@ def without_compiling() -> AbstractContextManager[None]:
 
 
 def torchs(method: _F) -> _F:
-    """A bound method of torch's optimizers without the wrapper around it that would load the compiler.
+    """Returns a bound method of torch's optimizers without the wrapper around it that would load the compiler.
 
     Where the compiler is loaded it is the method itself, since a call of it may be met in a graph.
 

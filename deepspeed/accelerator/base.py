@@ -42,12 +42,12 @@ class DeepSpeedAccelerator(ABC):
     # --- device -----------------------------------------------------------------------------------------------------
 
     def device_name(self, index: Index = None) -> str:
-        """The device string: ``"cuda"`` without an index, ``"cuda:1"`` with one (an int or its text)."""
+        """Returns the device string: ``"cuda"`` without an index, ``"cuda:1"`` with one (an int or its text)."""
         return self._name if index is None else f"{self._name}:{index}"
 
     @abstractmethod
     def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """A context in which ``index`` is the current device."""
+        """Returns a context in which ``index`` is the current device."""
 
     @abstractmethod
     def set_device(self, index: int) -> None:
@@ -60,15 +60,15 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def current_device(self) -> int:
-        """The number of the current device."""
+        """Returns the number of the current device."""
 
     def current_device_name(self) -> str:
-        """The device string of the current device, with its number."""
+        """Returns the device string of the current device, with its number."""
         return self.device_name(self.current_device())
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many devices of this kind this process sees."""
+        """Returns how many devices of this kind this process sees."""
 
     @abstractmethod
     def synchronize(self, index: Index = None) -> None:
@@ -76,7 +76,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Whether at least one device of this kind can be used."""
+        """Returns whether at least one device of this kind can be used."""
 
     @property
     def computes_in_host_memory(self) -> bool:
@@ -84,7 +84,7 @@ class DeepSpeedAccelerator(ABC):
         return self._name == "cpu"
 
     def shares_host_memory(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` lie in the host's memory."""
+        """Returns whether tensors on ``device`` lie in the host's memory."""
         return device.type == "cpu" or (self.computes_in_host_memory and device.type == self._name)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
@@ -92,13 +92,13 @@ class DeepSpeedAccelerator(ABC):
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str | None:
-        """The backend name for process groups on this device (``nccl``, ``gloo``, ...)."""
+        """Returns the backend name for process groups on this device (``nccl``, ``gloo``, ...)."""
         return self._communication_backend_name
 
     # --- random -----------------------------------------------------------------------------------------------------
 
     def random(self) -> Any:
-        """The module ``torch.random``."""
+        """Returns the module ``torch.random``."""
         return torch.random
 
     @abstractmethod
@@ -111,11 +111,11 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def initial_seed(self) -> int:
-        """The seed that the current device's generator started from."""
+        """Returns the seed that the current device's generator started from."""
 
     @abstractmethod
     def get_rng_state(self, index: Index = None) -> torch.Tensor:
-        """The generator's state, a uint8 tensor on the host."""
+        """Returns the generator's state, a uint8 tensor on the host."""
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
@@ -123,7 +123,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def default_generator(self, index: int) -> torch.Generator:
-        """The generator that operations on device ``index`` draw from."""
+        """Returns the generator that operations on device ``index`` draw from."""
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
@@ -139,15 +139,15 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which work is queued on ``stream``."""
+        """Returns a context in which work is queued on ``stream``."""
 
     @abstractmethod
     def current_stream(self, index: Index = None) -> Any:
-        """The stream that work is queued on now."""
+        """Returns the stream that work is queued on now."""
 
     @abstractmethod
     def default_stream(self, index: Index = None) -> Any:
-        """The device's default stream."""
+        """Returns the device's default stream."""
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -157,23 +157,26 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def memory_allocated(self, index: Index = None) -> int:
-        """Bytes in tensors now; on the CPU the resident memory of this process."""
+        """Returns the bytes in tensors now; on the CPU the resident memory of this process."""
 
     @abstractmethod
     def max_memory_allocated(self, index: Index = None) -> int:
-        """The peak of :meth:`memory_allocated` since the start or the last reset."""
+        """Returns the peak of :meth:`memory_allocated` since the start or the last reset."""
 
     @abstractmethod
     def memory_reserved(self, index: Index = None) -> int:
-        """Bytes that the allocator holds, cached blocks included."""
+        """Returns the bytes that the allocator holds, cached blocks included."""
 
     @abstractmethod
     def max_memory_reserved(self, index: Index = None) -> int:
-        """The peak of :meth:`memory_reserved` since the start or the last reset."""
+        """Returns the peak of :meth:`memory_reserved` since the start or the last reset."""
 
     @abstractmethod
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """The allocator's figures; at least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``."""
+        """Returns the allocator's figures.
+
+        At least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``.
+        """
 
     @abstractmethod
     def reset_peak_memory_stats(self, index: Index = None) -> None:
@@ -181,48 +184,48 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def total_memory(self, index: Index = None) -> int:
-        """Bytes that the device has (on the CPU: that this process may use)."""
+        """Returns the bytes that the device has (on the CPU: that this process may use)."""
 
     @abstractmethod
     def available_memory(self, index: Index = None) -> int:
-        """Bytes that could still be allocated."""
+        """Returns the bytes that could still be allocated."""
 
     def memory_cached(self, index: Index = None) -> int:
-        """The older name of :meth:`memory_reserved`."""
+        """Older name of :meth:`memory_reserved`; returns the same."""
         return self.memory_reserved(index)
 
     def max_memory_cached(self, index: Index = None) -> int:
-        """The older name of :meth:`max_memory_reserved`."""
+        """Older name of :meth:`max_memory_reserved`; returns the same."""
         return self.max_memory_reserved(index)
 
     def reset_max_memory_allocated(self, index: Index = None) -> None:
-        """The same as :meth:`reset_peak_memory_stats`: torch keeps one set of peaks."""
+        """Does the same as :meth:`reset_peak_memory_stats`: torch keeps one set of peaks."""
         self.reset_peak_memory_stats(index)
 
     def reset_max_memory_cached(self, index: Index = None) -> None:
-        """The same as :meth:`reset_peak_memory_stats`."""
+        """Does the same as :meth:`reset_peak_memory_stats`."""
         self.reset_peak_memory_stats(index)
 
     # --- types ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 can be trained in on this device."""
+        """Returns whether fp16 can be trained in on this device."""
 
     @abstractmethod
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 can be trained in on this device (not: whether it is fast)."""
+        """Returns whether bf16 can be trained in on this device (not: whether it is fast)."""
 
     @abstractmethod
     def is_fp64_supported(self) -> bool:
-        """Whether the device has fp64 arithmetic."""
+        """Returns whether the device has fp64 arithmetic."""
 
     def emulates(self, dtype: torch.dtype) -> bool:
         """Returns whether the device computes ``dtype`` without instructions for it: right, but many times slower."""
         return False
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The floating dtypes that training can use: fp32 always, then what the device supports."""
+        """Returns the floating dtypes that training can use: fp32 always, then what the device supports."""
         optional = ((self.is_fp16_supported(), torch.half), (self.is_bf16_supported(), torch.bfloat16))
         return [torch.float] + [dtype for supported, dtype in optional if supported]
 
@@ -232,11 +235,11 @@ class DeepSpeedAccelerator(ABC):
         return torch.get_autocast_dtype(self._name)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """``torch.autocast`` on this device."""
+        """Returns ``torch.autocast`` on this device."""
         return torch.autocast(device_type=self._name, dtype=dtype)
 
     def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        """A callable that makes a tensor from data; torch's typed constructors exist for cuda and cpu only."""
+        """Returns a callable that makes a tensor from data; torch's typed constructors exist for cuda and cpu only."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
     @property
@@ -277,7 +280,7 @@ class DeepSpeedAccelerator(ABC):
     # --- host memory ------------------------------------------------------------------------------------------------
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """A host tensor whose transfers to this device may overlap other work.
+        """Returns a host tensor whose transfers to this device may overlap other work.
 
         Args:
             tensor: A host tensor; the model for dtype and size. One that is pinned already is used as it is.
@@ -299,7 +302,7 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """An uninitialised page-locked host tensor.
+        """Returns an uninitialised page-locked host tensor.
 
         Args:
             *size: The shape, as integers or one sequence.
@@ -316,25 +319,25 @@ class DeepSpeedAccelerator(ABC):
         return torch.empty(*size, dtype=dtype, device="cpu", pin_memory=True)
 
     def pin_empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised page-locked host tensor with the shape and dtype of ``tensor``."""
+        """Returns an uninitialised page-locked host tensor with the shape and dtype of ``tensor``."""
         return self.pin_empty(tensor.shape, dtype=tensor.dtype)
 
     # --- behaviour --------------------------------------------------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
-        """Whether an operation is finished when its call returns, as on the CPU."""
+        """Returns whether an operation is finished when its call returns, as on the CPU."""
         return False
 
     def use_host_timers(self) -> bool:
-        """Whether the host's clock times device work correctly."""
+        """Returns whether the host's clock times device work correctly."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether results may be read without waiting on streams."""
+        """Returns whether results may be read without waiting on streams."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Whether queueing faster than the device works cannot pile up memory."""
+        """Returns whether queueing faster than the device works cannot pile up memory."""
         return self.is_synchronized_device()
 
     def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - no profiler ranges is fine
@@ -348,11 +351,11 @@ class DeepSpeedAccelerator(ABC):
         fn()
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton kernels run on this device."""
+        """Returns whether Triton kernels run on this device."""
         return False
 
     def create_graph(self) -> Any:
-        """A new, empty device graph.
+        """Returns a new, empty device graph.
 
         Raises:
             NotYetSupportedError: The device has no graphs.
@@ -360,7 +363,7 @@ class DeepSpeedAccelerator(ABC):
         self._no_graphs("create_graph()")
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
-        """A context that records device work into ``graph`` instead of running it."""
+        """Returns a context that records device work into ``graph`` instead of running it."""
         self._no_graphs("capture_to_graph()")
 
     def replay_graph(self, graph: Any) -> None:
@@ -375,11 +378,11 @@ class DeepSpeedAccelerator(ABC):
     # --- launching --------------------------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """Prefixes of environment variables that a launcher must carry to other hosts."""
+        """Returns the prefixes of environment variables that a launcher must carry to other hosts."""
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """Names of the environment variables that select the devices of a process."""
+        """Returns the names of the environment variables that select the devices of a process."""
         return []
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
@@ -390,7 +393,7 @@ class DeepSpeedAccelerator(ABC):
     # --- compile ----------------------------------------------------------------------------------------------------
 
     def get_compile_backend(self) -> str:
-        """The backend that ``torch.compile`` is called with."""
+        """Returns the backend that ``torch.compile`` is called with."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
@@ -424,7 +427,7 @@ class DeepSpeedAccelerator(ABC):
         return getattr(known, class_name, None) if class_name.endswith("Builder") else None
 
     def build_extension(self) -> Any:
-        """Raises: there are no compiled operators."""
+        """Raises, since there are no compiled operators."""
         self._no_op_builders("build_extension()")
 
     def _no_op_builders(self, call: str) -> NoReturn:

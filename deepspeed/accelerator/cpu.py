@@ -42,22 +42,22 @@ class CPUAccelerator(DeepSpeedAccelerator):
         self._peak = host_memory.PeakResidentMemory()
 
     def device_name(self, index: Index = None) -> str:
-        """Always ``"cpu"``."""
+        """Returns ``"cpu"``."""
         return "cpu"
 
     def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """A context that does nothing: there is one device."""
+        """Returns a context that does nothing: there is one device."""
         return nullcontext()
 
     def set_device(self, index: int) -> None:
         """Does nothing: there is one device, whatever the local rank."""
 
     def current_device(self) -> int:
-        """Always 0."""
+        """Returns 0."""
         return 0
 
     def device_count(self) -> int:
-        """The ranks on this machine, which take the place of devices: the launcher's ``LOCAL_SIZE``, else 1."""
+        """Returns the ranks on this machine, which take the place of devices: the launcher's ``LOCAL_SIZE``, else 1."""
         local_size = os.environ.get("LOCAL_SIZE", "")
         return max(int(local_size), 1) if local_size.isdecimal() else 1
 
@@ -65,7 +65,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         """Does nothing: a call that returned is finished."""
 
     def is_available(self) -> bool:
-        """Always True."""
+        """Returns True."""
         return True
 
     def manual_seed(self, seed: int) -> None:
@@ -77,11 +77,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
         torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """The seed that torch's generator started from."""
+        """Returns the seed that torch's generator started from."""
         return torch.initial_seed()
 
     def get_rng_state(self, index: Index = None) -> torch.Tensor:
-        """The state of torch's host generator."""
+        """Returns the state of torch's host generator."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
@@ -89,7 +89,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         torch.set_rng_state(state)
 
     def default_generator(self, index: int) -> torch.Generator:
-        """Torch's host generator."""
+        """Returns torch's host generator."""
         return torch.default_generator
 
     @property
@@ -103,38 +103,38 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return torch.cpu.Event
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Torch's stand-in context."""
+        """Returns torch's CPU stream context, which does nothing."""
         return torch.cpu.stream(stream)
 
     def current_stream(self, index: Index = None) -> Any:
-        """Torch's stand-in stream."""
+        """Returns torch's CPU stream, on which nothing waits."""
         return torch.cpu.current_stream()
 
     def default_stream(self, index: Index = None) -> Any:
-        """Torch's stand-in stream."""
+        """Returns torch's CPU stream, on which nothing waits."""
         return torch.cpu.current_stream()
 
     def empty_cache(self) -> None:
         """Does nothing: the host allocator keeps no cache that torch could return."""
 
     def memory_allocated(self, index: Index = None) -> int:
-        """Resident memory of this process."""
+        """Returns the resident memory of this process, in bytes."""
         return host_memory.resident_bytes()
 
     def max_memory_allocated(self, index: Index = None) -> int:
-        """Peak resident memory of this process since the start or the last reset."""
+        """Returns the peak resident memory of this process since the start or the last reset, in bytes."""
         return self._peak.read()
 
     def memory_reserved(self, index: Index = None) -> int:
-        """Resident memory of this process."""
+        """Returns the resident memory of this process, in bytes."""
         return host_memory.resident_bytes()
 
     def max_memory_reserved(self, index: Index = None) -> int:
-        """Peak resident memory of this process since the start or the last reset."""
+        """Returns the peak resident memory of this process since the start or the last reset, in bytes."""
         return self._peak.read()
 
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Resident memory under the two names that torch's allocators use."""
+        """Returns the resident memory under the two names that torch's allocators use."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
@@ -145,19 +145,19 @@ class CPUAccelerator(DeepSpeedAccelerator):
         self._peak.reset()
 
     def total_memory(self, index: Index = None) -> int:
-        """RAM that this process may use: the machine's, or its container's limit."""
+        """Returns the RAM that this process may use, in bytes: the machine's, or its container's limit."""
         return host_memory.total_bytes()
 
     def available_memory(self, index: Index = None) -> int:
-        """RAM that can still be allocated."""
+        """Returns the RAM that can still be allocated, in bytes."""
         return host_memory.available_bytes()
 
     def is_fp16_supported(self) -> bool:
-        """True: fp16 trains on the CPU too (upstream: False)."""
+        """Returns True: fp16 trains on the CPU too (upstream: False)."""
         return True
 
     def is_bf16_supported(self) -> bool:
-        """True: bf16 computes correctly on any CPU. ``cpu_has_bf16()`` returns whether it is fast."""
+        """Returns True: bf16 computes correctly on any CPU. ``cpu_has_bf16()`` returns whether it is fast."""
         return True
 
     def emulates(self, dtype: torch.dtype) -> bool:
@@ -166,11 +166,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return native is not None and not native()
 
     def is_fp64_supported(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def _tensor_type(self, dtype: torch.dtype) -> Any:
-        """Torch's typed class, such as ``torch.FloatTensor``."""
+        """Returns torch's typed class, such as ``torch.FloatTensor``."""
         return _TYPED_CLASSES[dtype]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
@@ -181,7 +181,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """An uninitialised host tensor (not page-locked: see :meth:`pin_memory`).
+        """Returns an uninitialised host tensor (not page-locked: see :meth:`pin_memory`).
 
         Raises:
             ValueError: ``device`` is not the host.
@@ -191,11 +191,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return torch.empty(*size, dtype=dtype, device="cpu")
 
     def is_synchronized_device(self) -> bool:
-        """True: a call that returned is finished."""
+        """Returns True: a call that returned is finished."""
         return True
 
     def visible_devices_envs(self) -> list[str]:
-        """The CUDA variable, so that scripts which read it see the same on every kind of device."""
+        """Returns the CUDA variable, so that scripts which read it see the same on every kind of device."""
         return ["CUDA_VISIBLE_DEVICES"]
 
 

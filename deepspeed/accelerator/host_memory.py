@@ -16,7 +16,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int:
-    """Memory of this process that lies in RAM now."""
+    """Returns the memory of this process that is in RAM now, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -32,7 +32,7 @@ class PeakResidentMemory:
         self._kernel_counts = _kernel_peak() is not None
 
     def read(self) -> int:
-        """The peak since the start of the process or the last :meth:`reset`."""
+        """Returns the peak since the start of the process or the last :meth:`reset`."""
         peak = _kernel_peak() if self._kernel_counts else None
         self._seen = max(self._seen, resident_bytes() if peak is None else peak)
         return self._seen
@@ -58,18 +58,18 @@ def _kernel_peak() -> int | None:
 
 
 def total_bytes() -> int:
-    """RAM that this process may use: the machine's, or the container's limit if that is lower."""
+    """Returns the RAM that this process may use, in bytes: the machine's, or the container's limit if that is lower."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_limits())])
 
 
 def available_bytes() -> int:
-    """RAM that could still be allocated without swapping or passing the container's limit."""
+    """Returns the bytes of RAM that can be allocated without swapping or passing the container's limit."""
     headroom = [max(0, limit - used) for limit, used in _cgroup_limits()]
     return min([int(psutil.virtual_memory().available), *headroom])
 
 
 def shared_memory_bytes() -> tuple[int, int] | None:
-    """Size and free bytes of ``/dev/shm``; None where there is none."""
+    """Returns the size and the free bytes of ``/dev/shm``; None where there is none."""
     if not os.path.isdir("/dev/shm"):
         return None
     usage = psutil.disk_usage("/dev/shm")
@@ -79,7 +79,7 @@ def shared_memory_bytes() -> tuple[int, int] | None:
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, used without reclaimable cache) of every memory control group above this process that has a limit."""
+    """Returns (limit, used without reclaimable cache) of each memory cgroup above this process that has a limit."""
     if not membership.exists():
         return []
     found = []

@@ -22,7 +22,7 @@ _current: DeepSpeedAccelerator | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator of this process, chosen at the first call and the same object from then on.
+    """Returns the accelerator of this process, chosen at the first call and the same object from then on.
 
     ``DS_ACCELERATOR`` names it; otherwise it is the first kind of device that torch sees, otherwise the CPU. Choosing
     starts no device context.
@@ -50,7 +50,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the accelerator in use is of a supported kind."""
+    """Returns whether the accelerator in use is of a supported kind."""
     return get_accelerator()._name in SUPPORTED
 
 

@@ -54,7 +54,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return found(*args)
 
     def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """A context in which ``index`` is the current device."""
+        """Returns a context in which ``index`` is the current device."""
         return self._call("device", index)
 
     def set_device(self, index: int) -> None:
@@ -63,11 +63,11 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._has_set_device = True
 
     def current_device(self) -> int:
-        """The number of the current device."""
+        """Returns the number of the current device."""
         return int(self._call("current_device"))
 
     def device_count(self) -> int:
-        """How many devices this process sees."""
+        """Returns how many devices this process sees."""
         return int(self._call("device_count"))
 
     def synchronize(self, index: Index = None) -> None:
@@ -75,7 +75,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._call("synchronize", index)
 
     def is_available(self) -> bool:
-        """Whether torch sees at least one device."""
+        """Returns whether torch sees at least one device."""
         return bool(self._call("is_available"))
 
     def manual_seed(self, seed: int) -> None:
@@ -87,11 +87,11 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._call("manual_seed_all", seed)
 
     def initial_seed(self) -> int:
-        """The seed that the current device started from."""
+        """Returns the seed that the current device started from."""
         return int(self._call("initial_seed"))
 
     def get_rng_state(self, index: Index = None) -> torch.Tensor:
-        """The generator's state."""
+        """Returns the generator's state."""
         return self._call("get_rng_state", *self._given(index))
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
@@ -99,11 +99,11 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._call("set_rng_state", state, *self._given(index))
 
     def _given(self, index: Index) -> tuple[Any, ...]:
-        """The index as an argument, left out for the current device: these two functions take no None."""
+        """Returns the index as an argument, left out for the current device: these two functions take no None."""
         return () if index is None else (self.device_name(index),)
 
     def default_generator(self, index: int) -> torch.Generator:
-        """The generator of device ``index``; starts the device context, which makes the generators."""
+        """Returns the generator of device ``index``; starts the device context, which makes the generators."""
         self._call("init")
         return self._module.default_generators[index]
 
@@ -118,15 +118,15 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return self._module.Event
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which work is queued on ``stream``."""
+        """Returns a context in which work is queued on ``stream``."""
         return self._call("stream", stream)
 
     def current_stream(self, index: Index = None) -> Any:
-        """The stream that work is queued on now."""
+        """Returns the stream that work is queued on now."""
         return self._call("current_stream", index)
 
     def default_stream(self, index: Index = None) -> Any:
-        """The device's default stream."""
+        """Returns the device's default stream."""
         return self._call("default_stream", index)
 
     def empty_cache(self) -> None:
@@ -134,23 +134,23 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._call("empty_cache")
 
     def memory_allocated(self, index: Index = None) -> int:
-        """Bytes in tensors."""
+        """Returns the bytes in tensors."""
         return int(self._call("memory_allocated", index))
 
     def max_memory_allocated(self, index: Index = None) -> int:
-        """Peak bytes in tensors."""
+        """Returns the peak bytes in tensors."""
         return int(self._call("max_memory_allocated", index))
 
     def memory_reserved(self, index: Index = None) -> int:
-        """Bytes that the allocator holds."""
+        """Returns the bytes that the allocator holds."""
         return int(self._call("memory_reserved", index))
 
     def max_memory_reserved(self, index: Index = None) -> int:
-        """Peak bytes that the allocator held."""
+        """Returns the peak bytes that the allocator held."""
         return int(self._call("max_memory_reserved", index))
 
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """The allocator's figures."""
+        """Returns the allocator's figures."""
         return dict(self._call("memory_stats", index))
 
     def reset_peak_memory_stats(self, index: Index = None) -> None:
@@ -158,16 +158,16 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         self._call("reset_peak_memory_stats", index)
 
     def total_memory(self, index: Index = None) -> int:
-        """Bytes that the device has."""
+        """Returns the bytes that the device has."""
         return int(self._call("mem_get_info", index)[1])
 
     def available_memory(self, index: Index = None) -> int:
-        """Bytes the driver has free, plus what the allocator holds unused."""
+        """Returns the bytes the driver has free, plus what the allocator holds unused."""
         unused = self.memory_reserved(index) - self.memory_allocated(index)
         return int(self._call("mem_get_info", index)[0]) + unused
 
     def is_fp16_supported(self) -> bool:
-        """True: every device of this kind has fp16."""
+        """Returns True: every device of this kind has fp16."""
         return True
 
     def is_bf16_supported(self) -> bool:
@@ -188,11 +188,11 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
             queue(fn)
 
     def export_envs(self) -> list[str]:
-        """Prefixes of environment variables that go to other hosts."""
+        """Returns the prefixes of environment variables that go to other hosts."""
         return list(self._exports)
 
     def visible_devices_envs(self) -> list[str]:
-        """The variables that choose devices."""
+        """Returns the variables that choose devices."""
         return list(self._visible)
 
 
@@ -203,7 +203,7 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         super().__init__("cuda", "nccl")
 
     def is_available(self) -> bool:
-        """Whether there is a usable GPU.
+        """Returns whether there is a usable GPU.
 
         Counted through the management library where it is there, which starts no context: this process can still fork
         afterwards.
@@ -211,19 +211,22 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return torch.cuda.device_count() > 0
 
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """The caching allocator's figures."""
+        """Returns the caching allocator's figures."""
         return dict(torch.cuda.memory_stats(index))
 
     def total_memory(self, index: Index = None) -> int:
-        """Bytes that the device has."""
+        """Returns the bytes that the device has."""
         return int(torch.cuda.get_device_properties(self._ordinal(index)).total_memory)
 
     def is_fp16_supported(self) -> bool:
-        """Whether the current device has fp16 arithmetic (compute capability 5.3)."""
+        """Returns whether the current device has fp16 arithmetic (compute capability 5.3)."""
         return torch.cuda.get_device_capability() >= (5, 3)
 
     def is_bf16_supported(self) -> bool:
-        """Whether the current device computes in bf16, natively or emulated; :meth:`emulates` distinguishes them."""
+        """Returns whether the current device computes in bf16, natively or emulated.
+
+        :meth:`emulates` distinguishes them.
+        """
         return bool(torch.cuda.is_bf16_supported())
 
     def emulates(self, dtype: torch.dtype) -> bool:
@@ -231,11 +234,11 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
 
     def is_fp64_supported(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def is_triton_supported(self) -> bool:
-        """Whether the current device runs Triton kernels (compute capability 7.0)."""
+        """Returns whether the current device runs Triton kernels (compute capability 7.0)."""
         return torch.cuda.get_device_capability() >= (7, 0)
 
     def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:
@@ -247,11 +250,11 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         torch.cuda.nvtx.range_pop()
 
     def create_graph(self) -> Any:
-        """A new CUDA graph."""
+        """Returns a new CUDA graph."""
         return torch.cuda.CUDAGraph()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
-        """A context that records device work into ``graph``."""
+        """Returns a context that records device work into ``graph``."""
         return torch.cuda.graph(graph, pool=pool, stream=stream)
 
     def replay_graph(self, graph: Any) -> None:
@@ -259,11 +262,11 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         graph.replay()
 
     def export_envs(self) -> list[str]:
-        """NCCL's settings must be equal on all hosts."""
+        """Returns the prefix of NCCL's variables, whose values must be equal on all hosts."""
         return ["NCCL"]
 
     def visible_devices_envs(self) -> list[str]:
-        """The variable that chooses GPUs (torch's ROCm build honours it too)."""
+        """Returns the variable that chooses GPUs (torch's ROCm build honours it too)."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def _ordinal(self, index: Index) -> int:
@@ -279,7 +282,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         self._peaks: dict[str, int] = {}
 
     def device(self, index: Index = None) -> AbstractContextManager[Any]:
-        """A context that does nothing: there is one device."""
+        """Returns a context that does nothing: there is one device."""
         return nullcontext()
 
     def set_device(self, index: int) -> None:
@@ -292,11 +295,11 @@ class MPSAccelerator(DeepSpeedAccelerator):
             raise ValueError(f"set_device({index}): this machine has one mps device; use index 0")
 
     def current_device(self) -> int:
-        """Always 0."""
+        """Returns 0."""
         return 0
 
     def device_count(self) -> int:
-        """1 where torch sees the GPU, otherwise 0."""
+        """Returns 1 where torch sees the GPU, otherwise 0."""
         return torch.mps.device_count()
 
     def synchronize(self, index: Index = None) -> None:
@@ -304,7 +307,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         torch.mps.synchronize()
 
     def is_available(self) -> bool:
-        """Whether torch sees the GPU."""
+        """Returns whether torch sees the GPU."""
         return torch.backends.mps.is_available()
 
     def manual_seed(self, seed: int) -> None:
@@ -316,11 +319,11 @@ class MPSAccelerator(DeepSpeedAccelerator):
         torch.mps.manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """The seed that the GPU's generator started from."""
+        """Returns the seed that the GPU's generator started from."""
         return self.default_generator(0).initial_seed()
 
     def get_rng_state(self, index: Index = None) -> torch.Tensor:
-        """The generator's state."""
+        """Returns the generator's state."""
         return torch.mps.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
@@ -328,7 +331,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         torch.mps.set_rng_state(state)
 
     def default_generator(self, index: int) -> torch.Generator:
-        """The GPU's generator."""
+        """Returns the GPU's generator."""
         return torch.mps._get_default_mps_generator()
 
     @property
@@ -342,15 +345,15 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return torch.mps.Event
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context that does nothing: all work is queued in order."""
+        """Returns a context that does nothing: all work is queued in order."""
         return nullcontext()
 
     def current_stream(self, index: Index = None) -> Any:
-        """None: there is only the queue of the device."""
+        """Returns None: there is only the queue of the device."""
         return None
 
     def default_stream(self, index: Index = None) -> Any:
-        """None: there is only the queue of the device."""
+        """Returns None: there is only the queue of the device."""
         return None
 
     def empty_cache(self) -> None:
@@ -358,20 +361,20 @@ class MPSAccelerator(DeepSpeedAccelerator):
         torch.mps.empty_cache()
 
     def memory_allocated(self, index: Index = None) -> int:
-        """Bytes in tensors."""
+        """Returns the bytes in tensors."""
         return self._seen("allocated", torch.mps.current_allocated_memory())
 
     def max_memory_allocated(self, index: Index = None) -> int:
-        """The largest :meth:`memory_allocated` seen by a call."""
+        """Returns the largest :meth:`memory_allocated` seen by a call."""
         self.memory_allocated()
         return self._peaks["allocated"]
 
     def memory_reserved(self, index: Index = None) -> int:
-        """Bytes that the driver holds for this process."""
+        """Returns the bytes that the driver holds for this process."""
         return self._seen("reserved", torch.mps.driver_allocated_memory())
 
     def max_memory_reserved(self, index: Index = None) -> int:
-        """The largest :meth:`memory_reserved` seen by a call."""
+        """Returns the largest :meth:`memory_reserved` seen by a call."""
         self.memory_reserved()
         return self._peaks["reserved"]
 
@@ -380,7 +383,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return value
 
     def memory_stats(self, index: Index = None) -> dict[str, Any]:
-        """Bytes in tensors, now and at most."""
+        """Returns the bytes in tensors, now and at most."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
@@ -391,7 +394,7 @@ class MPSAccelerator(DeepSpeedAccelerator):
         self._peaks.clear()
 
     def total_memory(self, index: Index = None) -> int:
-        """Bytes that the system recommends the GPU to use at most."""
+        """Returns the bytes that the system recommends the GPU to use at most."""
         return torch.mps.recommended_max_memory()
 
     def available_memory(self, index: Index = None) -> int:
@@ -399,13 +402,13 @@ class MPSAccelerator(DeepSpeedAccelerator):
         return max(0, self.total_memory() - self.memory_reserved())
 
     def is_fp16_supported(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def is_bf16_supported(self) -> bool:
-        """Whether the system is macOS 14 or newer, from which on MPS computes in bf16."""
+        """Returns whether the system is macOS 14 or newer, from which on MPS computes in bf16."""
         return torch.backends.mps.is_macos_or_newer(14, 0)
 
     def is_fp64_supported(self) -> bool:
-        """False: the GPU has no fp64."""
+        """Returns False: the GPU has no fp64."""
         return False

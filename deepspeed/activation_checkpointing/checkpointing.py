@@ -66,7 +66,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """:func:`checkpoint` by saved-tensor hooks: arguments may be nested, and unused outputs are allowed."""
+    """Does what :func:`checkpoint` does, by saved-tensor hooks: arguments may be nested, and outputs may be unused."""
     return _checkpoint(function, args, kwargs, reentrant=False)
 
 
@@ -89,7 +89,7 @@ def _keeping(options: Settings) -> Any:
 
 
 def _fits_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the reentrant variant, which sees only tensors that are positional arguments, misses no gradient."""
+    """Returns whether the reentrant variant, which sees only positional tensor arguments, misses no gradient."""
     nested = [arg for arg in args if not isinstance(arg, torch.Tensor)]
     direct = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     return direct and not _holds_gradient(nested) and not _holds_gradient(kwargs)
@@ -147,7 +147,7 @@ def _measured(name: str, options: Settings) -> Iterator[None]:
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called."""
+    """Returns whether :func:`configure` was called."""
     return settings.configured
 
 
@@ -243,7 +243,7 @@ class CudaRNGStatesTracker:
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The states by name; the dict is a copy."""
+        """Returns the states by name; the dict is a copy."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
@@ -293,7 +293,7 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker of this process."""
+    """Returns the tracker of this process."""
     return _tracker
 
 
@@ -400,7 +400,7 @@ def configure(
 
 
 def partition_group(options: Settings) -> Any:
-    """The process group over which saved activations are divided; None where they stay whole."""
+    """Returns the process group over which saved activations are divided; None where they stay whole."""
     if not options.partition_activations or options.mpu is None or options.mpu.get_model_parallel_world_size() == 1:
         return None
     return options.mpu.get_model_parallel_group()

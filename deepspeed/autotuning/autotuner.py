@@ -259,7 +259,7 @@ class Autotuner:
     # -- what is known -------------------------------------------------------------------------------------------
 
     def _base(self) -> dict[str, Any]:
-        """The script's configuration: that of its arguments, else what its ``initialize`` got, once it is known."""
+        """Returns the script's configuration: that of its arguments, else what its ``initialize`` got, once known."""
         return self._own_config if self._config is None else self._config
 
     def _known(self) -> TrialQueue:

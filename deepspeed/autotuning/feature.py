@@ -181,7 +181,7 @@ class TuningHooks(EngineHooks):
         sys.exit(0)
 
     def _end_early(self) -> None:
-        """At exit: writes the metrics so far, or why there are none, if the script ended before its last update.
+        """Runs at exit. Writes the metrics so far, or why there are none, if the script ended before its last update.
 
         An exception that ended the script is not written: the tuner reads it from what the rank has printed.
         """

@@ -77,7 +77,7 @@ def check_file(file: IO[bytes]) -> None:
 
 
 def _pickles(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The pickles in a torch file; each must be read up to its end before the next."""
+    """Yields the pickles in a torch file; each must be read up to its end before the next."""
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
         file.seek(0)
@@ -175,7 +175,7 @@ def _check_call(called: Any, arguments: Any) -> str:
 
 
 def _check_rebuilt(arguments: Sequence[Any]) -> None:
-    """The first argument is a function that is called with the third."""
+    """Checks the arguments of a rebuild call, whose first is a function that is called with the third."""
     inner = arguments[0] if arguments else None
     if not isinstance(inner, _Global) or not inner.name.startswith(_REBUILD):
         raise pickle.UnpicklingError("a tensor that no function of torch rebuilds")

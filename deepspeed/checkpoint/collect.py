@@ -112,7 +112,7 @@ def _collect_compute(found: RankCheckpoint, bucket: Bucket, number: int, kept: l
 def _collect_state(
     found: RankCheckpoint, bucket: Bucket, number: int, master: MasterBucket, run: MasterRun, state: dict[str, Any]
 ) -> None:
-    """The optimizer state of one run: what falls to this rank of per-element tensors, and everything else by name."""
+    """Collects the optimizer state of one run: this rank's slice of per-element tensors, and the rest by name."""
     if not state:
         return
     lower, upper = bucket.share
@@ -145,7 +145,7 @@ def is_per_element(value: Any, param: torch.Tensor) -> bool:
 
 
 def _joined(runs: Iterable[BucketRun]) -> Iterable[BucketRun]:
-    """Neighbours of one bucket and dtype as one."""
+    """Merges neighbours of one bucket and dtype."""
     last: BucketRun | None = None
     for part in runs:
         if last is not None and (last.bucket, last.stop, last.dtype) == (part.bucket, part.start, part.dtype):

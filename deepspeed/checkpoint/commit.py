@@ -82,7 +82,7 @@ class SaveFolder:
         return self.folder / f"{_MARKER}{rank}"
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """The last file: it makes the folder a checkpoint."""
+        """Writes the last file of a checkpoint. A folder without it is no checkpoint."""
         for marker in self.folder.glob(f"{_MARKER}*"):
             marker.unlink()
         with disk.new_file(self.folder / MANIFEST) as descriptor:

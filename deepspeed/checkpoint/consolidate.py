@@ -54,7 +54,7 @@ class FullTensor:
         self.dtype = dtype if dtype is not None and stored.is_floating_point else stored
 
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return self.shape.numel()
 
     def parts(self) -> Iterator[torch.Tensor]:
@@ -129,7 +129,10 @@ def _entries(
 
 
 def full_tensors(source: CheckpointSource) -> dict[str, torch.Tensor]:
-    """The full state dict of an open checkpoint, in the best values that it has; tied names share one tensor."""
+    """Returns the full state dict of an open checkpoint, in the best values that it has.
+
+    Tied names share one tensor.
+    """
     state: dict[str, torch.Tensor] = {}
     for entry, full in _entries(source, None, exclude_frozen=False):
         state[entry.name] = state[entry.same_as] if entry.same_as is not None else full.contiguous()
@@ -240,7 +243,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[str]:
-    """:func:`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """Does what :func:`convert_zero_checkpoint_to_state_dict` does, in fp32."""
     return convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -265,7 +268,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line of ``zero_to_fp32.py``.
+    """Runs the command line of ``zero_to_fp32.py``.
 
     Returns:
         The exit code.

@@ -49,7 +49,7 @@ def _name_file(error: BaseException, path: Path) -> None:
 
 @contextlib.contextmanager
 def unsynced_file(path: Path) -> Iterator[int]:
-    """A descriptor of a new file, for :func:`sync_and_close` to finish; removed when the block does not end well."""
+    """Yields a descriptor of a new file, for :func:`sync_and_close` to finish. Removes the file if the block raises."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         yield descriptor
@@ -71,7 +71,10 @@ def sync_and_close(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a new file, synced to the disk when the block ends well; removed when it does not."""
+    """Yields a descriptor of a new file. Syncs the file to the disk at the end of the block.
+
+    Removes it if that raises.
+    """
     with unsynced_file(path) as descriptor:
         yield descriptor
     try:

@@ -83,7 +83,7 @@ def _link(source: Path, root: Path, tag: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line.
+    """Runs the command line.
 
     Returns:
         The exit code.
@@ -185,7 +185,7 @@ def _precision(source: CheckpointSource) -> str:
 
 
 def _layout(source: CheckpointSource, state: TrainingState) -> tuple[BucketLayout, ...]:
-    """Parameters of one dtype side by side, as many as fit a bucket."""
+    """Returns the parameters of one dtype side by side, as many as fit a bucket."""
     group_of = {name: number for number, group in enumerate(state.param_groups) for name in group["params"]}
     waiting: dict[tuple[str, bool], list[Tile]] = {}
     buckets: list[BucketLayout] = []

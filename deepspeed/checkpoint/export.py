@@ -28,7 +28,9 @@ GATHERED_BYTES = 2**26
 
 
 def full_state_dict(run_state: RunState, exchange: Exchange, *, exclude_frozen: bool) -> dict[str, Any] | None:
-    """The model's state dict with full parameters in their compute dtype, in host memory. Every rank must call it.
+    """Returns the model's state dict with full parameters in their compute dtype, in host memory.
+
+    Every rank must call it.
 
     Args:
         run_state: The training run.
@@ -132,7 +134,9 @@ def iter_weights(
 def _walk(
     run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """``(all names, values)`` of every parameter and buffer; valid until the next. Every rank must go through it.
+    """Yields ``(all names, values)`` of each parameter and buffer, valid until the next.
+
+    Every rank must iterate to the end.
 
     Where not all ranks have the whole model, only the first one of the job gets to see anything.
     """
@@ -239,7 +243,7 @@ def rounds(listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHER
 
 
 def _windows(entry: Listed, limit: int) -> list[list[int]]:
-    """The tiles of a bucket in the groups that are gathered at once; the same on all ranks."""
+    """Returns the tiles of a bucket in the groups that are gathered at once; the same on all ranks."""
     itemsize = getattr(torch, entry.layout.dtype).itemsize
     return list(tile_windows(entry.layout, set(range(len(entry.layout.tiles))), itemsize, limit))
 
@@ -248,7 +252,7 @@ def _windows(entry: Listed, limit: int) -> list[list[int]]:
 def walk_job(
     run_state: RunState, listed: Roster, *, exclude_frozen: bool, gathered_bytes: int = GATHERED_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(logical name, values)`` on the first rank of the job, nothing elsewhere. Every rank must go through it.
+    """Yields ``(logical name, values)`` on the job's first rank, nothing elsewhere. Every rank must iterate to the end.
 
     Args:
         run_state: The training run.

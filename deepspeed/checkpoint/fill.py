@@ -67,7 +67,10 @@ class WeightFiller:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copies. Other ranks' slices are not touched; ``publish`` of ``zero.access.whole_buckets`` brings them."""
+        """Copies into this rank's slices.
+
+        ``publish`` of ``zero.access.whole_buckets`` sends them to the other ranks.
+        """
         for bucket in self._runtime.buckets:
             bucket.memory.forget()
             layout, rank, values, out = self._target(bucket)
@@ -83,7 +86,10 @@ class WeightFiller:
                 master.refresh_all()
 
     def _target(self, bucket: Bucket) -> tuple[BucketLayout, int, torch.Tensor, torch.Tensor | None]:
-        """``(layout, rank in it, what takes the best values, what takes compute values)``; the last may be None."""
+        """Returns ``(layout, rank in it, what takes the best values, what takes compute values)``.
+
+        The last may be None.
+        """
         master = self._masters.get(bucket.index)
         if master is not None:
             return master.layout, master.rank, master.flat, master.out
@@ -93,7 +99,7 @@ class WeightFiller:
         return bucket.layout, rank, values, values
 
     def _overlays(self, layout: BucketLayout, rank: int, out: torch.Tensor | None) -> list[FillEntry]:
-        """Compute values that differ from the rounded master, where they fit the model's dtype."""
+        """Returns compute values that differ from the rounded master, where they fit the model's dtype."""
         if out is None:
             return []
         found = []

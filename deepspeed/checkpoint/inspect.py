@@ -215,7 +215,7 @@ def _show_tags(path: Path, console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ds_inspect") -> int:
-    """The command line.
+    """Runs the command line.
 
     Returns:
         The exit code: 1 if there is no checkpoint or it is damaged.

@@ -188,7 +188,7 @@ def load_state_dict(
 
 
 def _on_all(exchange: Exchange, doing: str, action: Callable[[], T]) -> T:
-    """This rank's result of ``action``, once it has succeeded on all ranks."""
+    """Returns this rank's result of ``action``, once it has succeeded on all ranks."""
     results: list[T] = []
     exchange.together(doing, lambda: results.append(action()))
     return results[0]
@@ -269,7 +269,7 @@ def _prepare(
     trained: list[list[str]],
     stack: ExitStack,
 ) -> _LoadPlan:
-    """Everything that can go wrong, before anything is changed."""
+    """Does everything that can fail, before anything is changed."""
     source, state = _open(found, run_state, options, rank, trained, stack)
     notes = []
     matches, buffers, difference = match(source, run_state.shapes(), run_state.aliases(), run_state.buffers())

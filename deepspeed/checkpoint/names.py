@@ -29,7 +29,7 @@ def private_file(rank: int) -> str:
 
 
 def rank_state_file(rank: int) -> str:
-    """RNG and data position of one rank."""
+    """Returns the name of the file with the random state and data position of one rank."""
     return f"rank{rank:05d}-state.pt"
 
 
@@ -47,7 +47,7 @@ def optim_states_file(bf16: bool, rank: int = 0) -> str:
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """Paths in a tag folder that match ``glob_pattern``, numbers in their names sorted as numbers.
+    """Returns the paths in a tag folder that match ``glob_pattern``, numbers in their names sorted as numbers.
 
     Raises:
         FileNotFoundError: There is none.

@@ -114,7 +114,10 @@ class OptimizerFiller:
         self._check_regrouping()
 
     def _states_of(self, name: str) -> set[str] | None:
-        """Names of the per-element states that the checkpoint has for a parameter; None if it never was updated."""
+        """Returns the names of the per-element states that the checkpoint has for a parameter.
+
+        None if it never was updated.
+        """
         entry = self._matches.get(name)
         if entry is None:
             return None
@@ -208,7 +211,7 @@ class OptimizerFiller:
                 )
 
     def _fill_groups(self) -> None:
-        """Hyperparameters, into the same group dicts: schedules may hold on to them."""
+        """Restores hyperparameters in the existing group dicts, since schedules may hold references to them."""
         for number, group in enumerate(self._optimizer.param_groups):
             index = self._choices[number].number
             saved = {} if index is None else self._state.param_groups[index]

@@ -103,7 +103,7 @@ class Mismatch:
         return bool(self.missing or self.unexpected or self.shapes)
 
     def table(self) -> str:
-        """One line per difference."""
+        """Returns a table with one line per difference."""
         rows = []
         for name, (ours, theirs) in self.shapes.items():
             rows.append(("shape", name, f"model {tuple(ours)}, checkpoint {tuple(theirs)}"))
@@ -129,7 +129,7 @@ class ParameterMatch:
         return MASTER if MASTER in self.saved.kinds else COMPUTE
 
     def states(self) -> dict[str, torch.dtype]:
-        """Dtype of each per-element optimizer state that the checkpoint has."""
+        """Returns the dtype of each per-element optimizer state that the checkpoint has."""
         return {state: dtype for kind, dtype in self.saved.kinds.items() if (state := state_of_kind(kind)) is not None}
 
 
@@ -240,7 +240,7 @@ def wanted_of(tile: Tile, kind: str, name: str, start: int, stop: int) -> Wanted
 
 
 def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]) -> dict[str, list[FillEntry]]:
-    """For each per-element optimizer state, what ``rank``'s slice of a bucket takes from a checkpoint."""
+    """Returns, for each per-element optimizer state, what ``rank``'s slice of a bucket takes from a checkpoint."""
     found = (matches[tile.logical] for tile in layout.tiles if tile.logical in matches)
     states = {state for entry in found for state in entry.states()}
     return {state: fills(layout, rank, matches, optimizer_kind(state)) for state in sorted(states)}

@@ -426,7 +426,7 @@ class CheckpointReader:
         return self._read_named(reader, tensor)
 
     def named_tensors(self, file: str) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the whole tensors in a file; none where the checkpoint has no such file."""
+        """Returns the names and shapes of the whole tensors in a file; none where the checkpoint has no such file."""
         record = self.manifest.file(file)
         return {} if record is None else {tensor.name: tensor.shape for tensor in record.tensors}
 

@@ -32,7 +32,10 @@ _SMALL_BYTES = 1 << 16
 
 
 def _allowed() -> list[Any]:
-    """Types and functions that the restricted loader may use beyond torch's own; a pair gives the name in files too."""
+    """Returns the types and functions that the restricted loader may use beyond torch's own.
+
+    A pair gives the name in files too.
+    """
     builtins: list[Any] = [int, float, bool, str, bytes, complex, list, tuple, dict, set, frozenset, slice, range]
     found: list[Any] = [*((kind, f"builtins.{kind.__name__}") for kind in builtins)]
     found += [collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque]

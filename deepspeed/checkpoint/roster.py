@@ -60,17 +60,17 @@ class Roster:
         return tuple(replace(entry.layout, index=number) for number, entry in enumerate(self.listed))
 
     def _tiles(self) -> Iterator[tuple[Tile, bool, Listed]]:
-        """``(tile, whether it is frozen, its bucket)``."""
+        """Yields ``(tile, whether it is frozen, its bucket)``."""
         for entry in self.listed:
             for tile, is_frozen in zip(entry.layout.tiles, entry.frozen, strict=True):
                 yield tile, is_frozen, entry
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every logical parameter."""
+        """Returns the shape of every logical parameter."""
         return {tile.logical: tile.global_shape for tile, _, _ in self._tiles()}
 
     def frozen(self) -> list[str]:
-        """Logical parameters without gradient."""
+        """Returns the logical parameters without gradient."""
         return list(dict.fromkeys(tile.logical for tile, is_frozen, _ in self._tiles() if is_frozen))
 
     def idle(self) -> list[str]:
@@ -127,7 +127,9 @@ def roster(run_state: RunState, exchange: Exchange) -> Roster:
 
 
 def names_elsewhere(run_state: RunState, exchange: Exchange) -> set[str]:
-    """Parameters and buffers that other ranks have, by all of their names; empty where all ranks have the same.
+    """Returns the parameters and buffers that other ranks have, by all of their names.
+
+    Empty where all ranks have the same.
 
     Every rank that loads must call it.
     """

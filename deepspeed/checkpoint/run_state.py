@@ -95,7 +95,7 @@ class RunState:
         return position_of(self.dataloader)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers by name, each tensor once."""
+        """Returns the persistent buffers by name, each tensor once."""
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for name, buffer in self._named_buffers():
@@ -111,7 +111,7 @@ class RunState:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def state_dict_names(self) -> Iterator[str]:
-        """Names of parameters and persistent buffers in the order of the model's state dict, tied ones each time."""
+        """Returns the names of parameters and persistent buffers in state-dict order, tied ones each time."""
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             buffers = (name for name in module._buffers if name not in module._non_persistent_buffers_set)
             for name in (*module._parameters, *buffers):
@@ -119,7 +119,7 @@ class RunState:
                     yield f"{prefix}.{name}" if prefix else name
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters and buffers, to the name they are stored under."""
+        """Returns the further names of tied parameters and buffers, mapped to the name they are stored under."""
         logical = {tile.name: tile.logical for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
         canonical = {id(parameter): name for parameter, name in self.runtime.param_names.items()}
         found = {
@@ -134,7 +134,7 @@ class RunState:
         return found
 
     def extra_state_owners(self) -> dict[str, nn.Module]:
-        """Modules with a state of their own (``get_extra_state``), by state-dict key."""
+        """Returns the modules with a state of their own (``get_extra_state``), by state-dict key."""
         default = nn.Module.get_extra_state
         return {
             f"{prefix}._extra_state" if prefix else "_extra_state": module
@@ -148,7 +148,7 @@ class RunState:
         return len(self.torch_optimizer.param_groups) if self.torch_optimizer is not None else 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every logical parameter that this rank has something of."""
+        """Returns the shape of every logical parameter of which this rank has a part."""
         return {tile.logical: tile.global_shape for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
 
     @property
@@ -162,7 +162,7 @@ class RunState:
         return {"data": self.dp_world_size, "model": self.model_size}
 
     def extra_state(self) -> dict[str, Any]:
-        """Extra state of modules, by state-dict key."""
+        """Returns the extra state of modules, by state-dict key."""
         return {key: module.get_extra_state() for key, module in self.extra_state_owners().items()}
 
     @property
@@ -176,12 +176,12 @@ class RunState:
         return names() if callable(names) else {}
 
     def trained_names(self) -> list[list[str]]:
-        """Names of the logical parameters of each param group, in the order of the model."""
+        """Returns the names of the logical parameters of each param group, in the order of the model."""
         order = {name: position for position, name in enumerate(self.state_dict_names())}
         return [_names(sorted(tiles, key=lambda tile: order[tile.name])) for tiles in self._trained_tiles()]
 
     def group_names(self) -> list[list[str]]:
-        """Names of the logical parameters of each param group, in layout order."""
+        """Returns the names of the logical parameters of each param group, in layout order."""
         return [_names(tiles) for tiles in self._trained_tiles()]
 
     def _trained_tiles(self) -> list[list[Tile]]:

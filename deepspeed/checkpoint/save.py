@@ -127,7 +127,7 @@ class Saver:
             raise CheckpointError(f"the last save, in the background, failed: {failure}") from failure
 
     def close(self) -> None:
-        """Waits, and gives the channel and the host memory back. Another save takes new ones.
+        """Waits for a running save and frees the channel and the host memory. Another save allocates new ones.
 
         Raises:
             CheckpointError: The save in the background failed.
@@ -139,7 +139,7 @@ class Saver:
             self._host.free()
 
     def save(self, run_state: RunState, options: SaveOptions) -> None:
-        """Saves. Every rank must call it.
+        """Saves a checkpoint. Every rank must call it.
 
         Raises:
             CheckpointError: It failed on some rank, now or in the background the last time; the same on all ranks. The
@@ -365,7 +365,7 @@ def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
 
 
 def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
-    """This rank's files."""
+    """Returns this rank's files."""
     written = []
     runs_of = [run for runs in job.collected.runs.values() for run in runs]
     tensors = [tensor for _, tensor in (*job.buffers, *job.private)]

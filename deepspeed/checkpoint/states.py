@@ -46,7 +46,7 @@ def shared_files(
     merged: MergedGroups,
     position: dict[str, Any] | None,
 ) -> dict[str, bytes]:
-    """Content by file name of everything small that rank 0 writes for all.
+    """Returns the content, by file name, of the small files that rank 0 writes for all.
 
     Args:
         run_state: The training run.
@@ -86,7 +86,7 @@ def position_of_all(positions: Sequence[dict[str, Any] | None]) -> dict[str, Any
 
 
 def rank_file(run_state: RunState) -> bytes:
-    """Content of this rank's own small file."""
+    """Returns the content of this rank's own small file."""
     state: dict[str, Any] = {"random": random_state()}
     position = getattr(run_state.dataloader, "state_dict", None)
     if callable(position):
@@ -211,7 +211,7 @@ def _training(
 
 
 def random_state() -> dict[str, Any]:
-    """States of Python's, numpy's, torch's and the present device's generators."""
+    """Returns the states of Python's, numpy's, torch's and the present device's generators."""
     accelerator = get_accelerator()
     state: dict[str, Any] = {
         "python": random.getstate(),

@@ -27,7 +27,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a text such as ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024).
+    """Returns the bytes of a text such as ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024).
 
     Raises:
         ValueError: It is none.
@@ -76,7 +76,7 @@ def plan_shards(entries: Sequence[TensorEntry], limit: int | None) -> list[list[
 
 
 def shard_names(filename: str, count: int) -> list[str]:
-    """``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on."""
+    """Returns ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on."""
     stem, extension = os.path.splitext(filename)
     if count == 1:
         return [filename]

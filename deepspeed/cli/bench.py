@@ -69,7 +69,7 @@ def _flags() -> list[str]:
 
 
 def _own_arguments(options: argparse.Namespace) -> list[str]:
-    """The benchmark's part of a command line."""
+    """Returns the benchmark's part of a command line."""
     chosen = [f"--{name.replace('_', '-')}" for name in _flags() if getattr(options, name)]
     switches = [f"--{name}" for name in ("scan", "json") if getattr(options, name)]
     numbers = [f"--{name}={getattr(options, name)}" for name in ("maxsize", "dtype", "trials", "warmups")]

@@ -31,7 +31,7 @@ class ElasticBatch:
 
 
 def best_batch(section: Elasticity) -> ElasticBatch:
-    """The batch that most numbers of ranks can share in whole micro-batches; of equally good ones the larger.
+    """Returns the batch that most numbers of ranks can share in whole micro-batches; of equally good ones the larger.
 
     Raises:
         DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks.
@@ -55,7 +55,7 @@ def best_batch(section: Elasticity) -> ElasticBatch:
 
 
 def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
-    """The numbers of ranks that can share ``total`` samples, with the largest micro-batch of each."""
+    """Returns the numbers of ranks that can share ``total`` samples, with the largest micro-batch of each."""
     found: dict[int, int] = {}
     for micro in sorted(section.micro_batch_sizes):
         if total % micro == 0:

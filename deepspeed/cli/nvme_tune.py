@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def aio_section(settings: IoSettings) -> dict[str, int]:
-    """The section ``aio`` for settings."""
+    """Returns the section ``aio`` for settings."""
     return {
         "block_size": settings.block_size,
         "queue_depth": settings.queue_depth,

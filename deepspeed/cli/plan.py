@@ -96,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """The command."""
+    """Runs the command."""
     try:
         code = main()
         sys.stdout.flush()
@@ -215,7 +215,7 @@ def _save(option: str, target: str, text: str) -> None:
 
 
 def _show(text: str) -> None:
-    """Prints, with plain lines where the terminal's encoding has no others."""
+    """Prints; in plain characters where the terminal's encoding has no others."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -226,7 +226,7 @@ def _show(text: str) -> None:
 
 
 def _width(most: int) -> int:
-    """Columns: those of the terminal, ``most`` at most and in a file or a pipe."""
+    """Returns the columns of the terminal, at most ``most``; ``most`` in a file or a pipe."""
     return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
 
 
@@ -327,7 +327,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _picture(plan: Plan, target: str) -> str:
-    """The streams of a planned step."""
+    """Returns the streams of a planned step."""
     step, streams = plan.timed_step, plan.streams
     if step is None or streams is None:
         raise DeepSpeedConfigError(

@@ -235,7 +235,7 @@ def all_gather_coalesced(
 
 
 def _coalescing(group: Group, async_op: bool) -> Any:
-    """Torch's grouping of collectives into one launch; the handle it yields waits for all of them."""
+    """Groups collectives into one launch by torch; the handle it yields waits for all of them."""
     return torch_dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op)
 
 
@@ -299,14 +299,14 @@ class _CopyOut:
         return arrived
 
     def is_completed(self) -> bool:
-        """Whether waiting would return at once."""
+        """Returns whether waiting would return at once."""
         return bool(self._work.is_completed())
 
 
 def _all_to_all_by_flat_exchange(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, async_op: bool
 ) -> Handle:
-    """The exchange of lists on gloo, which has only the flat one before torch 2.13."""
+    """Exchanges lists on gloo by its flat all-to-all, the only one it has before torch 2.13."""
     flat = outputs[0].new_empty(sum(output.numel() for output in outputs))
     work = torch_dist.all_to_all_single(
         flat,
@@ -425,7 +425,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
 
 @recorded(None)
 def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """:func:`barrier` that raises after ``timeout``, naming the rank that did not come.
+    """Does what :func:`barrier` does; raises after ``timeout``, naming the rank that did not arrive.
 
     Args:
         group: The ranks that take part.

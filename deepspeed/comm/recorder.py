@@ -65,7 +65,7 @@ class CommsLog:
         self.totals: dict[str, dict[int, OperationTotals]] = {}
 
     def wants(self, name: str, prof: bool) -> bool:
-        """Whether a call of ``name`` is to be recorded."""
+        """Returns whether a call of ``name`` is to be recorded."""
         if name in self._stopped:
             return False
         return self.enabled and (prof or self.prof_all or name in self.prof_ops)
@@ -111,7 +111,7 @@ class CommsLog:
             log_dist(f"comm op: {name} | time (ms): {seconds * 1e3:.2f} | bytes: {size} | ranks: {ranks}{where}")
 
     def rows(self) -> Iterator[tuple[str, int, OperationTotals]]:
-        """(operation, bytes, totals), sorted by operation, then size."""
+        """Yields (operation, bytes, totals), sorted by operation, then size."""
         for name in sorted(self.totals):
             for size in sorted(self.totals[name]):
                 yield name, size, self.totals[name][size]
@@ -144,7 +144,7 @@ log = CommsLog()
 
 
 def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float, float]:
-    """(algorithm bandwidth, bus bandwidth) in gigabits per second of moving ``size`` bytes in ``seconds``."""
+    """Returns (algorithm bandwidth, bus bandwidth) in gigabits per second of moving ``size`` bytes in ``seconds``."""
     if seconds <= 0:
         return 0.0, 0.0
     algorithm = size * 8 / seconds / 1e9
@@ -153,7 +153,7 @@ def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float,
 
 
 def num_bytes(value: object) -> int:
-    """Bytes of the tensors in ``value``: a tensor, a (nested) sequence of tensors, or something else (0)."""
+    """Returns the bytes of the tensors in ``value``: a tensor or a (nested) sequence of tensors; 0 for other values."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):

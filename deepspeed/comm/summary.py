@@ -91,7 +91,7 @@ def _numbers(name: str, size: int, totals: OperationTotals) -> dict[str, float]:
 
 
 def _straggler_ms(totals: OperationTotals) -> float:
-    """This rank's time beyond that of the rank which waited least (the last to arrive), summed over the calls."""
+    """Returns this rank's time beyond that of the rank which waited least (the last to arrive), over all calls."""
     mine = torch.tensor(totals.seconds, dtype=torch.float64)
     device = "cpu" if torch_dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
     shortest = mine.to(device)
@@ -128,15 +128,15 @@ def reset_log() -> None:
 
 
 def has_comm_data() -> bool:
-    """Whether anything was recorded."""
+    """Returns whether anything was recorded."""
     return bool(log.totals)
 
 
 def get_comm_operation_count() -> int:
-    """The number of recorded operations."""
+    """Returns the number of recorded operations."""
     return sum(totals.count for _, _, totals in log.rows())
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The names of the recorded operations."""
+    """Returns the names of the recorded operations."""
     return sorted(log.totals)

@@ -42,7 +42,7 @@ class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
     compression: Techniques
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Maps ``[..., in]`` to ``[..., out]``."""
         weight, bias = self.compression.effective(self)
         return fn.linear(_input_of(self, input), weight, bias)
 
@@ -54,7 +54,7 @@ class Conv1DLayer_Compress(nn.Module):  # noqa: N801
     compression: Techniques
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Maps ``[..., in]`` to ``[..., out]``."""
         weight, bias = self.compression.effective(self)
         return fn.linear(_input_of(self, x), weight, bias)
 
@@ -66,7 +66,7 @@ class Conv2dLayer_Compress(nn.Conv2d):  # noqa: N801
     compression: Techniques
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[N, in, H, W]`` to ``[N, out, H', W']``."""
+        """Maps ``[N, in, H, W]`` to ``[N, out, H', W']``."""
         weight, bias = self.compression.effective(self)
         return self._conv_forward(_input_of(self, input), weight, bias)
 
@@ -77,7 +77,7 @@ class BNLayer_Compress(nn.BatchNorm2d):  # noqa: N801
     followed: Any  # a list with the convolution, so that it is no child of this layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[N, C, H, W]`` to the same."""
+        """Maps ``[N, C, H, W]`` to the same shape."""
         normal = super().forward(input)
         layer = self.followed[0]
         if "channel" not in layer.compression.acting:
@@ -92,7 +92,7 @@ class Embedding_Compress(nn.Embedding):  # noqa: N801
     compression: Techniques
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Ids of any shape to ``[..., embedding_dim]``."""
+        """Maps ids of any shape to ``[..., embedding_dim]``."""
         techniques = self.compression
         rounding = techniques.rounding
         by_rows = self.max_norm is None and (rounding is None or not rounding.stochastic)
@@ -138,7 +138,7 @@ class QuantAct(nn.Module):
             self.register_buffer("x_min_max", torch.zeros(2, dtype=torch.float32))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Any shape with at least two dimensions; the result has the same shape and dtype."""
+        """Takes any shape with at least two dimensions; the result has the same shape and dtype."""
         if not self.is_acting or values.numel() == 0:
             return values
         rounded = self._static(values) if self.static else self._dynamic(values)
@@ -161,7 +161,7 @@ class QuantAct(nn.Module):
         return _within(values.float(), low, high, self.bits, self.symmetric)
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Returns the techniques, for ``print(model)``."""
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"bits={self.bits}, {kind}, {'static' if self.static else 'dynamic'}"
 

@@ -238,7 +238,7 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep_rounding_input(module: nn.Module) -> None:
-    """A layer of a plain class continues rounding its input."""
+    """Lets a layer of a plain class continue to round its input."""
     quantizer: Any = getattr(module, INPUT, None)
     if quantizer is not None:
         quantizer.is_acting = True
@@ -373,7 +373,7 @@ class LayerPruner:
 
 
 def _blocks(index: torch.Tensor, length: int) -> torch.Tensor:
-    """Places of whole blocks of so many columns."""
+    """Returns the places of whole blocks of so many columns."""
     return (index[:, None] * length + torch.arange(length, device=index.device)).flatten()
 
 

@@ -331,7 +331,9 @@ class compression_scheduler:  # noqa: N801 - a published name
         self.at(0)
 
     def before_update(self) -> None:
-        """After the last backward and before the update, for techniques that go by gradients. Every rank must call it.
+        """Called after the last backward and before the update, for techniques that use gradients.
+
+        Every rank must call it.
 
         The engine does so; a loop of one's own needs it for the method ``snip_momentum``.
         """
@@ -339,7 +341,7 @@ class compression_scheduler:  # noqa: N801 - a published name
             self._snip.look()
 
     def step(self, step_zero_check: bool = False) -> None:
-        """After an update.
+        """Called after an update.
 
         Args:
             step_zero_check: True: no update, only see to it that what acts from the beginning does.

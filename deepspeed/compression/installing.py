@@ -69,7 +69,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None) -> None:
-    """The same from a section that is in order.
+    """Does the same from a section that is valid.
 
     Raises:
         DeepSpeedConfigError: The model is compressed already or is a PipelineModule, or ``layer_reduction`` has no
@@ -219,7 +219,7 @@ def _scores(module: Any, kind: Kind, heads: int | None) -> torch.Tensor:
 
 
 def _follow(model: nn.Module, selection: Selection) -> None:
-    """Batch norms after pruned channels are silent in them, so that leaving the channels out changes nothing."""
+    """Silences batch norms after pruned channels, so that leaving the channels out changes nothing."""
     kind = PRUNED.get(selection.technique)
     if kind is None:
         return
@@ -360,7 +360,7 @@ def _children(model: nn.Module, name: str, where: str, kind: str) -> list[nn.Mod
 
 
 def _pairs(target: Any, source: Any, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors of two modules (or two tensors), in order."""
+    """Returns the tensors of two modules (or two tensors), in order."""
     if isinstance(target, torch.Tensor):
         targets, sources = [target], [source]
     else:

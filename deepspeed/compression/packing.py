@@ -111,7 +111,7 @@ class _Int8(Int8Rows):
 
 
 def _candidates(weight: torch.Tensor, levels: QuantizationLevels, by_rows: bool) -> Any:
-    """Formats that may keep a weight, with its scales and offsets in their terms; the best first."""
+    """Returns the formats that may keep a weight, with its scales and offsets in their terms; the best first."""
     columns, groups = weight.shape[1], levels.scale.shape[1]
     scale, offset = levels.scale, levels.offset
     if levels.bits == 1:  # plus and minus; zeros, of pruning, need the two bits after it

@@ -34,7 +34,7 @@ class LayerState:
 
 
 def compressed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Techniques]]:
-    """Every compressed layer of a model with its techniques."""
+    """Yields every compressed layer of a model with its techniques."""
     for module in model.modules():
         found = module.__dict__.get("compression")
         if isinstance(found, Techniques):
@@ -42,7 +42,7 @@ def compressed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Techniques]
 
 
 def compression_state(model: nn.Module) -> list[LayerState]:
-    """Achieved bits and densities of every compressed layer now, before :func:`redundancy_clean`.
+    """Returns the achieved bits and densities of every compressed layer now, before :func:`redundancy_clean`.
 
     Masks that are learned have as many ones as their share requires, so they are not looked at, and nothing is
     gathered.

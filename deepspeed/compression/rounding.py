@@ -103,7 +103,7 @@ class _StraightThroughEstimator(torch.autograd.Function):
 
 
 def straight_through(original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """``changed`` as a value, ``original`` for gradients. Equal shapes."""
+    """Returns ``changed``, whose gradients go to ``original`` (straight-through estimator). Equal shapes."""
     result: torch.Tensor = _StraightThroughEstimator.apply(original, changed.detach())  # type: ignore[no-untyped-call]
     return result
 
@@ -115,7 +115,7 @@ def kept_count(total: int, share: float) -> int:
 
 
 def largest(values: torch.Tensor, share: float) -> torch.Tensor:
-    """True for the largest values; of equal ones as many as are wanted, so that the count is exact.
+    """Returns a mask that is True for the largest values; among equal ones as many as make the count exact.
 
     Args:
         values: Any shape.

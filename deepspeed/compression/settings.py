@@ -112,7 +112,7 @@ def section_of(config: Any) -> CompressionTraining:
 
 
 def techniques_of(section: CompressionTraining) -> Iterator[tuple[str, Any]]:
-    """The techniques that are switched on, by name, in order."""
+    """Yields the techniques that are switched on, by name, in order."""
     for name in KINDS:
         technique = getattr(section, name)
         if technique is not None and technique.shared_parameters.enabled:

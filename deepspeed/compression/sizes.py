@@ -134,7 +134,7 @@ class LayerWeights:
 
 
 def shape_of(module: Any) -> tuple[int, int]:
-    """Outputs, and weights for each of them; also of a layer whose weight is sharded."""
+    """Returns ``(outputs, weights of each)``, also of a layer whose weight is sharded."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     shape = tuple(getattr(module.weight, "ds_shape", module.weight.shape))

@@ -48,7 +48,7 @@ class SnipPlan:
 
     @classmethod
     def of(cls, shared: Any) -> SnipPlan:
-        """From ``sparse_pruning.shared_parameters``, in order."""
+        """Reads ``sparse_pruning.shared_parameters``, in order."""
         rows, columns = map(int, shared.block_pattern.split("x"))
         end = shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end
         return cls((rows, columns), shared.dense_ratio, shared.schedule_offset, shared.schedule_offset_stride, end)
@@ -110,7 +110,7 @@ class SnipPruner:
 
     @torch.no_grad()
     def look(self) -> None:
-        """Before an update: accumulates the scores of the gradients. Every rank must call it."""
+        """Accumulates the scores of the gradients before an update. Every rank must call it."""
         self._fresh = [self._of_blocks(users[0]) for users in self._layers]
 
     def _of_blocks(self, layer: Any) -> torch.Tensor:
@@ -130,7 +130,7 @@ class SnipPruner:
 
     @torch.no_grad()
     def after_update(self, step: int) -> str | None:
-        """After an update that was made: adds what was seen, and prunes where that is due.
+        """Called after an applied update. Adds the accumulated scores, and prunes if the schedule says so.
 
         Args:
             step: Updates so far.
@@ -170,7 +170,7 @@ class SnipPruner:
         )
 
     def _choose(self, share: float) -> list[torch.Tensor]:
-        """For each weight which blocks stay, of those that are there."""
+        """Returns, for each weight, which of its remaining blocks stay."""
         ranked, sure = [], 0
         for users in self._layers:
             layer = users[0]
@@ -188,7 +188,7 @@ class SnipPruner:
         return [part.view(scores.shape) for part, scores in zip(parts, ranked, strict=True)]
 
     def _present(self, layer: Any) -> torch.Tensor:
-        """Blocks that no pruning has taken yet."""
+        """Returns the blocks that no pruning has taken yet."""
         mask = layer.get_buffer(layer.compression.prunings["sparse"].buffer)
         rows, columns = self.plan.block
         return mask.flatten(1)[::rows, ::columns]  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ class WeightRounding:
     stochastic: bool = False
 
     def round(self, weight: torch.Tensor, bits: int, generator: torch.Generator | None = None) -> RoundedGroups:
-        """Codes and scales of ``weight``, ``[out, in, ...]``."""
+        """Returns the codes and scales of ``weight``, ``[out, in, ...]``."""
         groups = len(weight) if self.groups is None else self.groups
         return round_groups(weight.detach().reshape(groups, -1), bits, symmetric=self.symmetric, generator=generator)
 
@@ -120,7 +120,7 @@ class Techniques:
     # -- the weight --------------------------------------------------------------------------------------------------
 
     def effective(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight ``[out, in, ...]`` and bias as they act now, with gradients for what they are made of."""
+        """Returns weight ``[out, in, ...]`` and bias as the layer uses them now; gradients reach the original ones."""
         weight, bias = layer.weight, getattr(layer, "bias", None)
         assert isinstance(weight, torch.Tensor)
         if self.is_transposed:
@@ -135,7 +135,7 @@ class Techniques:
         return weight, bias
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """``weight``, ``[out, in, ...]``, with its bits of now."""
+        """Returns ``weight``, ``[out, in, ...]``, rounded to its present bits."""
         if self.width is None or self.rounding is None:
             return weight
         with torch.no_grad():
@@ -146,14 +146,14 @@ class Techniques:
         return result if share == 0 else share * weight + (1 - share) * result
 
     def _generator(self, device: torch.device) -> torch.Generator | None:
-        """Equal noise on every rank, and again where a forward is recomputed."""
+        """Returns a generator that gives equal noise on every rank, and again where a forward is recomputed."""
         if self.rounding is None or not self.rounding.stochastic:
             return None
         seed = zlib.crc32(f"{self.name} {self.step}".encode())
         return torch.Generator(device).manual_seed(seed)
 
     def mask(self, layer: nn.Module, kind: Kind) -> torch.Tensor:
-        """1 for what is kept: of the weight's shape, or one number per row, head or channel."""
+        """Returns 1 for what is kept: in the weight's shape, or one number per row, head or channel."""
         pruning = self.prunings[kind]
         if pruning.has_mask:
             mask = getattr(layer, pruning.buffer)

@@ -34,7 +34,7 @@ class BatchSizes:
 
 
 def _fitting(total: int, multiple: int) -> str:
-    """The multiples next to ``total``."""
+    """Returns the multiples next to ``total``."""
     below = total // multiple * multiple
     above = below + multiple
     return f"{below} or {above}" if below else f"{above}"

@@ -14,7 +14,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
-    """The number of data-parallel ranks from ``mpu``, a device mesh, or environment and configuration."""
+    """Returns the number of data-parallel ranks from ``mpu``, a device mesh, or environment and configuration."""
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     if mesh_device is not None:
@@ -193,7 +193,7 @@ class DeepSpeedConfig:
         return self.parsed.root.checkpoint.tag_validation == "Fail"
 
     def __getattr__(self, name: str) -> Any:
-        """Any other key of the top level, or a section under upstream's name ``<section>_config``."""
+        """Returns any other key of the top level, or a section under upstream's name ``<section>_config``."""
         parsed = self.__dict__.get("parsed")
         if parsed is not None:
             section = _SECTION_NAMES.get(name, name.removesuffix("_config"))

@@ -11,7 +11,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def degrees(root: Root) -> dict[str, int]:
-    """The size that the configuration requests along each axis of ``axes.KEYS``; 1 where it requests none."""
+    """Returns the size that the configuration requests along each axis of ``axes.KEYS``; 1 where it requests none."""
     return {axis: _value(root, *key.split(".")) for axis, key in KEYS.items()}
 
 
@@ -25,7 +25,7 @@ def _value(section: Any, *path: str) -> int:
 
 
 def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
-    """The ranks that see other samples, in a job of ``world_size`` ranks: ``world / (tensor x sequence x stages)``.
+    """Returns the number of ranks that see other samples: ``world_size / (tensor x sequence x stages)``.
 
     Experts are spread over ranks that hold the same part of the rest of the model (data x sequence), as Megatron-LM
     folds them, so expert parallelism does not lessen them.

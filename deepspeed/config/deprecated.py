@@ -137,7 +137,7 @@ OLD_KEYS: tuple[OldKey, ...] = (
 
 
 def _lookup(data: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """The object that holds the last part of ``path``, if it is there."""
+    """Returns the object that holds the last part of ``path``, if it is there."""
     parent: Any = data
     for part in path[:-1]:
         parent = parent.get(part) if isinstance(parent, dict) else None
@@ -152,7 +152,7 @@ def _place(data: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def _stage_as_bool(data: dict[str, Any], findings: ConfigMessages) -> None:
-    """``zero_optimization: true``, with the bucket size that went with it at the top level."""
+    """Translates ``zero_optimization: true``, with the bucket size that went with it at the top level."""
     value = data.get(_ZERO)
     bucket = data.pop("allgather_size", None)
     bool_form = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
@@ -178,7 +178,7 @@ def _stage_as_bool(data: dict[str, Any], findings: ConfigMessages) -> None:
 
 
 def _clipping_as_bool(data: dict[str, Any], findings: ConfigMessages) -> None:
-    """``gradient_clipping: true``, which the original package takes as the number 1, and false as 0."""
+    """Translates ``gradient_clipping: true``, which the original package takes as the number 1, and false as 0."""
     value = data.get(_CLIPPING)
     if isinstance(value, bool):
         data[_CLIPPING] = float(value)
@@ -238,12 +238,12 @@ def translate_old_keys(data: dict[str, Any], findings: ConfigMessages) -> None:
 
 @cache
 def old_names(place: Path) -> frozenset[str]:
-    """The old spellings of keys of the section at ``place``."""
+    """Returns the old spellings of keys of the section at ``place``."""
     return frozenset(str(entry.old[-1]) for entry in OLD_KEYS if entry.old[:-1] == place)
 
 
 def with_present_names(data: dict[str, Any], place: Path) -> dict[str, Any]:
-    """A section as a program wrote it, old spellings translated; each is logged once.
+    """Returns a section as a program wrote it, old spellings translated; each is logged once.
 
     Raises:
         ValueError: An old spelling has a value that it cannot have, or its present name is there with another one.
@@ -263,7 +263,7 @@ def with_present_names(data: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _is_default(entry: OldKey, value: Any) -> bool:
-    """Whether an old section is there but switched off."""
+    """Returns whether an old section is there but switched off."""
     return entry.same_section and isinstance(value, dict) and value in ({}, {"enabled": False})
 
 

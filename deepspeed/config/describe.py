@@ -29,7 +29,7 @@ class NestedSection:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a type, ``Annotated`` taken off."""
+    """Returns the alternatives of a type, ``Annotated`` taken off."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _members(get_args(annotation)[0])
@@ -39,7 +39,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def nested_in(annotation: Any) -> NestedSection | None:
-    """The section behind a key's type, if there is one."""
+    """Returns the section behind a key's type, if there is one."""
     for member in _members(annotation):
         if isinstance(member, type) and issubclass(member, Section):
             return NestedSection("section", member)
@@ -53,14 +53,14 @@ def nested_in(annotation: Any) -> NestedSection | None:
 
 @cache
 def nested_fields(model: type[Section]) -> dict[str, NestedSection]:
-    """The keys of a section that hold sections."""
+    """Returns the keys of a section that hold sections."""
     found = {name: nested_in(field.annotation) for name, field in model.model_fields.items()}
     return {name: nested for name, nested in found.items() if nested is not None}
 
 
 @cache
 def spellings(model: type[Section]) -> dict[str, str]:
-    """Every accepted spelling of a section's keys, with the key meant."""
+    """Returns every accepted spelling of a section's keys, with the key meant."""
     table = {name: name for name in model.model_fields}
     for name, field in model.model_fields.items():
         for alias in facts_of(field).aliases:
@@ -91,7 +91,7 @@ class KeyEntry:
 
 
 def entries(model: type[Section], path: Path = ()) -> Iterator[KeyEntry]:
-    """All keys of a section and of those inside it, in order of declaration."""
+    """Yields all keys of a section and of those inside it, in order of declaration."""
     for name, field in model.model_fields.items():
         here = (*path, name)
         yield KeyEntry(here, field, facts_of(field), model)
@@ -102,12 +102,12 @@ def entries(model: type[Section], path: Path = ()) -> Iterator[KeyEntry]:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The default of a key; ``None`` for a required one."""
+    """Returns the default of a key; ``None`` for a required one."""
     return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
 def is_nullable(annotation: Any) -> bool:
-    """Whether null is a value."""
+    """Returns whether null is a value."""
     return type(None) in _members(annotation) or None in _members(annotation)
 
 
@@ -124,7 +124,7 @@ def _word(member: Any) -> str:
 
 
 def type_words(annotation: Any, interval: str = "", plural: bool = False) -> str:
-    """A type in words, null left out unless it is all there is.
+    """Returns a type in words, null left out unless it is all there is.
 
     Args:
         annotation: The type.
@@ -157,7 +157,7 @@ _JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def json_types(annotation: Any) -> list[dict[str, Any]]:
-    """JSON Schema alternatives of a type without sections."""
+    """Returns the JSON Schema alternatives of a type without sections."""
     alternatives: list[dict[str, Any]] = []
     for member in _members(annotation):
         if member is typing.Any:

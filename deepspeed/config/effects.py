@@ -51,7 +51,7 @@ def _line(paths: list[Path], reason: str, findings: ConfigMessages) -> None:
 
 
 def _changed(section: Section) -> list[tuple[str, Any]]:
-    """The keys given with another value than the default."""
+    """Returns the keys given with another value than the default."""
     fields = type(section).model_fields
     given = [(name, getattr(section, name)) for name in fields if name in section.model_fields_set]
     return [(name, value) for name, value in given if value != default_of(fields[name])]
@@ -84,7 +84,7 @@ def _walk(section: Section, path: Path, findings: ConfigMessages) -> None:
 
 
 def _off_switch(section: Section) -> tuple[str, Any] | None:
-    """The key that keeps a section off, with its value; None for one that is on or has no such key."""
+    """Returns the key that keeps a section off, with its value; None for one that is on or has no such key."""
     shared = getattr(section, "shared_parameters", None)
     if isinstance(shared, Section):  # A technique of compression_training is on when its groups' common part is.
         inner = _off_switch(shared)
@@ -98,7 +98,7 @@ def _off_switch(section: Section) -> tuple[str, Any] | None:
 
 
 def _explained(section: Section, path: Path) -> bool:
-    """Whether the key's own reason was given already."""
+    """Returns whether the key's own reason was given already."""
     return facts_of(type(section).model_fields[str(path[0])]).no_effect is not None
 
 
@@ -130,7 +130,7 @@ def _stages(zero: ZeroOptimization, findings: ConfigMessages) -> None:
 
 
 def _idle_tuning(root: Root, findings: ConfigMessages) -> None:
-    """The section ``autotuning``, which the command removes from the configurations that it starts the script with."""
+    """Adds a line if ``autotuning`` is enabled in a script that ``deepspeed --autotuning`` did not start."""
     if root.autotuning is not None and root.autotuning.enabled:
         findings.notice(
             "autotuning.enabled: the script was not started by deepspeed --autotuning tune (or run); it trains as "

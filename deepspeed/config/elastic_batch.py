@@ -92,7 +92,7 @@ def choose_batch(section: Elasticity, data_ranks: int | None = None) -> ElasticC
 
 
 def _choose_by_nodes(section: Elasticity, data_ranks: int) -> ElasticChoice:
-    """Version 0.2: a batch for whole nodes, or for the present ranks alone where they are none of its numbers."""
+    """Chooses a batch by version 0.2: for whole nodes, or for the present ranks alone if whole nodes exclude them."""
     per_node = section.num_gpus_per_node // section.model_parallel_size
     least = -(-section.min_gpus // section.num_gpus_per_node)
     most = section.max_gpus // section.num_gpus_per_node
@@ -116,7 +116,7 @@ def _choose_by_nodes(section: Elasticity, data_ranks: int) -> ElasticChoice:
 
 
 def _choose_by_ranks(section: Elasticity, limit: int, least: int, most: int) -> ElasticChoice:
-    """Version 0.1: the candidate that most numbers from ``least`` to ``most`` can share."""
+    """Chooses a batch by version 0.1: the candidate that most numbers from ``least`` to ``most`` can share."""
     micros = section.micro_batch_sizes
     common = math.lcm(*micros)
     bases = {*micros, common} if common <= limit else set(micros)

@@ -29,7 +29,7 @@ def check_elasticity(root: Root, findings: ConfigMessages) -> None:
 
 
 def is_elastic(root: Root) -> bool:
-    """Whether the section chooses the batch."""
+    """Returns whether the section chooses the batch."""
     return root.elasticity is not None and root.elasticity.enabled
 
 
@@ -61,7 +61,7 @@ def _problems(section: Elasticity) -> Iterator[tuple[str, ...]]:
 
 
 def _problems_of_continue(section: Elasticity) -> Iterator[tuple[str, ...]]:
-    """Keys about batch sizes belong to ``enabled``, those about the life of a run to ``continue``."""
+    """Yields the problems of ``continue``, which keys about batch sizes do not belong to."""
     if section.enabled:
         text = "is true, but with elasticity.continue the batch stays when ranks come and go; set one of them to false"
         yield "enabled", text, "continue"

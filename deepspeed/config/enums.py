@@ -63,5 +63,5 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """A value of a configuration dict, or its default."""
+    """Returns a value of a configuration dict, or its default."""
     return param_dict.get(param_name, param_default_value)

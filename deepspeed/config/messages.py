@@ -11,7 +11,7 @@ Path = tuple[str | int, ...]
 
 
 def dotted(path: Path) -> str:
-    """``("a", "b", 0, "c")`` as ``a.b[0].c``."""
+    """Returns ``("a", "b", 0, "c")`` as ``a.b[0].c``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -19,7 +19,7 @@ def dotted(path: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as the configuration would write it, cut to a readable length."""
+    """Returns a value as the configuration would write it, cut to a readable length."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -48,7 +48,7 @@ class ConfigMessages:
         self._problems: list[tuple[int, str]] = []
 
     def written(self, path: Path) -> Path:
-        """The path as the caller wrote it."""
+        """Returns the path as the caller wrote it."""
         for length in range(len(path), 0, -1):
             original = self.spelled.get(path[:length])
             if original is not None:
@@ -56,7 +56,7 @@ class ConfigMessages:
         return path
 
     def label(self, path: Path) -> str:
-        """The full dotted name as written, with its line where there is a file."""
+        """Returns the full dotted name as written, with its line where there is a file."""
         original = self.written(path)
         line = self._lines.get(original)
         return dotted(original) + (f" (line {line})" if line is not None else "")
@@ -97,7 +97,7 @@ class ConfigMessages:
             self.warnings.append(line)
 
     def problems(self) -> tuple[str, ...]:
-        """All problems in the order of the configuration."""
+        """Returns all problems in the order of the configuration."""
         return tuple(sentence for _, sentence in sorted(self._problems, key=lambda entry: entry[0]))
 
     def raise_if_any(self) -> None:
@@ -122,7 +122,7 @@ class ConfigMessages:
 
 
 def configuration_error(problems: tuple[str, ...], source: str | None) -> DeepSpeedConfigError:
-    """The error that lists ``problems``."""
+    """Returns the error that lists ``problems``."""
     where = f"the configuration {source}" if source else "the configuration"
     if len(problems) == 1:
         return DeepSpeedConfigError(f"{where} cannot be used: {problems[0]}", problems)

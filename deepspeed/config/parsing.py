@@ -132,7 +132,7 @@ def _data_ranks(given: int | Callable[[Root], int] | None, root: Root, findings:
 
 
 def _order(data: Any, path: Path = (), order: dict[Path, int] | None = None) -> dict[Path, int]:
-    """The place of every key in the configuration, so that problems come in that order."""
+    """Returns the place of every key in the configuration, so that problems come in that order."""
     order = {} if order is None else order
     if isinstance(data, dict):
         for name, value in data.items():
@@ -153,7 +153,7 @@ def _set_dotted_aside(data: dict[str, Any], findings: ConfigMessages) -> None:
 
 
 def _by_data_ranks(root: Root, ranks: int | None, findings: ConfigMessages) -> Root:
-    """The configuration with a batch that counts ranks which share layers once.
+    """Returns the configuration with a batch that counts ranks which share layers once.
 
     The original package multiplies by all ranks, and so do Accelerate and the Trainer of Transformers when they fill
     in the product. Where all three sizes are given and only this factor is between them, nothing is left to guess.
@@ -247,7 +247,7 @@ def _note_auto_batch(data: dict[str, Any], batch: BatchSizes | None, findings: C
 
 
 def value_at(root: Root, path: Path) -> Any:
-    """The value of a key; None when a section on the way is absent."""
+    """Returns the value of a key; None when a section on the way is absent."""
     value: Any = root
     for part in path:
         if value is None:
@@ -280,7 +280,7 @@ def _params_object(section: dict[str, Any], path: Path, findings: ConfigMessages
 
 
 def _read(model: type[Section], params: dict[str, Any], path: Path, findings: ConfigMessages) -> dict[str, Any]:
-    """The given parameters, coerced; defaults stay out, they are the class's own business."""
+    """Returns the given parameters, coerced; defaults stay out, they are the class's own business."""
     built = build(model, clean(model, params, path, findings), path, findings)
     return (
         {}
@@ -337,7 +337,7 @@ def read_optimizer(section: dict[str, Any], findings: ConfigMessages) -> None:
 
 
 def _flag(params: dict[str, Any], name: str, default: bool) -> bool:
-    """A switch read ahead of validation; a value that is none counts as the default and is refused later."""
+    """Returns a switch read ahead of validation; a value that is none counts as the default and is refused later."""
     try:
         return to_bool(params[name])
     except (KeyError, ValueError):

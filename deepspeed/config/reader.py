@@ -23,7 +23,7 @@ UNKNOWN_KEYS_VARIABLE = "DEEPSPEED_UNKNOWN_CONFIG_KEYS"
 
 
 def structural_copy(value: Any) -> Any:
-    """A copy of the objects and lists, sharing the leaves; keys that begin with an underscore are comments."""
+    """Returns a copy of the objects and lists, sharing the leaves; keys that begin with an underscore are comments."""
     if isinstance(value, dict):
         return {
             name: structural_copy(item)
@@ -34,7 +34,7 @@ def structural_copy(value: Any) -> Any:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a value requests the default."""
+    """Returns whether a value requests the default."""
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
@@ -49,7 +49,7 @@ def report_unknown(path: Path, valid: list[str], findings: ConfigMessages) -> No
 
 
 def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: ConfigMessages) -> dict[str, Any]:
-    """The declared keys of ``data`` under their proper names, ready for validation.
+    """Returns the declared keys of ``data`` under their proper names, ready for validation.
 
     Args:
         model: The section that ``data`` is read as.
@@ -104,7 +104,7 @@ def _default_text(model: type[Section], name: str) -> str:
 
 
 def _clean_nested(nested: NestedSection, value: Any, path: Path, findings: ConfigMessages) -> Any:
-    """A nested section's data, or None when it is absent or was refused."""
+    """Returns a nested section's data, or None when it is absent or was refused."""
     if value is None:
         return None
     if nested.kind == "list":
@@ -163,7 +163,7 @@ def build(model: type[AnySection], cleaned: dict[str, Any], path: Path, findings
 
 
 def _existing(data: Any, location: tuple[int | str, ...]) -> Path:
-    """The part of pydantic's location that exists in the data; what follows are names of union members."""
+    """Returns the part of pydantic's location that exists in the data; what follows are names of union members."""
     where: Path = ()
     for part in location:
         inside = isinstance(data, dict) and part in data

@@ -210,5 +210,5 @@ def _named(model: type[Section], whole: str, name: str) -> Iterable[str]:
 
 
 def reference_text() -> str:
-    """The text of ``docs/reference/config.md``."""
+    """Returns the text of ``docs/reference/config.md``."""
     return "\n".join(_lines()).rstrip("\n") + "\n"

@@ -56,7 +56,7 @@ class _SchemaWriter:
         self.definitions: dict[str, Any] = {}
 
     def reference(self, model: type[Section]) -> dict[str, str]:
-        """A reference to a section's definition, which is made on first use."""
+        """Returns a reference to a section's definition, which is made on first use."""
         name = _definition_name(model)
         if name not in self.definitions:
             self.definitions[name] = {}  # Holds the place while the definition is made.
@@ -64,7 +64,7 @@ class _SchemaWriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def section(self, model: type[Section]) -> dict[str, Any]:
-        """The object schema of a section."""
+        """Returns the object schema of a section."""
         properties: dict[str, Any] = {}
         required = []
         for name, field in model.model_fields.items():
@@ -85,7 +85,7 @@ class _SchemaWriter:
         return schema
 
     def key(self, annotation: Any, facts: KeyInfo, default: Any, required: bool) -> dict[str, Any]:
-        """The schema of one key."""
+        """Returns the schema of one key."""
         nested = nested_in(annotation)
         alternatives: list[dict[str, Any]]
         if nested is None:
@@ -135,7 +135,7 @@ def _add_old_keys(writer: _SchemaWriter, root: dict[str, Any]) -> None:
 
 
 def _parameters(writer: _SchemaWriter, section: str, models: Mapping[str, type[Section]]) -> None:
-    """``params`` as its ``type`` wants it."""
+    """Adds the schema of ``params`` that belongs to its ``type``."""
     definition = writer.definitions[section]
     definition["properties"]["type"]["examples"] = list(models)
     definition["allOf"] = [
@@ -148,7 +148,7 @@ def _parameters(writer: _SchemaWriter, section: str, models: Mapping[str, type[S
 
 
 def config_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a training configuration."""
+    """Returns the JSON Schema (draft 2020-12) of a training configuration."""
     writer = _SchemaWriter()
     root = writer.section(Root)
     _add_old_keys(writer, root)
@@ -171,5 +171,5 @@ def config_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the text of the committed file."""
+    """Returns the schema as the text of the committed file."""
     return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"

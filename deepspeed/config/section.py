@@ -58,7 +58,7 @@ class KeyInfo:
     null_means: str | None = None
 
     def range_text(self) -> str:
-        """The allowed interval in words, empty when there is none."""
+        """Returns the allowed interval in words, empty when there is none."""
         lower = f">= {self.minimum:g}" if self.minimum is not None else ""
         lower = f"> {self.above:g}" if self.above is not None else lower
         upper = f"<= {self.maximum:g}" if self.maximum is not None else ""
@@ -67,7 +67,7 @@ class KeyInfo:
         return " ".join(part for part in (" and ".join(bound for bound in (lower, upper) if bound), count) if part)
 
     def admits(self, value: Any) -> bool:
-        """Whether a number (or each of a list of numbers) lies in the interval; other values always do."""
+        """Returns whether a number (or each of a list of numbers) lies in the interval; other values always do."""
         if isinstance(value, list):
             if self.length is not None and len(value) != self.length:
                 return False
@@ -100,7 +100,7 @@ def key(default: Any, about: str, *, factory: Any = None, **facts: Any) -> Any:
 
 
 def facts_of(field: FieldInfo) -> KeyInfo:
-    """The facts that :func:`key` attached to a field."""
+    """Returns the facts that :func:`key` attached to a field."""
     extra = field.json_schema_extra
     assert isinstance(extra, dict), "every field of a section is declared with key()"
     facts = extra["facts"]
@@ -110,7 +110,7 @@ def facts_of(field: FieldInfo) -> KeyInfo:
 
 @cache
 def _aliases(model: type[BaseModel]) -> dict[str, str]:
-    """The other spellings of a section's keys, with the keys meant."""
+    """Returns the other spellings of a section's keys, with the keys meant."""
     return {alias: name for name, field in model.model_fields.items() for alias in facts_of(field).aliases}
 
 
@@ -132,11 +132,11 @@ class Section(BaseModel):
 
     @classmethod
     def switch(cls) -> str | None:
-        """The key that turns the section on, if it has one; the others have no effect while it is off."""
+        """Returns the key that turns the section on, if it has one; the others have no effect while it is off."""
         return cls.switch_name if cls.switch_name in cls.model_fields else None
 
     def is_used(self) -> bool:
-        """Whether keys of the section have an effect although its switch is off."""
+        """Returns whether keys of the section have an effect although its switch is off."""
         return False
 
     @model_validator(mode="before")
@@ -155,7 +155,7 @@ class Section(BaseModel):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """An alias reads as the key it stands for, as in upstream's objects."""
+            """Returns the value of the key that an alias stands for, as upstream's objects do."""
             proper = _aliases(type(self)).get(name)
             return super().__getattr__(name) if proper is None else getattr(self, proper)
 

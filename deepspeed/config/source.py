@@ -83,7 +83,7 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
 
 
 def _line_of_key(text: str, value_start: int) -> int:
-    """The line of the colon before a value, which is the key's line."""
+    """Returns the line of the colon before a value, which is the key's line."""
     colon = text.rfind(":", 0, value_start)
     return text.count("\n", 0, colon if colon >= 0 else value_start) + 1
 
@@ -224,7 +224,7 @@ def _read_file(path: FilePath) -> Document:
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """The configuration as a dict, not judged beyond its syntax.
+    """Returns the configuration as a dict, not judged beyond its syntax.
 
     Args:
         config: As for :func:`deepspeed.config.parse`. A dict is returned as it is.

@@ -36,7 +36,7 @@ WRAPPERS = ("monitor_config", "comms_config", "session_params")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The candidate most like ``name``, hyphens and case aside."""
+    """Returns the candidate most like ``name``, hyphens and case aside."""
     plain = name.strip().lower().replace("-", "_")
     candidates = list(candidates)
     for candidate in candidates:
@@ -54,7 +54,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def is_one_edit_away(name: str, candidate: str) -> bool:
-    """Whether one deleted, inserted, changed or swapped character makes the two equal."""
+    """Returns whether one deleted, inserted, changed or swapped character makes the two equal."""
     longer = max(len(name), len(candidate))
     if abs(len(name) - len(candidate)) > 1 or longer < 3:
         return name == candidate
@@ -110,7 +110,7 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
 
 @cache
 def declared_paths() -> frozenset[str]:
-    """The dotted names of all declared keys."""
+    """Returns the dotted names of all declared keys."""
     return frozenset(dotted(entry.path) for entry in entries(Root))
 
 
@@ -285,7 +285,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[str, str] | None:
-    """The key that another library's ``name`` stands for, and what to add to it.
+    """Returns the key that another library's ``name`` stands for, and what to add to it.
 
     Args:
         name: As written.

@@ -31,7 +31,7 @@ _DTYPES = {
 
 
 def to_int(value: Any) -> int:
-    """An int, a whole float or integer text as int.
+    """Returns an int, a whole float or integer text as int.
 
     Raises:
         ValueError: Anything else, bools included.
@@ -48,7 +48,7 @@ def to_int(value: Any) -> int:
 
 
 def to_float(value: Any) -> float:
-    """A number or numeric text as float; infinite is possible, NaN is not.
+    """Returns a number or numeric text as float; infinity is allowed, NaN is not.
 
     Raises:
         ValueError: Anything else, bools included.
@@ -63,7 +63,7 @@ def to_float(value: Any) -> float:
 
 
 def to_bool(value: Any) -> bool:
-    """A bool, 0 or 1, or one of the words for yes and no.
+    """Returns a bool, 0 or 1, or one of the words for yes and no.
 
     Raises:
         ValueError: Anything else.
@@ -82,7 +82,7 @@ def to_bool(value: Any) -> bool:
 
 
 def to_dtype(value: Any) -> str:
-    """A dtype's short name (fp32, fp16, bf16) from any of its spellings or from a ``torch.dtype``.
+    """Returns a dtype's short name (fp32, fp16, bf16) from any of its spellings or from a ``torch.dtype``.
 
     Raises:
         ValueError: Not one of the three floating types.
@@ -96,7 +96,7 @@ def to_dtype(value: Any) -> str:
 
 
 def _to_path(value: Any) -> Any:
-    """Text or a path object as text; accelerate writes the word none (or nothing) for no path."""
+    """Returns text or a path object as text; accelerate writes the word none (or nothing) for no path."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
@@ -111,7 +111,7 @@ def _capitalize(value: Any) -> Any:
 
 
 def _to_stage(value: Any) -> Any:
-    """ZeRO stages may also be text, whole floats and ``true`` (stage 1), as older files write them."""
+    """Returns a ZeRO stage; older files write it also as text, as a whole float or as ``true`` (stage 1)."""
     return int(value) if isinstance(value, bool) else to_int(value)
 
 
@@ -145,7 +145,7 @@ def _texts_or_auto(value: Any) -> Any:
 
 
 def _to_steps(value: Any) -> Any:
-    """A step count where infinite means never; accelerate always sends an infinite ``steps_per_print``."""
+    """Returns a step count where infinite means never; accelerate always sends an infinite ``steps_per_print``."""
     return None if isinstance(value, float) and value == math.inf else to_int(value)
 
 

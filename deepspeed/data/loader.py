@@ -163,7 +163,7 @@ class DeepSpeedDataLoader:
         return hasattr(self.data_sampler, "micro_batches")
 
     def sampler_state(self) -> dict[str, Any] | None:
-        """State of a sampler that has one behind the batches given out, equal on all ranks; else None."""
+        """Returns the state of a sampler that has one at the batches given out, equal on all ranks; else None."""
         if not self._has_own_state:
             return None
         given = None if self._given is None else self._given_before + self._given

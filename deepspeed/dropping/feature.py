@@ -90,7 +90,7 @@ class LayerDropHooks:
         self.theta.update_state(max(global_steps - 1, 0))
 
     def keep_all(self) -> None:
-        """No block is left out."""
+        """Keeps every block."""
         for drop, _ in self._rows:
             drop.keep_all()
 

@@ -40,7 +40,7 @@ class LayerDrop:
         self.keep_all()
 
     def keep_all(self) -> None:
-        """No block is left out, and none is scaled."""
+        """Keeps every block, unscaled."""
         self.dropped: frozenset[int] = frozenset()
         self.kept_share = [1.0] * self.num_blocks
 
@@ -89,7 +89,7 @@ class DroppableBlock(nn.Module):
     _number_in_row: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's result, or its replacement."""
+        """Returns the block's result, or its replacement."""
         drop, number = self._layer_drop, self._number_in_row
         share = drop.kept_share[number]
         if share == 1.0 or not self.training:
@@ -152,7 +152,7 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 
 
 def rows_of(model: nn.Module) -> list[tuple[LayerDrop, list[nn.Module]]]:
-    """The rows of blocks of a model that may be left out, with their blocks."""
+    """Returns the rows of blocks of a model that may be left out, with their blocks."""
     found: dict[int, tuple[LayerDrop, dict[int, nn.Module]]] = {}
     for module in model.modules():
         if isinstance(module, DroppableBlock):

@@ -52,7 +52,7 @@ class RandomLayerTokenDrop(nn.Module):
     _token_drop: TokenDrop | None
 
     def __new__(cls, layer: nn.Module | None = None) -> Any:
-        """The layer itself."""
+        """Returns the layer itself."""
         if layer is None:  # a copy is being made
             return super().__new__(cls)
         return give_base(layer, cls)
@@ -72,7 +72,7 @@ class RandomLayerTokenDrop(nn.Module):
         self._token_drop = _ConfiguredSchedule(scheduler, config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's result for all tokens."""
+        """Returns the layer's result for all tokens."""
         drop = self._token_drop
         if drop is None or drop.kept is None or not self.training:
             return super().__call__(*args, **kwargs)
@@ -198,7 +198,7 @@ class Positions:
         return hidden.scatter(positions, index, answer.to(hidden.dtype))
 
     def of_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Rows and columns of a mask: [B or 1, S], [S, S], or with further axes before [..., S or 1, S].
+        """Returns the rows and columns of a mask: [B or 1, S], [S, S], or with further axes before [..., S or 1, S].
 
         Raises:
             ValueError: The mask does not end in the positions of the hidden states.
@@ -249,7 +249,7 @@ class Positions:
 
 
 def is_for_all_samples(table: torch.Tensor, length: int, batch: int, *, sequence_first: bool) -> bool:
-    """Whether a table of positions has no axis of samples: [S] or [S, D]."""
+    """Returns whether a table of positions has no axis of samples: [S] or [S, D]."""
     if table.dim() == 0 or table.dim() > 2 or table.shape[0] != length:
         return False
     if table.dim() == 1:
@@ -259,7 +259,7 @@ def is_for_all_samples(table: torch.Tensor, length: int, batch: int, *, sequence
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """``change`` of every tensor in a value that may be a tuple or list."""
+    """Returns ``change`` of every tensor in a value that may be a tuple or list."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -326,12 +326,15 @@ def attach(model: nn.Module, numbers: list[int], drop: TokenDrop) -> None:
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of the published package without its wrappers' names; one of this package is as it should be."""
+    """Returns a state dict of the published package without its wrappers' names.
+
+    One of this package is as it should be.
+    """
     return {name.replace(_WRAPPED, ""): value for name, value in state_dict.items()}
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict under its own names."""
+    """Returns the model's state dict under its own names."""
     return remove_random_ltd_state_dict(model.state_dict())
 
 
@@ -361,11 +364,11 @@ class RandomLTDScheduler:
         self._step = -1
 
     def get_value(self, global_steps: int) -> int:
-        """Tokens kept at a step; nothing is changed."""
+        """Returns the number of tokens kept at a step; nothing is changed."""
         return grown(global_steps, low=self._min, high=self._max, steps=self._steps, granularity=self._granularity)
 
     def get_current_seq(self) -> int:
-        """Tokens kept now."""
+        """Returns the number of tokens kept now."""
         return self._current
 
     def set_current_seq(self, seq_length: int) -> None:
@@ -373,7 +376,7 @@ class RandomLTDScheduler:
         self._current = seq_length
 
     def get_random_ltd_layer_num(self) -> int:
-        """Layers that drop tokens."""
+        """Returns the number of layers that drop tokens."""
         return self.random_ltd_layer_num
 
     def update_seq(self, global_steps: int) -> None:

@@ -232,7 +232,7 @@ class ElasticSteps:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def open_step(self, step: ElasticStep) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self._continuation.begin_step(step)
 
     def close_step(self, step: ElasticStep, error: BaseException | None) -> bool:

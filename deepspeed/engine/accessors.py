@@ -130,7 +130,7 @@ class ConfigAccessors:
         return self._root.zero_optimization.stage >= 3
 
     def zero_overlap_comm(self) -> bool:
-        """``zero_optimization.overlap_comm``; by default on."""
+        """Returns ``zero_optimization.overlap_comm``; by default on."""
         return self._root.zero_optimization.overlap_comm is not False
 
     def zero_cpu_offload(self) -> bool:
@@ -144,17 +144,17 @@ class ConfigAccessors:
         return self._offload_device("offload_optimizer") == "nvme"
 
     def zero_partial_offload(self) -> float:
-        """Share of the parameters that are updated on the host."""
+        """Returns the share of the parameters that are updated on the host."""
         section = self._root.zero_optimization.offload_optimizer
         return section.ratio if section is not None else 0.0
 
     def super_offload(self) -> bool:
-        """``offload_optimizer.super_offload``."""
+        """Returns ``offload_optimizer.super_offload``."""
         section = self._root.zero_optimization.offload_optimizer
         return bool(section is not None and section.super_offload)
 
     def cpuadam_cores_perc(self) -> float:
-        """``offload_optimizer.cpuadam_cores_perc``."""
+        """Returns ``offload_optimizer.cpuadam_cores_perc``."""
         section = self._root.zero_optimization.offload_optimizer
         return section.cpuadam_cores_perc if section is not None else 0.9
 
@@ -171,27 +171,30 @@ class ConfigAccessors:
         return not self._root.prescale_gradients
 
     def optimizer_name(self) -> str | None:
-        """``optimizer.type``, upstream's own names in small letters (``adamw``); None for a client optimizer."""
+        """Returns ``optimizer.type``, upstream's own names in small letters (``adamw``).
+
+        None for a client optimizer.
+        """
         return name_for_programs(self._root.optimizer)
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """``optimizer.params``."""
+        """Returns ``optimizer.params``."""
         return dict(self._root.optimizer.params) if self._root.optimizer is not None else None
 
     def optimizer_legacy_fusion(self) -> bool:
-        """``optimizer.legacy_fusion``."""
+        """Returns ``optimizer.legacy_fusion``."""
         return bool(self._root.optimizer is not None and self._root.optimizer.legacy_fusion)
 
     def scheduler_name(self) -> str | None:
-        """``scheduler.type``."""
+        """Returns ``scheduler.type``."""
         return self._root.scheduler.type if self._root.scheduler is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """``scheduler.params``."""
+        """Returns ``scheduler.params``."""
         return dict(self._root.scheduler.params) if self._root.scheduler is not None else None
 
     def initial_dynamic_scale(self) -> float:
-        """First dynamic loss scale."""
+        """Returns the first dynamic loss scale."""
         return 2.0**self._root.fp16.initial_scale_power
 
     def dynamic_loss_scale(self) -> bool:
@@ -199,11 +202,11 @@ class ConfigAccessors:
         return self._root.fp16.loss_scale == 0
 
     def loss_scale(self) -> float:
-        """``fp16.loss_scale``; 0 means dynamic. The scale in force is ``engine.optimizer.loss_scale``."""
+        """Returns ``fp16.loss_scale``; 0 means dynamic. The scale in force is ``engine.optimizer.loss_scale``."""
         return self._root.fp16.loss_scale
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Settings of the dynamic loss scale."""
+        """Returns the settings of the dynamic loss scale."""
         fp16 = self._root.fp16
         return {
             "init_scale": self.initial_dynamic_scale(),
@@ -226,11 +229,11 @@ class ConfigAccessors:
         return self._root.checkpoint.writer is not None
 
     def data_efficiency_enabled(self) -> bool:
-        """``data_efficiency.enabled``."""
+        """Returns ``data_efficiency.enabled``."""
         return self._root.data_efficiency is not None and self._root.data_efficiency.enabled
 
     def data_sampling_config(self) -> Any:
-        """``data_efficiency.data_sampling``; None without the section."""
+        """Returns ``data_efficiency.data_sampling``; None without the section."""
         return None if self._root.data_efficiency is None else self._root.data_efficiency.data_sampling
 
     def data_sampling_enabled(self) -> bool:
@@ -238,7 +241,7 @@ class ConfigAccessors:
         return self.data_efficiency_enabled() and self.data_sampling_config().enabled
 
     def curriculum_learning_config(self) -> Any:
-        """``data_efficiency.data_sampling.curriculum_learning``; None without the section."""
+        """Returns ``data_efficiency.data_sampling.curriculum_learning``; None without the section."""
         section = self.data_sampling_config()
         return None if section is None else section.curriculum_learning
 
@@ -247,7 +250,7 @@ class ConfigAccessors:
         return self.data_sampling_enabled() and self.curriculum_learning_config().enabled
 
     def random_ltd_config(self) -> Any:
-        """``data_efficiency.data_routing.random_ltd``; None without the section."""
+        """Returns ``data_efficiency.data_routing.random_ltd``; None without the section."""
         return None if self._root.data_efficiency is None else self._root.data_efficiency.data_routing.random_ltd
 
     def random_ltd_enabled(self) -> bool:

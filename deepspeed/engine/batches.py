@@ -41,21 +41,21 @@ class Batches:
     # -- sizes -------------------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples per update over all ranks."""
+        """Returns the samples per update over all ranks."""
         if self._uneven_total is not None:
             return self._uneven_total
         return self._micro_batch_size * self._accumulation_steps * self._data_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward on one rank."""
+        """Returns the samples per forward on one rank."""
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
+        """Returns the micro-batches per update."""
         return self._accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Global batch, micro-batch, accumulation steps."""
+        """Returns global batch, micro-batch and accumulation steps."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

@@ -347,7 +347,10 @@ class EngineCheckpoints:
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
+        """Returns the full state dict in the compute dtype on rank 0, None elsewhere, at any stage.
+
+        Every rank must call it.
+        """
         self._runtime.leave_backward("_consolidated_16bit_state_dict")
         self._runtime.refuse_offloaded("_consolidated_16bit_state_dict", "lp_params")
         run_state = self._settled_run_state()

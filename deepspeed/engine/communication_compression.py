@@ -142,7 +142,7 @@ def _measured_codec(
 
 
 def gradient_bits(root: Root, precision: PrecisionPolicy) -> int:
-    """Bits of an element of a gradient that is sent as it is; sums over micro-batches are wider."""
+    """Returns the bits of an uncompressed element of a gradient; sums over micro-batches are wider."""
     gradient = precision.compute_dtype or torch.float32
     if root.zero_optimization.stage < 2 and (root.gradient_accumulation_steps or 1) > 1:
         gradient = precision.accumulate_dtype
@@ -170,7 +170,9 @@ def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Gro
 def reduction_seconds(
     transport: Transport, codecs: Sequence[Codec], dtype: torch.dtype, device: torch.device, *, to_owner: bool
 ) -> list[float]:
-    """Seconds of one reduction without a codec, then with each; the slowest rank's. Every rank must call it.
+    """Returns the seconds of one reduction without a codec, then with each; the slowest rank's.
+
+    Every rank must call it.
 
     Args:
         transport: Carries gradients.

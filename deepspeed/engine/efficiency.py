@@ -35,7 +35,7 @@ class EfficiencyAccess:
         return None if hooks is None else hooks.curriculum
 
     def curriculum_enabled_legacy(self) -> bool:
-        """``curriculum_learning.enabled``."""
+        """Returns ``curriculum_learning.enabled``."""
         return self.curriculum_scheduler_legacy is not None
 
     def curriculum_params_legacy(self) -> dict[str, Any] | None:
@@ -112,20 +112,20 @@ class EfficiencyAccess:
         return None if layers is None else layers.theta
 
     def pld_enabled(self) -> bool:
-        """``progressive_layer_drop.enabled``."""
+        """Returns ``progressive_layer_drop.enabled``."""
         return self.progressive_layer_drop is not None
 
     def pld_params(self) -> dict[str, float] | None:
-        """``theta`` and ``gamma`` of the section; None where it is off."""
+        """Returns ``theta`` and ``gamma`` of the section; None where it is off."""
         drop = self.progressive_layer_drop
         return None if drop is None else {"theta": drop.theta, "gamma": drop.gamma}
 
     def pld_theta(self) -> float:
-        """``progressive_layer_drop.theta``: the ratio in the end."""
+        """Returns ``progressive_layer_drop.theta``: the ratio in the end."""
         return self._required_layer_drop("pld_theta").theta
 
     def pld_gamma(self) -> float:
-        """``progressive_layer_drop.gamma``."""
+        """Returns ``progressive_layer_drop.gamma``."""
         return self._required_layer_drop("pld_gamma").gamma
 
     def get_pld_theta(self) -> float | None:

@@ -266,12 +266,12 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     # -- modes -------------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, for the model too."""
+        """Sets the training mode of the engine and the model."""
         super().train(mode)
         return self
 
     def eval(self) -> Self:
-        """Evaluation mode, for the model too."""
+        """Sets the evaluation mode of the engine and the model."""
         return self.train(False)
 
     compile = forwarded("_compiling", EngineCompile.compile)

@@ -31,7 +31,7 @@ class ProfiledStep:
         self._is_done = not is_rank_0
 
     def before_forward(self) -> None:
-        """A forward begins."""
+        """Starts the profiler if the step is the chosen one. Called before each forward."""
         is_chosen = self._engine.global_steps + 1 == self._settings.profile_step
         if not self._is_done and is_chosen and self._engine.training:
             assert self.profiler is not None
@@ -39,13 +39,13 @@ class ProfiledStep:
             self.profiler.start_profile()
 
     def after_forward(self) -> None:
-        """The forward has ended."""
+        """Stops the profiler. Called after each forward."""
         if not self._is_done and self.profiler is not None and self.profiler.started:
             self.profiler.stop_profile()
             self._is_done = True
 
     def after_update(self, step: int) -> None:
-        """The update number ``step`` is done."""
+        """Prints the profile once update ``step`` is done."""
         if self.profiler is None or step != self._settings.profile_step or not self._is_done:
             return
         self.profiler.print_model_profile(

@@ -18,7 +18,7 @@ _ON_HOST = {"offloaded": None, "offloaded_static": "static"}
 
 
 def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``generate`` with a cache that this device can have.
+    """Returns keyword arguments of ``generate`` with a cache that this device can have.
 
     ``cache_implementation="offloaded"`` keeps keys and values in host memory and brings them layer by layer; without a
     device they lie there anyway, and the ordinary cache of that kind is the same.

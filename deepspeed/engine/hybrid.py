@@ -39,7 +39,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self.module.generate = self.generate  # type: ignore[assignment]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own ``generate`` with the weights as they are now. Every rank must call it.
+        """Runs the model's own ``generate`` with the present weights. Every rank must call it.
 
         Args:
             *args: Positional arguments of the model's ``generate``.
@@ -208,7 +208,7 @@ class HybridEngineRollout:
             )
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Responses to the prompts of this rank. Every rank must call it; prompts and lengths may differ.
+        """Returns responses to the prompts of this rank. Every rank must call it; prompts and lengths may differ.
 
         Raises:
             CallOrderError: After :meth:`shutdown`.

@@ -230,7 +230,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
 
 
 def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """``id(parameter)`` to the index of its param group."""
+    """Maps ``id(parameter)`` to the index of its param group."""
     if optimizer is None:
         return {}
     return {

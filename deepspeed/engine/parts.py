@@ -142,7 +142,7 @@ class EngineParts:
         return updater
 
     def make_scheduler(self) -> Any:
-        """The schedule: the client's object, what its callable builds on the torch optimizer, the configured one."""
+        """Returns the schedule: the client's object, what its callable builds, or the configured one."""
         given = self.client.lr_scheduler
         if given is not None:
             is_object = hasattr(given, "step") and not isinstance(given, type)

@@ -157,7 +157,10 @@ class PipelineEngine(EngineBase):
     fwd_outputs = forwarded_attribute("_compute", "fwd_outputs", "Outputs of the last evaluation, on the last stage.")
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Means of what the module's ``get_additional_losses`` gave in the last step, on every rank; None without."""
+        """Returns the means of what the module's ``get_additional_losses`` gave in the last step, on every rank.
+
+        None without.
+        """
         return {name: torch.tensor(value, device=self.device) for name, value in self.metrics.items()} or None
 
     @property
@@ -186,7 +189,7 @@ class PipelineEngine(EngineBase):
         return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Returns this rank's stage."""
         return self.stage_id
 
     def set_has_attention_mask(self, value: bool) -> None:
@@ -233,14 +236,14 @@ class PipelineEngine(EngineBase):
         self._compute.feed.batch_fn = fn
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """A loader over this copy's share of ``dataset``, in its order: the stages must see the same samples."""
+        """Returns a loader over this copy's share of ``dataset``, in order: the stages must see the same samples."""
         kwargs.setdefault("route", "pipeline")
         return super().deepspeed_io(dataset, *args, **kwargs)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
-        """One step: ``micro_batches`` micro-batches through all stages, and the update. Every rank must call it.
+        """Runs one step: ``micro_batches`` micro-batches through all stages, and the update. Every rank must call it.
 
         Args:
             data_iter: Gives pairs ``(inputs, labels)`` on the first and last stage, from now on; None: as before. See

@@ -80,7 +80,7 @@ class ProgressLog:
         self._is_in_schedule = False
 
     def close(self) -> None:
-        """Nothing is timed any more. May be called twice."""
+        """Stops timing. May be called twice."""
         for tracker in self._trackers:
             tracker.close()
         if self._stop_clock is not None:
@@ -89,7 +89,7 @@ class ProgressLog:
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def before(self, phase: str) -> None:
-        """A phase begins; timed by itself under ``wall_clock_breakdown`` and by trackers."""
+        """Called when a phase begins. Times it under ``wall_clock_breakdown``, and for trackers."""
         self._report.enter()
         for tracker in self._trackers:
             tracker.begin(phase)
@@ -101,7 +101,7 @@ class ProgressLog:
             watch.start()
 
     def after(self, phase: str) -> None:
-        """A phase has ended."""
+        """Called when a phase has ended."""
         self._report.leave()
         for tracker in reversed(self._trackers):
             tracker.end(phase)
@@ -193,7 +193,7 @@ class ProgressLog:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def step(self, facts: StepInfo) -> None:
-        """An update is done: write its events, and log if it is time to."""
+        """Called after each update. Writes its events, and logs if it is time to."""
         self._report.enter()
         for tracker in self._trackers:
             tracker.end_step(facts, self._loss)
@@ -241,7 +241,7 @@ class ProgressLog:
         return float(self._loss)
 
     def _phase_times(self) -> dict[str, tuple[float, float]]:
-        """Milliseconds of each phase of this update, over its micro-batches: in all, and waiting for other ranks."""
+        """Returns the milliseconds of each phase of this update: in total, and waiting for other ranks."""
         if not self._breakdown:
             return {}
         times = {}
@@ -322,13 +322,13 @@ class _Interval:
             self._phases[phase] = (so_far[0] + total, so_far[1] + waited)
 
     def enter(self) -> None:
-        """A phase begins."""
+        """Called when a phase begins."""
         if self._depth == 0:
             self._entered = time.perf_counter()
         self._depth += 1
 
     def leave(self) -> None:
-        """A phase has ended."""
+        """Called when a phase has ended."""
         self._depth -= 1
         if self._depth == 0:
             self._inside += time.perf_counter() - self._entered
@@ -342,7 +342,7 @@ class _Interval:
         return max(1 - self._inside / max(now - self._started, 1e-9), 0.0)
 
     def breakdown(self, now: float) -> str:
-        """Milliseconds per update of each phase, its share, and what lies outside all of them (data, evaluation)."""
+        """Returns a text with each phase's milliseconds per update and share, and those outside (data, evaluation)."""
         whole = (now - self._started) * 1e3
         outside = max(whole - sum(total for total, _ in self._phases.values()), 0.0)
         parts = []

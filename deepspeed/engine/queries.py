@@ -68,11 +68,11 @@ class EngineQueries:
         return self._parts.coordinates.zero_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among the data-parallel ranks."""
+        """Returns this rank's number among the data-parallel ranks."""
         return self._parts.coordinates.data_rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among the model-parallel ranks: those of all stages that cut layers."""
+        """Returns this rank's number among the model-parallel ranks: those of all stages that cut layers."""
         if self.mp_world_size == 1:
             return 0
         if self.mpu is None:
@@ -80,7 +80,7 @@ class EngineQueries:
         return int(self.mpu.get_model_parallel_rank())
 
     def get_tensor_parallel_rank(self) -> int:
-        """This rank among those that share a layer."""
+        """Returns this rank's number among those that share a layer."""
         return self._parts.coordinates.tensor_rank
 
     def get_sequence_parallel_group(self) -> Any:
@@ -90,11 +90,11 @@ class EngineQueries:
     # -- optimizer queries -------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group."""
+        """Returns the learning rate of each param group."""
         return [] if self.basic_optimizer is None else [group["lr"] for group in self.basic_optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each param group."""
+        """Returns the momentum, or betas, of each param group."""
         groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
         return [group["momentum"] if "momentum" in group else group.get("betas", 0.0) for group in groups]
 
@@ -104,11 +104,11 @@ class EngineQueries:
         return [group.get("type", 0.0) for group in groups]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Compute dtype and gradient accumulation dtype."""
+        """Returns the compute dtype and the gradient accumulation dtype."""
         return self._precision.compute_dtype or torch.float32, self._precision.accumulate_dtype
 
     def get_global_grad_norm(self) -> float | None:
-        """Unscaled norm of the gradients of the latest update, before clipping; None before the first."""
+        """Returns the unscaled norm of the latest update's gradients, before clipping; None before the first."""
         if self._updater is None or self._updater.last_report is None:
             return None
         return self._updater.last_report.norm
@@ -139,11 +139,11 @@ class EngineQueries:
         return iter_full(self._runtime, kind, bucket_bytes)
 
     def memory_report(self) -> list[tuple[str, int, int, str]]:
-        """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
+        """Returns the model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
         return memory_rows(self._runtime, self._updater, self._precision, self._batches.gradient_accumulation_steps())
 
     def precision_report(self) -> list[dict[str, Any]]:
-        """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
+        """Returns the dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
         return precision_rows(
             self._runtime, self.basic_optimizer, self._precision, self._batches.gradient_accumulation_steps()
         )

@@ -26,7 +26,7 @@ class MissingStep:
         self._is_logged = False
 
     def backward(self) -> None:
-        """A backward that leads to a step begins."""
+        """Called when a backward begins that leads to a step."""
         self._backwards += 1
         if self._backwards >= _PATIENCE and not self._is_logged:
             self._is_logged = True
@@ -38,7 +38,7 @@ class MissingStep:
             )
 
     def step(self) -> None:
-        """A step was called."""
+        """Called when a step is made."""
         self._backwards = 0
 
 
@@ -147,7 +147,7 @@ def check_loss(loss: Any, gradient: Any) -> None:
 
 
 def paired_roots(outputs: Any, gradients: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs that need a gradient, and the gradients.
+    """Returns the outputs that need a gradient, and their gradients.
 
     Args:
         outputs: A tensor or a sequence of tensors.

@@ -23,7 +23,7 @@ from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 def memory_rows(
     runtime: ZeroRuntime, optimizer: DeepSpeedZeroOptimizer | None, precision: PrecisionPolicy, accumulation_steps: int
 ) -> list[tuple[str, int, int, str]]:
-    """``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps.
+    """Returns ``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps.
 
     What is not on the device has rows of its own, whose kind ends in ``(host)`` or ``(file)``.
     """
@@ -65,7 +65,7 @@ def _named(kind: StorageKind, tier: Tier) -> str:
 def _landed(
     runtime: ZeroRuntime, formula: MemoryFormula, precision: PrecisionPolicy, accumulation_steps: int
 ) -> tuple[int, str]:
-    """Host memory of gradients that came down from an accelerator is kept; locking pages is slow."""
+    """Returns the host bytes kept for gradients from an accelerator (locking pages is slow), and their formula."""
     if runtime.host_is_device or runtime.reducer is None:
         return 0, "0 between steps"
     return formula.gradients(
@@ -95,7 +95,7 @@ def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation
 
 
 def _states_per_element(optimizer: DeepSpeedZeroOptimizer | None) -> int:
-    """Tensors that the optimizer keeps per parameter (two moments for Adam), as observed."""
+    """Returns the number of tensors that the optimizer keeps per parameter (two moments for Adam), as observed."""
     if optimizer is None:
         return 0
     counts = [
@@ -111,7 +111,7 @@ def precision_rows(
     precision: PrecisionPolicy,
     accumulation_steps: int,
 ) -> list[dict[str, Any]]:
-    """One dict per param group."""
+    """Returns one dict per param group."""
 
     def sent_dtype(dtype: torch.dtype) -> torch.dtype:
         sends_sums = accumulation_steps > 1 and not runtime.placement.shard_gradients

@@ -135,7 +135,7 @@ class _Places:
                 self._users.setdefault(id(parameter), []).append((module, leaf))
 
     def of(self, name: str) -> str | None:
-        """Files may have one prefix more or less than the model."""
+        """Returns the files may have one prefix more or less than the model."""
         candidates = (name, self._prefix + name, name.removeprefix(self._prefix), name.removeprefix("module."))
         return next((candidate for candidate in candidates if candidate in self._names), None)
 
@@ -277,7 +277,7 @@ class StoredNames:
         return None
 
     def converted(self) -> Iterator[Stored]:
-        """Gives what the tensors become that were kept; call it when all files were read.
+        """Returns the tensors made of those that were held back. Call it when all files are read.
 
         Raises:
             CheckpointError: They cannot be converted.

@@ -62,7 +62,9 @@ class InferenceEngine(nn.Module):
             return outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own ``generate``, any strategy (beams too). Ranks that share layers must bring equal prompts.
+        """Returns the model's own ``generate``, any strategy (beams too).
+
+        Ranks that share layers must bring equal prompts.
 
         Raises:
             CallOrderError: The model has none.
@@ -125,7 +127,7 @@ class InferenceEngine(nn.Module):
         self._times = []
 
     def model_times(self) -> list[float]:
-        """Milliseconds of every forward since the last call.
+        """Returns the milliseconds of every forward since the last call.
 
         Raises:
             CallOrderError: :meth:`profile_model_time` was not called.

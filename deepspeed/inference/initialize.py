@@ -87,7 +87,7 @@ def _fill(model: nn.Module, settings: InferenceSettings, slices: SlicesFromFiles
 
 
 def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
-    """Quantised layers, in place."""
+    """Quantizes layers, in place."""
     if settings.weight_bits is not None:
         log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
     elif settings.parts:
@@ -96,7 +96,7 @@ def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
 
 
 def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine:
-    """ZeRO-Inference: weights are sharded over the ranks, or lie in host memory or files, and come layer by layer."""
+    """Prepares ZeRO-Inference: weights are sharded, or lie in host memory or files, and are gathered layer by layer."""
     assert settings.zero is not None
     before = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     zero = _where_it_helps(settings.zero)

@@ -70,7 +70,9 @@ def job_mesh(settings: InferenceSettings) -> Mesh | None:
 
 
 def check_policy(model: nn.Module, settings: InferenceSettings) -> list[str] | None:
-    """The layers whose outputs are summed, as the configuration names them; None where it leaves that to the model.
+    """Returns the layers whose outputs are summed, as the configuration names them.
+
+    None where it leaves that to the model.
 
     Raises:
         DeepSpeedConfigError: The model has no such layers.

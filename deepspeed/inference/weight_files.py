@@ -120,7 +120,7 @@ class WeightFiles:
         return f"{len(files)} files ({files[0]} ...)" if len(files) > 1 else str(files[0])
 
     def tensors(self) -> Iterator[Stored]:
-        """Every tensor, file by file. What is given is valid until the next one is requested.
+        """Yields every tensor, file by file. Each is valid until the next one is requested.
 
         Raises:
             CheckpointError: A file is damaged, or no file of weights.

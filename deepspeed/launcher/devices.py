@@ -83,7 +83,7 @@ def find_devices(environment: MutableMapping[str, str], ignore_visible: bool = F
 
 
 def visible_ids(environment: Mapping[str, str], variables: tuple[str, ...], count: int) -> tuple[int | str, ...]:
-    """The ids of the ``count`` devices that torch sees: those of the visible-device variable, if it is set."""
+    """Returns the ids of the ``count`` devices that torch sees: those of the visible-device variable, if it is set."""
     for name in variables:
         if listed := environment.get(name, "").strip():
             ids = [item.strip() for item in listed.split(",")]
@@ -98,7 +98,7 @@ def _has_signs() -> bool:
 
 
 def usable_cores() -> int:
-    """Processors that this process may run on."""
+    """Returns the number of processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -57,7 +57,7 @@ class LaunchWorld:
         return [(first + i, self.first_local_rank + i) for i in range(self.sizes[self.launcher])]
 
     def variables(self, rank: int, local_rank: int) -> dict[str, str]:
-        """The variables with the place of one rank."""
+        """Returns the variables with the place of one rank."""
         name = {"DS_RUN_ID": self.run_id} if self.run_id else {}
         return {
             **name,
@@ -73,7 +73,7 @@ class LaunchWorld:
 
 
 def new_run_id() -> str:
-    """A name for a run that no other one has."""
+    """Returns a name for a run that no other one has."""
     return uuid.uuid4().hex[:12]
 
 
@@ -83,7 +83,7 @@ def new_secret() -> str:
 
 
 def environment_file_name() -> str:
-    """Name of the file whose variables all ranks get: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
+    """Returns the name of the file whose variables all ranks get: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
@@ -118,14 +118,14 @@ def read_environment_files(name: str) -> dict[str, str]:
 
 
 def threads_per_rank(environment: Mapping[str, str], cores: int, ranks: int) -> dict[str, str]:
-    """``OMP_NUM_THREADS`` for ranks that share the processors, unless the user has set it."""
+    """Returns ``OMP_NUM_THREADS`` for ranks that share the processors, unless the user has set it."""
     if "OMP_NUM_THREADS" in environment:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
 
 
 def screen_width(label: int) -> dict[str, str]:
-    """``COLUMNS`` for ranks whose output passes through our pipe, so that progress bars fit beside the label."""
+    """Returns ``COLUMNS`` for ranks whose output passes through our pipe: progress bars then fit beside the label."""
     for descriptor in (2, 1):
         if os.isatty(descriptor):
             columns = os.get_terminal_size(descriptor).columns

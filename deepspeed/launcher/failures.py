@@ -130,16 +130,16 @@ class ErrorStream(RankStream):
             super().emit(words + note.encode())
 
     def report(self) -> Report | None:
-        """The newest traceback among the last lines; None if there is none."""
+        """Returns the newest traceback among the last lines; None if there is none."""
         return describe(list(self._tail))
 
     def last_line(self) -> bytes:
-        """The last line that is not blank."""
+        """Returns the last line that is not blank."""
         return next((text for text in reversed(self._tail) if text.strip()), b"")
 
 
 def _is_chained(held: list[bytes]) -> bool:
-    """Whether a traceback that starts now continues the one held ("During handling of the above exception ...")."""
+    """Returns whether a traceback that starts now continues the one held ("During handling of ...")."""
     above = b" ".join(held[-4:])
     return b"During handling of" in above or b"The above exception was" in above
 
@@ -164,7 +164,7 @@ def _clip(text: bytes, most: int = _CLIPPED_BYTES) -> bytes:
 
 
 def describe(lines: list[bytes]) -> Report | None:
-    """The last exception in ``lines`` and where it was raised.
+    """Returns the last exception in ``lines`` and where it was raised.
 
     The exception is the first line after the frames that is not indented; more lines of the same message may follow.
     Native code that breaks right after a Python exception broke because of it (threads that are still running when the
@@ -198,7 +198,7 @@ def describe(lines: list[bytes]) -> Report | None:
 
 
 def _is_library(file: bytes) -> bool:
-    """Whether a file belongs to an installed package or to this one: not where a user looks first."""
+    """Returns whether a file belongs to an installed package or to this one: not where a user looks first."""
     return file.startswith((b"<", _PACKAGE)) or b"/site-packages/" in file or b"/dist-packages/" in file
 
 
@@ -254,7 +254,7 @@ class RankState:
         return status if status >= 0 else 128 - status
 
     def failure(self, name: str, host: str) -> Failure:
-        """How it failed, for the launchers of all machines; ``name`` is what messages call it."""
+        """Returns how the rank failed, for the launchers of all machines; ``name`` is what messages call it."""
         return Failure(
             f"{name} failed first on host {host}: {self.cause()}",
             self.exit_code,
@@ -304,7 +304,7 @@ class Failure:
     was_seen_from_outside: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """For the launchers of other machines, whose clocks differ: the age instead of the time."""
+        """Returns a dict for the launchers of other machines, whose clocks differ: the age instead of the time."""
         message = dataclasses.asdict(self)
         message["age"] = time.monotonic() - message.pop("time")
         return message
@@ -331,7 +331,7 @@ class Failure:
 
 
 def first_failure(failed: Iterable[Failure]) -> Failure:
-    """The one to blame: the earliest, but one that only lost a peer yields to one that did not."""
+    """Returns the failure to blame: the earliest; one that only lost a peer comes after those that did not."""
     return min(failed, key=lambda failure: (failure.lost_a_peer, failure.time))
 
 

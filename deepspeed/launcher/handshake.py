@@ -75,7 +75,10 @@ class LauncherInfo:
         return {**message, "proof": _proof(self.secret, message, nonce)} if self.secret else message
 
     def is_genuine(self, message: dict[str, Any], nonce: str) -> bool:
-        """Whether :meth:`signed` of a launcher of this run made ``message``. Without a secret every message is."""
+        """Returns whether :meth:`signed` of a launcher of this run made ``message``.
+
+        Without a secret every message is.
+        """
         if not self.secret:
             return True
         proof = message.get("proof")

@@ -235,7 +235,7 @@ def _workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int 
 
 
 def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> list[Worker]:
-    """Torch's elastic agent instead of the ranks, which it starts itself."""
+    """Runs torch's elastic agent instead of the ranks, which it starts itself."""
     from deepspeed.launcher.supervisor import Worker
 
     if args.placed_by or _binds(args):
@@ -265,7 +265,7 @@ def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[l
 
 
 def _visible(devices: LocalDevices, slots: Sequence[int | str]) -> dict[str, str]:
-    """The variables that show ranks the devices behind ``slots`` and no others."""
+    """Returns the variables that show ranks the devices behind ``slots`` and no others."""
     return {name: ",".join(map(str, slots)) for name in devices.visible_variables}
 
 
@@ -280,7 +280,7 @@ def _check_script(args: argparse.Namespace) -> None:
 
 
 def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
-    """The devices of each machine of the world."""
+    """Returns the devices of each machine of the world."""
     if args.world_info is None:
         raise LauncherError("--world_info is missing: it lists the ranks to start; the deepspeed command passes it")
     hosts = list(decode_world_info(args.world_info).values())
@@ -293,7 +293,7 @@ def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
 
 
 def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> LaunchWorld:
-    """The place among all launchers of the run."""
+    """Returns the place among all launchers of the run."""
     per_host = tuple(len(slots) for slots in hosts)
     if args.placed_by is None:
         sizes, launcher, node, local = per_host, args.node_rank, args.node_rank, 0

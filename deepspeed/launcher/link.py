@@ -414,7 +414,7 @@ class LauncherLink:
             self._post(event="notice", text=text)
 
     def _mismatch(self, other: LauncherInfo) -> str | None:
-        """Why a launcher does not belong to this run; None if it does."""
+        """Returns why a launcher does not belong to this run; None if it does."""
         index, host, sizes = other.index, other.host, other.sizes
         if sizes != self.me.sizes:
             return (

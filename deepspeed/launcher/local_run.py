@@ -366,11 +366,14 @@ class LocalRun:
         return self._link is None and self._notes.do_continue
 
     def _was_survived(self, state: RankState) -> bool:
-        """Whether the other ranks have gone on without this one, which has failed."""
+        """Returns whether the other ranks have gone on without this one, which has failed."""
         return state.has_failed and self._is_left_behind(state)
 
     def _is_left_behind(self, state: RankState) -> bool:
-        """Whether the other ranks continue without this one; PIDs of runs on several machines are not unique."""
+        """Returns whether the other ranks continue without this one.
+
+        PIDs of runs on several machines are not unique.
+        """
         return self._link is None and state.pid is not None and self._notes.is_recovered(state.pid)
 
     def _failure_of(self, state: RankState) -> Failure:
@@ -494,12 +497,12 @@ class LocalRun:
         return code
 
     def _have_saved(self) -> bool:
-        """Whether all ranks have left with the code that requests another start (:mod:`deepspeed.preemption`)."""
+        """Returns whether all ranks exited with the code that requests another start (:mod:`deepspeed.preemption`)."""
         statuses = [state.status for state in self._states.values() if not self._was_survived(state)]
         return bool(statuses) and all(status == os.EX_TEMPFAIL for status in statuses)
 
     def _must_report(self, first: Failure) -> bool:
-        """Whether this launcher names the failure: on a shared screen only the one it happened to, or else the hub."""
+        """Returns whether this launcher reports the failure: on a shared screen only one does."""
         if not self._shares_screen or self._link is None or first.rank in self._states:
             return True
         return first.was_seen_from_outside and (self._link.is_hub or not self._link.is_connected)

@@ -51,11 +51,11 @@ class MultiNodeRunner:
         return self.launcher
 
     def backend_exists(self) -> bool:
-        """Whether the program is installed here."""
+        """Returns whether the program is installed here."""
         return shutil.which(LAUNCHER_PROGRAMS[self.launcher]) is not None
 
     def add_export(self, key: str, var: str) -> None:
-        """A variable that the ranks shall find."""
+        """Adds a variable that the ranks get."""
         self.exports[key.strip()] = var.strip()
 
     def validate_args(self) -> None:
@@ -63,7 +63,7 @@ class MultiNodeRunner:
         self._command(self._run(decode_world_info(self.world_info_base64)))
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:
-        """The command as a list of words.
+        """Returns the command as a list of words.
 
         Args:
             environment: Receives the variables that the program itself needs.

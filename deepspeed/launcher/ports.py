@@ -94,7 +94,7 @@ def claim_port(address: str, requested: RequestedPort | None, *, is_shared: bool
 
 
 def agreed_port(requested: RequestedPort | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
-    """The port that all launchers of a run on several machines use: none of them may choose another one.
+    """Returns the port that all launchers of a run on several machines use: none of them may choose another one.
 
     Args:
         requested: The port that was requested; None means the default port.

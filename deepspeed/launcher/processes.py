@@ -40,7 +40,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def find_processes(sessions: Iterable[int], spare: Iterable[int] = ()) -> set[int]:
-    """Process ids below this process or in one of ``sessions``, without ``spare`` and zombies.
+    """Returns the process ids below this process or in one of ``sessions``, without ``spare`` and zombies.
 
     The tree finds children that left their session; the sessions find children whose parent is gone, on systems where
     orphans cannot be adopted.

@@ -85,7 +85,7 @@ class RemoteRun:
         return sum(len(slots) for slots in self.hosts.values())
 
     def node_launcher(self, *place: str) -> list[str]:
-        """The command that starts ranks; ``place`` selects them."""
+        """Returns the command that starts ranks; ``place`` selects them."""
         return [
             sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encode_world_info(self.hosts)}",
             f"--master_addr={self.master_addr}", f"--master_port={self.master_port}", f"--run_id={self.run_id}",
@@ -126,12 +126,12 @@ class Command:
 
 
 def is_variable(name: str) -> bool:
-    """Whether every shell takes ``name`` for the name of a variable."""
+    """Returns whether every shell takes ``name`` for the name of a variable."""
     return _VARIABLE.fullmatch(name) is not None
 
 
 def pdsh(run: RemoteRun) -> list[Command]:
-    """One pdsh, which replaces ``%n`` by the number of the machine."""
+    """Returns the command of one pdsh, which replaces ``%n`` by the number of the machine."""
     variables = {"PDSH_RCMD_TYPE": "ssh"}
     if run.ssh_port is not None:
         variables["PDSH_SSH_ARGS_APPEND"] = f"-p {run.ssh_port}"
@@ -142,7 +142,7 @@ def pdsh(run: RemoteRun) -> list[Command]:
 
 
 def ssh(run: RemoteRun) -> list[Command]:
-    """One ssh per machine. The user's shell there reads the script from standard input."""
+    """Returns the commands of one ssh per machine. The user's shell there reads the script from standard input."""
     port = ("-p", str(run.ssh_port)) if run.ssh_port is not None else ()
     return [
         Command(
@@ -155,7 +155,7 @@ def ssh(run: RemoteRun) -> list[Command]:
 
 
 def openmpi(run: RemoteRun) -> list[Command]:
-    """Open MPI's mpirun. It would bind each rank to one core; torch wants threads, so binding is left to the user."""
+    """Returns the command of Open MPI's mpirun, without its binding of each rank to one core: torch wants threads."""
     defaults = _unless_given(run, ("--map-by", "slot"), ("--bind-to", "none"))
     exports = [word for name in run.variables for word in ("-x", name)]  # with the values that mpirun itself has
     head = ("mpirun", "-n", str(run.world_size), "--host", _host_slots(run))
@@ -164,24 +164,24 @@ def openmpi(run: RemoteRun) -> list[Command]:
 
 
 def mpich(run: RemoteRun) -> list[Command]:
-    """MPICH's mpirun (Hydra)."""
+    """Returns the command of MPICH's mpirun (Hydra)."""
     return [_hydra(run, "mpich", "-hosts", _host_slots(run))]
 
 
 def impi(run: RemoteRun) -> list[Command]:
-    """Intel MPI's mpirun, a Hydra that takes an even number of ranks per machine."""
+    """Returns the command of Intel MPI's mpirun, a Hydra that takes an even number of ranks per machine."""
     return [_hydra(run, "impi", "-hosts", ",".join(run.hosts), "-ppn", str(_even_slots(run, "impi")))]
 
 
 def mvapich(run: RemoteRun) -> list[Command]:
-    """MVAPICH's mpirun (Hydra), with what its library needs under Python."""
+    """Returns the command of MVAPICH's mpirun (Hydra), with what its library needs under Python."""
     # Loading the library late, and no binding of all ranks to the first cores.
     needed = {"MV2_SUPPORT_DL": "1", "MV2_ENABLE_AFFINITY": "0"}
     return [_hydra(run, "mvapich", "-hosts", _host_slots(run), needed=needed)]
 
 
 def slurm(run: RemoteRun) -> list[Command]:
-    """Slurm's srun, which hands its own environment on."""
+    """Returns the command of Slurm's srun, which passes its own environment on."""
     per_node = _even_slots(run, "slurm")
     head = (
         "srun", f"--nodes={len(run.hosts)}", f"--ntasks={run.world_size}", f"--ntasks-per-node={per_node}",
@@ -212,7 +212,7 @@ def _even_slots(run: RemoteRun, name: str) -> int:
 
 
 def _unless_given(run: RemoteRun, *options: tuple[str, str]) -> list[str]:
-    """Default options that the user's arguments do not mention."""
+    """Returns the default options that the user's arguments do not mention."""
     given = {word.partition("=")[0].replace("--", "-") for word in run.launcher_args}
     return [word for option in options if option[0].replace("--", "-") not in given for word in option]
 

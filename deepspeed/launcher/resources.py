@@ -121,7 +121,7 @@ def parse_resource_filter(
 
 
 def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) -> dict[str, set[int]]:
-    """The slots that a filter names, per host."""
+    """Returns the slots that a filter names, per host."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, numbers = (item.strip() for item in part.partition(":"))

@@ -303,7 +303,7 @@ def _run_here(args: argparse.Namespace, selected: RankSelection) -> int:
 
 
 def _launch_arguments(args: argparse.Namespace, selected: RankSelection) -> list[str]:
-    """The command line of :mod:`deepspeed.launcher.launch` that starts the ranks of this machine."""
+    """Returns the command line of :mod:`deepspeed.launcher.launch` that starts the ranks of this machine."""
     hosts = selected.hosts
     address = args.master_addr or (next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1")
     command = [f"--world_info={encode_world_info(hosts)}", f"--master_addr={address}"]
@@ -315,7 +315,7 @@ def _launch_arguments(args: argparse.Namespace, selected: RankSelection) -> list
 
 
 def rank_options(args: argparse.Namespace) -> list[str]:
-    """The options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`.
+    """Returns the options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`.
 
     Raises:
         LauncherError: Numbers of elastic nodes are given without ``--elastic_training``.
@@ -424,7 +424,7 @@ def _ssh_options(args: argparse.Namespace) -> list[str]:
 
 
 def rank_map(hosts: Mapping[str, Sequence[int | str]]) -> list[str]:
-    """Which ranks run where, one line per machine after a heading."""
+    """Returns which ranks run where, one line per machine after a heading."""
     total = sum(len(slots) for slots in hosts.values())
     lines = [f"rank map: {total} rank(s) on {len(hosts)} machine(s)"]
     first = 0
@@ -437,7 +437,7 @@ def rank_map(hosts: Mapping[str, Sequence[int | str]]) -> list[str]:
 
 
 def _exports() -> dict[str, str]:
-    """The variables that ranks on other machines must find as they are here."""
+    """Returns the variables that ranks on other machines must find as they are here."""
     prefixes = (*EXPORT_ENVS, *_accelerator_exports(), *_OWN_VARIABLES)
     found = {
         name: value
@@ -451,7 +451,10 @@ def _exports() -> dict[str, str]:
 
 
 def _accelerator_exports() -> list[str]:
-    """Prefixes that the accelerator's communication library reads; NCCL's if the devices cannot be inspected here."""
+    """Returns the prefixes that the accelerator's communication library reads.
+
+    NCCL's if the devices cannot be inspected here.
+    """
     if "torch" not in sys.modules:
         return ["NCCL"]
     from deepspeed.accelerator import get_accelerator

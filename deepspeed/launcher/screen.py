@@ -147,7 +147,7 @@ class Screen:
             self._output.put(descriptor, data)
 
     def is_terminal(self, descriptor: int) -> bool:
-        """Whether a person looks at ``descriptor``, where an unfinished line can be taken back."""
+        """Returns whether a person looks at ``descriptor``, where an unfinished line can be taken back."""
         return bool(self._clear[descriptor])
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, list[int]]:
-    """The slots of a host file that the options leave."""
+    """Returns the slots of a host file that the options leave."""
     chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if not chosen:
         raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
@@ -120,7 +120,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> list[int | str]:
-    """The devices behind slots of this machine."""
+    """Returns the devices behind slots of this machine."""
     if devices.is_cpu:
         return list(slots)
     if max(slots) >= len(devices.ids):
@@ -132,7 +132,7 @@ def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> 
 
 
 def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]) -> RankSelection:
-    """Machines without a host file, each started by hand: they must be alike, and need no names."""
+    """Returns the machines of a run without host file, each started by hand: they must be alike, and need no names."""
     if not args.no_ssh:
         raise LauncherError(
             f"--num_nodes {args.num_nodes}: only this machine is known; {args.hostfile} does not exist. Name the "
@@ -145,7 +145,7 @@ def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]
 
 
 def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> list[int | str]:
-    """The devices of this machine that get a rank."""
+    """Returns the devices of this machine that get a rank."""
     filtered = bool(args.include or args.exclude)
     devices = find_devices(environment, ignore_visible=filtered)
     if devices.is_cpu:
@@ -176,7 +176,7 @@ def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
 
 
 def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]:
-    """The selected slots, which must be some."""
+    """Returns the selected slots, which must be some."""
     if not slots:
         raise LauncherError(f"--exclude {args.exclude}: no device is left; leave one of them in")
     return list(slots)
@@ -227,7 +227,7 @@ def hosts_of_step(environment: Mapping[str, str]) -> list[str]:
 
 
 def slots_of_allocation(environment: Mapping[str, str], per_node: int) -> dict[str, int]:
-    """Slots per machine of the allocation.
+    """Returns the slots per machine of the allocation.
 
     Args:
         environment: Slurm's variables.

@@ -137,12 +137,15 @@ class LoRAOptimizedLinear(nn.Module):
         self.lora_weight_1, self.lora_weight_2 = first, second
 
     def full_weight(self) -> torch.Tensor:
-        """The base weight, ``[output_dim, input_dim]``, without the adapters. A sharded one must be gathered before."""
+        """Returns the base weight, ``[output_dim, input_dim]``, without the adapters.
+
+        A sharded one must be gathered before.
+        """
         weight: torch.Tensor = self.weight
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., input_dim]`` to ``[..., output_dim]``.
+        """Maps ``[..., input_dim]`` to ``[..., output_dim]``.
 
         Raises:
             CallOrderError: There are no adapters yet.
@@ -160,5 +163,5 @@ class LoRAOptimizedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print(model)``."""
+        """Returns the sizes, for ``print(model)``."""
         return f"{self.input_dim}, {self.output_dim}, rank={self.lora_config.lora_r}, bias={self.bias is not None}"

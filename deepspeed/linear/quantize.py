@@ -60,7 +60,7 @@ class QuantizationReport:
     bytes_after: int = 0
 
     def line(self) -> str:
-        """The report in one line."""
+        """Returns the report in one line."""
         worst = max(self.layers, key=lambda layer: layer.error, default=None)
         error = "" if worst is None else f"; largest relative error of a weight {worst.error:.4f} ({worst.name})"
         ratio = self.bytes_after / self.bytes_before if self.bytes_before else 1.0
@@ -70,7 +70,7 @@ class QuantizationReport:
         )
 
     def table(self) -> Table:
-        """The report layer by layer, for a terminal."""
+        """Returns the report layer by layer, for a terminal."""
         table = Table(title=self.line(), box=None, title_justify="left")
         table.add_column("layer")
         for heading in ("MB before", "MB after", "relative error"):
@@ -167,7 +167,7 @@ def _replace(
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
-    """The weight as ``[out_features, in_features]``; None for a layer of another kind."""
+    """Returns the weight as ``[out_features, in_features]``; None for a layer of another kind."""
     # Kinds made from Linear (such as torch's own, inside MultiheadAttention) may be used by their weight alone.
     if type(module) is nn.Linear:
         return module.weight
@@ -196,7 +196,7 @@ class QuantizedColumn(nn.Module):
         self.part, self.tensor_cut = part, cut
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., in]`` to ``[..., out of this rank]``, or to all ``out`` where the output is gathered."""
+        """Maps ``[..., in]`` to ``[..., out of this rank]``, or to all ``out`` where the output is gathered."""
         out = self.part(values)
         cut = self.tensor_cut
         return gather_from(out, cut.channel, cut.parts, label=f"the output of {cut.name}") if cut.is_gathered else out
@@ -211,7 +211,7 @@ class QuantizedRow(nn.Module):
         self.part, self.tensor_cut = part, cut
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., in of this rank]``, or all ``in`` where the input is whole, to ``[..., out]``."""
+        """Maps ``[..., in of this rank]``, or all ``in`` where the input is whole, to ``[..., out]``."""
         cut = self.tensor_cut
         if cut.is_gathered:
             values = scatter_to(values, cut.channel, cut.parts, f"the gradient of the input of {cut.name}")
@@ -220,7 +220,7 @@ class QuantizedRow(nn.Module):
 
 
 def weight_of_part(module: nn.Module) -> torch.Tensor | None:
-    """This rank's part of the weight, ``[out_features, in_features]``; None for a layer that is not cut."""
+    """Returns this rank's part of the weight, ``[out_features, in_features]``; None for a layer that is not cut."""
     if not isinstance(module, (ColumnLinear, RowLinear)):
         return None
     return module.weight.t() if module.tensor_cut.is_transposed else module.weight

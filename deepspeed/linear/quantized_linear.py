@@ -59,7 +59,7 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(cls, plain: nn.Module, config: QuantizationConfig) -> QuantizedLinear:
-        """A quantised layer with the values of a plain one, and with its bias.
+        """Returns a quantised layer with the values of a plain one, and with its bias.
 
         Args:
             plain: With ``weight`` of ``[out, in]``, on meta too, and ``bias`` or None. Where ``zero.Init`` has sharded
@@ -86,7 +86,7 @@ class QuantizedLinear(nn.Module):
         bias: nn.Parameter | None,
         dtype: torch.dtype,
     ) -> QuantizedLinear:
-        """A layer around codes that exist, which it may share with another.
+        """Returns a layer around codes that exist, which it may share with another.
 
         Args:
             codes: As ``how`` makes them.
@@ -141,7 +141,7 @@ class QuantizedLinear(nn.Module):
         return self.format.unpack(self.codes, self.scales, self.out_features, self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., input_dim]`` to ``[..., output_dim]`` in the dtype of ``x``."""
+        """Maps ``[..., input_dim]`` to ``[..., output_dim]`` in the dtype of ``x``."""
         return packed_linear(x, self.codes, self.scales, self.out_features, self.format, self.bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -182,7 +182,7 @@ class QuantizedEmbedding(nn.Module):
         return self.format.unpack(self.codes, self.scales, self.num_embeddings, self.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Ids of any shape to ``[..., embedding_dim]``."""
+        """Maps ids of any shape to ``[..., embedding_dim]``."""
         rows = self.format.rows(self.codes, self.scales, input.reshape(-1), self.dtype)
         return rows.view(*input.shape, self.embedding_dim)
 

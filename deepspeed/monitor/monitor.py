@@ -98,7 +98,7 @@ class Monitor:
 
 
 def log_folder(section: Any) -> Path:
-    """``<output_path>/<job_name>`` of a section, absolute: the program may change its working directory."""
+    """Returns ``<output_path>/<job_name>`` of a section, absolute: the program may change its working directory."""
     return (Path(section.output_path or ".") / section.job_name).absolute()
 
 
@@ -144,7 +144,7 @@ class DeepSpeedMonitorConfig:
 
 
 def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
-    """The sections of a configuration (dict, path, base64 or parsed); absent ones are switched off."""
+    """Returns the sections of a configuration (dict, path, base64 or parsed); absent ones are switched off."""
 
     def read(name: str, section: type[Any]) -> Any:
         return parse_section(param_dict, name) or section()

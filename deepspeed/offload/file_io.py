@@ -199,7 +199,7 @@ class BlockFile:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write on the file system of ``path``."""
+    """Returns the bytes that this user may still write on the file system of ``path``."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 

@@ -158,7 +158,7 @@ class HostGradientDestination(GradientDestination):
         return held
 
     def _hold(self, numel: int, dtype: torch.dtype) -> HeldBuffer:
-        """Memory for at least ``dtype``; what was held in a narrower one is dropped."""
+        """Returns memory for at least ``dtype``; frees what was held in a narrower one."""
         if self._held is not None and self._held.tensor.dtype.itemsize < dtype.itemsize:
             self._held.drop(self._memory_tracker)
             self._held = None

@@ -24,7 +24,7 @@ _HUGE = 8 << 20  # bytes from which on huge pages are requested
 
 
 def round_to_pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
+    """Returns ``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -91,7 +91,7 @@ def host_memory_from(source: HostMemorySource) -> Iterator[None]:
 
 
 def host_device() -> torch.device:
-    """Device of the tensors that are made here."""
+    """Returns the device of the tensors that are made here."""
     return _source.device
 
 
@@ -122,7 +122,7 @@ def _advise_huge_pages(mapped: mmap.mmap) -> None:
 
 
 def _register(mapped: _PageBuffer, buffer: torch.Tensor) -> None:
-    """Page-locks memory that torch did not allocate; the lock ends with the mapping."""
+    """Page-locks memory that torch did not allocate, until the mapping is freed."""
     if get_accelerator().device_name() != "cuda":
         warn_once("pin:registering", "pin_memory: only CUDA can lock pages of exact size; these buffers stay unpinned")
         return

@@ -38,7 +38,7 @@ class FileSpeed:
     fio: dict[str, float]
 
     def against_fio(self, operation: str) -> float | None:
-        """Our speed as a share of fio's; None without fio."""
+        """Returns our speed as a share of fio's; None without fio."""
         return self.ours[operation] / self.fio[operation] if operation in self.fio else None
 
 
@@ -108,7 +108,7 @@ def _seconds(action: Callable[[], None]) -> float:
 
 
 def _fio(file: BlockFile, operation: str, nbytes: int, settings: IoSettings) -> float:
-    """Bytes per second of one pass of fio."""
+    """Returns the bytes per second of one pass of fio."""
     name = str(file.path).replace(":", "\\:")  # a colon separates files there
     command = [
         "fio",

@@ -30,13 +30,13 @@ class CopyHandle:
         return self._event is None
 
     def wait(self) -> None:
-        """Later work of the current stream sees the result; does not block the host."""
+        """Makes later work of the current stream wait for the result; does not block the host."""
         event = self._event
         if event is not None:
             get_accelerator().current_stream().wait_event(event)
 
     def will_arrive(self) -> bool:
-        """Always: it depends on no other rank."""
+        """Returns True: the transfer depends on no other rank."""
         return True
 
     def has_arrived(self) -> bool:
@@ -63,7 +63,7 @@ class CopyStream:
         self._stream: Any = None if get_accelerator().shares_host_memory(device) else get_accelerator().Stream()
 
     def context(self) -> AbstractContextManager[Any]:
-        """Work queued inside goes to the stream, after everything queued on the current one so far."""
+        """Returns a context whose work runs on the stream, after everything queued on the current one so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(get_accelerator().current_stream())

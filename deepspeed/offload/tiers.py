@@ -273,7 +273,7 @@ class FileUpdate(HostUpdate):
                 each.buffers.append(page_buffer(nbytes, pin=self._pin))
 
     def _tensors_of(self, chunk: UpdateSlice) -> dict[str, torch.Tensor]:
-        """Master and states of a chunk, as mapped; the master under the name ``""``."""
+        """Returns master and states of a chunk, as mapped; the master under the name ``""``."""
         part = slice(chunk.start, chunk.stop)
         return {"": chunk.master.flat[part]} | {key: state[part] for key, state in chunk.master.states.items()}
 
@@ -347,5 +347,5 @@ class FileUpdate(HostUpdate):
 
 
 def _widest(chunk: UpdateSlice) -> int:
-    """Bytes per element of the widest tensor that a chunk cuts."""
+    """Returns the bytes per element of the widest tensor that a chunk cuts."""
     return max(tensor.element_size() for tensor in (chunk.master.flat, *chunk.master.states.values()))

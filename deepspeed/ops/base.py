@@ -117,7 +117,7 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 def update_group(
     optimizer: torch.optim.Optimizer, rule: UpdateRule, group: dict[str, Any], *, fp32_states: bool = False
 ) -> None:
-    """One step of ``rule`` for the parameters of ``group`` that have a gradient, of any shape, layout and dtype.
+    """Applies one step of ``rule`` to the parameters of ``group`` with a gradient, of any shape, layout and dtype.
 
     Args:
         optimizer: Keeps the state; named in errors.
@@ -150,7 +150,7 @@ def update_group(
 
 
 def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """After torch's ``load_state_dict``, puts back state tensors whose dtype it changed to the parameter's."""
+    """Restores the dtype of state tensors that torch's ``load_state_dict`` changed to the parameter's."""
     saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for saved_id, param in zip(saved_ids, params, strict=True):
@@ -182,7 +182,7 @@ def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
 
 
 def _share_layout(*tensors: Tensor) -> bool:
-    """Same dtype, and memory in the same order without gaps, so that kernels may walk them linearly."""
+    """Returns whether tensors have one dtype and one memory order without gaps; kernels may then walk them linearly."""
     first = tensors[0]
     return _is_dense(first) and all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors)
 

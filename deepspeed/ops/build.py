@@ -198,7 +198,7 @@ def _without_empty_groups(model_parameters: Iterable[Any]) -> list[Any]:
 
 
 def _torch_names() -> list[str]:
-    """Classes of torch.optim that can be used, beside those of our own names."""
+    """Returns the classes of torch.optim that can be used, beside those of our own names."""
     return [
         name
         for name, cls in vars(torch.optim).items()

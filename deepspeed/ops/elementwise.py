@@ -40,7 +40,7 @@ class ElementwiseResult:
     reason: str = ""
 
     def __bool__(self) -> bool:
-        """True if fragments are right with nothing more than themselves."""
+        """Returns True if fragments are right with nothing more than themselves."""
         return self.kind is OptimizerKind.ELEMENTWISE
 
 
@@ -93,7 +93,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
 
 
 def _is_known(base: type, known: tuple[type, ...]) -> bool:
-    """Torch's classes by identity; of ours, every class this package defines."""
+    """Returns whether a class is known: torch's by identity; of ours, every class that this package defines."""
     if base in known:
         return True
     return base.__module__.startswith("deepspeed.ops.") and issubclass(base, ElementwiseOptimizer)

@@ -160,7 +160,7 @@ class UpdateRule(Protocol):
         ...
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Per-element state: name to the value it starts with."""
+        """Returns the per-element state: name to the value it starts with."""
         ...
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
@@ -197,7 +197,7 @@ class AdamRule:
         self._decoupled = decoupled
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """First and second moment, from zero."""
+        """Returns first and second moment, which start from zero."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
@@ -342,7 +342,7 @@ class LionRule:
     counts_steps = False
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """One momentum."""
+        """Returns one momentum, which starts from zero."""
         return {"exp_avg": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:
@@ -461,7 +461,7 @@ def run_in_chunks(
 
 
 def default_chunk_numel(device: torch.device) -> int:
-    """Chunk length for ``device``, in elements: a multiple of :data:`ALIGNMENT`."""
+    """Returns the chunk length for ``device``, in elements: a multiple of :data:`ALIGNMENT`."""
     if not get_accelerator().shares_host_memory(device):
         return DEVICE_CHUNK_NUMEL
     return CPU_CHUNK_NUMEL * min(torch.get_num_threads(), _MAX_THREAD_FACTOR)

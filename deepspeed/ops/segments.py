@@ -89,13 +89,13 @@ class SharedTensor:
         return range(first, bisect.bisect_left(self.bounds, self.start + self.numel, lo=first))
 
     def held_by(self, position: int) -> tuple[int, int]:
-        """First and last-plus-one element of the flattened tensor that a position has; equal if it has none."""
+        """Returns the extent of the flattened tensor that a position has; empty if it has none."""
         first, last = self.bounds[position] - self.start, self.bounds[position + 1] - self.start
         start = min(max(first, 0), self.numel)
         return start, max(start, min(last, self.numel))
 
     def numel_at(self, position: int) -> int:
-        """Elements that a position has."""
+        """Returns the number of elements that a position has."""
         start, stop = self.held_by(position)
         return stop - start
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Running sums: entry i is the sum of the weights up to and with i."""
+    """Returns running sums: entry i is the sum of the weights up to and with i."""
     return list(accumulate(weights))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Parts of as equal a length as possible; the first ones get what is left over.
+    """Returns the parts of as equal a length as possible; the first ones get what is left over.
 
     Returns:
         ``num_parts + 1`` bounds: part i holds the items from ``bounds[i]`` up to ``bounds[i + 1]``. With fewer items
@@ -30,7 +30,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Parts whose weights differ little: the heaviest and the lightest are close.
+    """Returns the parts whose weights differ little: the heaviest and the lightest are close.
 
     Of the ways to cut what lies before each item only the best is kept, so the result is nearly the best of all and
     not always it. Among equals the one with the lighter heaviest part wins. With items enough no part is empty.

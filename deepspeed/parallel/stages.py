@@ -28,7 +28,9 @@ def is_pipeline(model: nn.Module) -> bool:
 
 
 def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, label: str) -> list[Any]:
-    """Everybody's ``mine``, where ranks hold different layers; else this rank's only, and nothing is communicated.
+    """Returns everybody's ``mine``, where ranks hold different layers.
+
+    Else this rank's only, and nothing is communicated.
 
     Args:
         model: Of this rank. Every rank of the job must call it.

@@ -69,7 +69,7 @@ def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
 
 
 def _planned(request: Request, changes: tuple[AdviceEntry, ...]) -> Plan | None:
-    """The plan after changes; None if the engine refuses them."""
+    """Returns the plan after changes; None if the engine refuses them."""
     for change in sorted(changes, key=lambda change: _SUBJECTS.index(change.subject)):
         request = change.apply(request)
     try:
@@ -123,13 +123,13 @@ def _zero(name: str, subject: str, **keys: Any) -> AdviceEntry:
 
 
 def _optimizer_on_host(request: Request) -> Request:
-    """At stage 2 or above: below it whole gradients would stay on the device until the boundary."""
+    """Moves the optimizer to the host, at stage 2 or above: below it the device keeps whole gradients."""
     stage = max(stage_of(request.config), 2)
     return replace(request, config=changed(request.config, stage=stage, offload_optimizer={"device": "cpu"}))
 
 
 def _micro_batch(plan: Plan, samples: int) -> AdviceEntry:
-    """A smaller micro-batch and as many more accumulation steps, so that a step still has its samples."""
+    """Returns a smaller micro-batch and as many more accumulation steps, so that a step still has its samples."""
     steps = -(-plan.micro_batch * plan.accumulation_steps // samples)
 
     def apply(request: Request) -> Request:

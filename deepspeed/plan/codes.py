@@ -66,7 +66,7 @@ class CodecCost:
 
 
 def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
-    """Bits of an element that is sent as it is, as :attr:`CodecCost.bits` counts them.
+    """Returns the bits of an element that is sent as it is, as :attr:`CodecCost.bits` counts them.
 
     Args:
         bits: Of a gradient.
@@ -82,13 +82,13 @@ def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False)
 
 
 def sent_bytes(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
-    """Bytes that a rank sends for one reduction."""
+    """Returns the bytes that a rank sends for one reduction."""
     halves = 2 if whole else 1
     return halves * (ranks - 1) / ranks * numel * way.bits / 8
 
 
 def exchange_seconds(numel: int, ranks: int, link: NetworkLink, way: CodecCost, *, whole: bool) -> float:
-    """Seconds of one reduction, nothing hidden.
+    """Returns the seconds of one reduction, nothing hidden.
 
     Args:
         numel: Elements.
@@ -118,7 +118,7 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Cod
 
 
 def codec_seconds(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
-    """Seconds that a rank encodes and decodes for one reduction; see :func:`exchange_seconds`."""
+    """Returns the seconds that a rank encodes and decodes for one reduction; see :func:`exchange_seconds`."""
     halves = 2 if whole else 1
     encoded = numel * (1 + (1 / ranks if whole else 0))
     batches = halves * math.ceil(numel / DEVICE_ELEMENTS)
@@ -175,7 +175,7 @@ class CodedCost:
 
 
 def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches: int) -> list[PlannedSum]:
-    """The sums that an engine makes of gradients in a step, those of alike buckets together.
+    """Returns the sums that an engine makes of gradients in a step, those of alike buckets together.
 
     Args:
         engine: The engine.
@@ -203,7 +203,7 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
 
 
 def gradient_codec(engine: EngineInspection) -> Codec | None:
-    """The codec of what an engine reduces (gradients, or what it sends instead of them); None: no codec."""
+    """Returns the codec of what an engine reduces (gradients, or what it sends instead of them); None: no codec."""
     if engine.driver.reported_codec is not None:
         return engine.driver.reported_codec
     return next((group.reduce_codec for group in engine.groups if group.reduce_codec is not None), None)
@@ -263,7 +263,7 @@ def _total(one: PlannedSum, halves: Sequence[tuple[float, float]]) -> tuple[int,
 
 
 def _to_all(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
-    """Each rank sends every other one its slice: bytes, seconds on the slower of the links."""
+    """Returns the bytes, and seconds on the slower links, if each rank sends every other one its slice."""
     each = one.numel * bits / 8 / len(one.members)
     near = count_near(one.members, one.rank, machine) - 1
     far = len(one.members) - 1 - near
@@ -271,7 +271,7 @@ def _to_all(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, floa
 
 
 def _by_ring(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
-    """Half of an all-reduce by the backend, which crosses the network once for all devices of a node."""
+    """Returns half of an all-reduce by the backend, which crosses the network once for all devices of a node."""
     nodes, devices = span(one.members, machine)
     nbytes = one.numel * bits / 8
     inside, between = nbytes * (devices - 1) / devices, nbytes * (nodes - 1) / nodes / devices

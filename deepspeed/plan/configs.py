@@ -44,7 +44,7 @@ def without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
-    """A copy of a configuration with other keys in ``zero_optimization``; None takes a key out."""
+    """Returns a copy of a configuration with other keys in ``zero_optimization``; None takes a key out."""
     made = copy.deepcopy(dict(config))
     section = dict(made.get("zero_optimization") or {})
     for name, value in zero.items():
@@ -57,5 +57,5 @@ def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage of a configuration."""
+    """Returns the ZeRO stage of a configuration."""
     return int((config.get("zero_optimization") or {}).get("stage", 0))

@@ -323,7 +323,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, losses: TokenLosse
 
 
 def layers_of(shape: DecoderShape) -> list[LayerSpec]:
-    """The decoder as a row of layers: embedding, blocks, norm and head together."""
+    """Returns the decoder as a row of layers: embedding, blocks, norm and head together."""
     block = _ExpertBlock if shape.experts else _DecoderBlock
     blocks = [LayerSpec(block, shape) for _ in range(shape.layers)]
     return [LayerSpec(_FirstLayer, shape), *blocks, LayerSpec(_LastLayers, shape)]

@@ -62,7 +62,7 @@ class _FinishedWork:
         """Returns at once."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
 
@@ -256,7 +256,10 @@ class SimulatedPart:
 
 @contextmanager
 def simulated_environment(part: SimulatedPart) -> Iterator[tuple[OperationCount, SimulatedDisk, SimulatedJob]]:
-    """Everything that the engine must not notice; undone at the end. Gives what counts: operations, disk, ranks."""
+    """Replaces everything that the engine must not notice, and restores it.
+
+    Yields the counters: operations, disk, ranks.
+    """
     count = OperationCount(part.kind)
     disk = SimulatedDisk(count.note, count.trace)
     accelerator = get_accelerator()

@@ -40,7 +40,7 @@ class RankKind:
 
 
 def kinds_of(mesh: Mesh) -> list[RankKind]:
-    """One kind per stage. Of the ranks that are alike the second is planned, as the first may have less padding."""
+    """Returns one kind per stage. The second of alike ranks is planned, as the first may have less padding."""
     stages = mesh.size(PIPE)
     alike = [name for name in mesh.names if name not in OTHER_PARTS]
     found = []
@@ -51,7 +51,7 @@ def kinds_of(mesh: Mesh) -> list[RankKind]:
 
 
 def kind_of(mesh: Mesh, rank: int) -> RankKind:
-    """The kind of ``rank``, which is the one that is planned.
+    """Returns the kind of ``rank``, which is the one that is planned.
 
     Raises:
         DeepSpeedConfigError: There is no such rank.

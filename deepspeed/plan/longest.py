@@ -22,7 +22,7 @@ _NEAR = 0.01  # of a plan's sum, by which the lines may miss it
 
 
 def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
-    """The plan with the longest sequences that fit.
+    """Returns the plan with the longest sequences that fit.
 
     Memory grows with every token, so there is one length up to which plans fit. The plan of that length is made; that
     the next longer one does not fit is seen in a plan too, or follows from lines that were believed.
@@ -92,7 +92,7 @@ class _Lines:
         ]
 
     def longest(self, unit: int) -> int:
-        """The most tokens with which all of it would fit, a multiple of ``unit``; 0: none."""
+        """Returns the most tokens with which all of it would fit, a multiple of ``unit``; 0: none."""
         low, high = 0, _MOST // unit
         while low < high:
             middle = (low + high + 1) // 2

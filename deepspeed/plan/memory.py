@@ -125,12 +125,15 @@ class MemoryCount(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch need not switch its compiler off and on again around each operation; none is traced here."""
+        """Returns False: torch need not switch its compiler off and on again around each operation.
+
+        None is traced here.
+        """
         return False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Active as dispatch mode and as the observer of all memory trackers."""
+        """Is active as dispatch mode and as the observer of all memory trackers."""
         before, MemoryTracker.observer = MemoryTracker.observer, self
         try:
             with self:
@@ -158,17 +161,17 @@ class MemoryCount(TorchDispatchMode):
         return {totals.tier: totals.tops for totals in self._compared}
 
     def reset_peaks(self) -> None:
-        """From now on."""
+        """Starts new peaks."""
         for totals in self._totals.values():
             totals.peak, totals.tops = Peak(), {}
         self.look()
 
     def live(self, tier: Tier) -> int:
-        """Bytes that are alive."""
+        """Returns the bytes that are alive."""
         return self._totals[tier].booked + self._totals[tier].other
 
     def other(self, tier: Tier) -> int:
-        """Bytes that are alive and of no kind."""
+        """Returns the bytes that are alive and of no kind."""
         return self._totals[tier].other
 
     def look(self) -> None:
@@ -290,7 +293,7 @@ def _is_over(key: int, tensor: torch.Tensor) -> bool:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Yields the tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

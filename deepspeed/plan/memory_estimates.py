@@ -37,7 +37,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of model states at ZeRO stage 2.
+    """Returns the bytes of model states at ZeRO stage 2.
 
     Args:
         total_params: Parameters of the model.
@@ -70,7 +70,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of model states at ZeRO stage 3.
+    """Returns the bytes of model states at ZeRO stage 3.
 
     Args:
         total_params: Parameters of the model.
@@ -127,7 +127,7 @@ def _config(stage: int, optimizer: str, params: str) -> dict[str, Any]:
 
 
 def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: int) -> tuple[int, int, int]:
-    """(host bytes per node, device bytes, device bytes of gathered layers)."""
+    """Returns (host bytes per node, device bytes, device bytes of gathered layers)."""
     if devices < 1 or nodes < 1:
         raise DeepSpeedConfigError(
             f"num_gpus_per_node and num_nodes: expected 1 or more of each, found {devices} and {nodes}"
@@ -217,7 +217,7 @@ def _show_zero3(source: ModelSource, sizes: tuple[int, int], devices: int, nodes
 
 
 def count_params(model: torch.nn.Module) -> tuple[int, int]:
-    """(parameters of ``model``, those of its largest layer), shared ones counted once and sharded ones in full."""
+    """Returns the parameters of ``model`` and of its largest layer, shared ones counted once, sharded ones in full."""
     total = sum(_numel(parameter) for parameter in model.parameters())
     layers = (sum(_numel(p) for p in module.parameters(recurse=False)) for module in model.modules())
     return total, max(layers, default=0)

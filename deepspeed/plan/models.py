@@ -78,7 +78,7 @@ class ModelSource:
     spread: Callable[[int], ModelSource] | None = None
 
     def in_row(self) -> LayerRow:
-        """The model as a row of layers.
+        """Returns the model as a row of layers.
 
         Raises:
             DeepSpeedConfigError: It is not known as one.
@@ -94,7 +94,7 @@ class ModelSource:
 
 
 def model_source(given: Any, inputs: Any = None) -> ModelSource:
-    """The source that ``given`` names.
+    """Returns the source that ``given`` names.
 
     Args:
         given: A module (which is left alone: a copy without values is planned), a callable that returns one or a pair
@@ -171,7 +171,7 @@ def _why_not_built(name: str, error: BaseException) -> str:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on ``meta``; nothing of its size is allocated."""
+    """Returns a copy of a model whose parameters and buffers are on ``meta``; nothing of its size is allocated."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         made = nn.Parameter(
@@ -272,14 +272,14 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
 
 
 def _row_of_model(model: Any, inputs: Any) -> LayerRow | None:
-    """The layers of a module, if it is a model of Transformers with its usual inputs."""
+    """Returns the layers of a module, if it is a model of Transformers with its usual inputs."""
     if inputs is not None or not building.is_configuration(getattr(model, "config", None)):
         return None
     return _row_of_transformers(lambda: without_values(model))
 
 
 def _row_of_transformers(make: Callable[[], Any]) -> LayerRow:
-    """The layers of a decoder-only model, as ``PipelineModule.from_transformers`` has them."""
+    """Returns the layers of a decoder-only model, as ``PipelineModule.from_transformers`` has them."""
     loss_fn = transformers_models.next_token_loss
     return LayerRow(lambda: transformers_models.layers_of(make()), loss_fn, _tokens_and_labels)
 
@@ -305,7 +305,7 @@ def _read_transformers(path: Path) -> Any:
 
 
 def _arguments(model: nn.Module, inputs: Any, micro_batch: int, sequence_length: int) -> Inputs:
-    """The arguments of forward, on ``meta``."""
+    """Returns the arguments of forward, on ``meta``."""
     try:
         with torch.device(META):
             made = inputs(micro_batch, sequence_length) if callable(inputs) else inputs
@@ -340,7 +340,7 @@ def _moved(value: Any) -> Any:
 
 
 def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> dict[str, Any]:
-    """Token ids and labels, and for models of transformers the images or spectra that their configuration describes."""
+    """Returns token ids and labels; for models of transformers also images or spectra, as their configuration says."""
     accepted = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     made: dict[str, Any] = {}

@@ -192,7 +192,7 @@ _COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b08900", "#3d5a80", "#
 
 
 def sweep_svg(points: Sequence[Point]) -> str:
-    """One line per combination of the other axes; filled marks are on the frontier, crosses do not fit.
+    """Draws one line per combination of the other axes; filled marks are on the frontier, crosses do not fit.
 
     Both axes are logarithmic.
 

@@ -57,7 +57,7 @@ class Pipeline:
         return self.stages if len(self.stage_of) > self.stages and not is_vee else 1
 
     def of(self, micro_batches: int) -> Schedule:
-        """The schedule of a step."""
+        """Returns the schedule of a step."""
         return make_schedule(self.schedule, self.stages, micro_batches, self.num_chunks)
 
     def enough(self, micro_batches: int) -> int:
@@ -70,7 +70,7 @@ class Pipeline:
         return micro_batches
 
     def in_flight(self, stage: int, micro_batches: int) -> int:
-        """For how many micro-batches (of any of its chunks) a stage keeps activations at once, at most."""
+        """Returns the most micro-batches (of any of its chunks) whose activations a stage keeps at once."""
         return _in_flight(self, micro_batches)[stage]
 
 
@@ -83,7 +83,7 @@ def _in_flight(pipeline: Pipeline, micro_batches: int) -> tuple[int, ...]:
 def pipeline_of(
     config: Mapping[str, Any], stages: int = 1, schedule: str | None = None, num_chunks: int | None = None
 ) -> Pipeline:
-    """The pipeline that is requested; what is None is as in ``config``, or as ``PipelineModule`` has it."""
+    """Returns the pipeline that is requested; what is None is as in ``config``, or as ``PipelineModule`` has it."""
     section = config.get("pipeline") or {}
     chunks = num_chunks or (section.get("num_chunks") if schedule is None else None)
     return Pipeline(stages, schedule or section.get("schedule") or DEFAULT_SCHEDULE, chunks)
@@ -165,7 +165,7 @@ _MOST_SIMULATED = 8  # groups of micro-batches per stage: longer steps are like 
 def idle_time(
     pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int, *, processors: float | None = None
 ) -> PipelineBubble:
-    """How long stages wait for each other: the schedule is simulated.
+    """Returns how long stages wait for each other, from a simulation of the schedule.
 
     Args:
         pipeline: Stages and schedule.

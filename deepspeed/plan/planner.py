@@ -88,7 +88,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
 
 
 def _plan_kinds(request: Request, part: SimulatedPart, notices: list[str], *, compare: bool) -> list[PlannedPart]:
-    """One rank of each kind, as far as others may be heavier than it."""
+    """Plans one rank of each kind, without the kinds that cannot be the heaviest."""
     pipeline, micro_batches = request.pipeline, part.accumulation_steps
     if pipeline.stages == 1:
         kind = kinds_of(part.mesh)[0] if request.rank is None else kind_of(part.mesh, request.rank)
@@ -143,7 +143,7 @@ def _other_checkpointing(request: Request, workload: Workload | None) -> Callabl
 
 
 def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
-    """The ranks of a job along the axes of its configuration that have more than one."""
+    """Returns the ranks of a job along the axes of its configuration that have more than one."""
     placement = Placement.of_section(root.zero_optimization, ranks)
     if placement.shard_ranks not in (None, ranks):
         return grid_mesh(ranks, placement.shard_ranks)
@@ -153,7 +153,7 @@ def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
 
 
 def _workload(request: Request, part: SimulatedPart) -> Workload | None:
-    """The model and its inputs; None for a stage of a pipeline, which is built where it runs."""
+    """Returns the model and its inputs; None for a stage of a pipeline, which is built where it runs."""
     if part.stage is not None:
         return None
     made = request.source.build()
@@ -163,7 +163,7 @@ def _workload(request: Request, part: SimulatedPart) -> Workload | None:
 
 
 def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with the requested batch in it; the global batch stays where it is a multiple."""
+    """Returns the configuration with the requested batch in it; the global batch stays where it is a multiple."""
     config, notices = copy.deepcopy(request.config), []
     if request.accumulation is not None:
         config[ACCUMULATION] = request.accumulation

@@ -179,7 +179,7 @@ class Plan:
         return self.would_fit(self.device_bytes, self.host_bytes)
 
     def would_fit(self, device_bytes: int, host_bytes: int) -> bool:
-        """Whether device and host memory would suffice for such sums."""
+        """Returns whether device and host memory would suffice for such sums."""
         host = self.machine.host_memory
         if self.request.kind == "cpu":
             host_bytes += device_bytes * self.machine.devices_per_node
@@ -299,7 +299,7 @@ class Plan:
         return 1 + exposed_seconds(flow, self._transfers_of(part), machine) / computing if computing else 1.0
 
     def activations_in_flight(self, part: PlannedPart, stage: int) -> int:
-        """Bytes of the activations that a stage like ``part`` keeps at once, at most."""
+        """Returns the bytes of the activations that a stage like ``part`` keeps at once, at most."""
         schedule = self.request.pipeline.of(self.accumulation_steps)
         own = schedule.chunks_of(stage)
         most = held = 0
@@ -340,7 +340,7 @@ class Plan:
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in numbers and strings, for programs. Bytes and seconds; device figures are per rank."""
+        """Returns everything in numbers and strings, for programs. Bytes and seconds; device figures are per rank."""
         found, machine = self.simulated, self.machine
         return {
             "model": self.request.source.name,
@@ -444,7 +444,7 @@ class Plan:
         }
 
     def config_text(self) -> str:
-        """The planned configuration as JSON."""
+        """Returns the planned configuration as JSON."""
         return json.dumps(self.config, indent=2) + "\n"
 
     def write_config(self, path: str | Path) -> None:
@@ -465,7 +465,7 @@ class Plan:
 
 
 def _times(found: Mapping[Computation, int], rate: float, transfer: float) -> Times:
-    """How long a chunk computes, from its operations."""
+    """Returns how long a chunk computes, from its operations."""
     split = found.get(Computation.BACKWARD_INPUT, 0) + found.get(Computation.BACKWARD_WEIGHT, 0)
     return Times(
         found[Computation.FORWARD] / rate,

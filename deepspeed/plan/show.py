@@ -57,7 +57,7 @@ def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
 
 
 def as_text(parts: Iterable[Table | Text], width: int) -> str:
-    """Tables and lines as plain text."""
+    """Returns the tables and lines as plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(Group(*parts))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def as_text(parts: Iterable[Table | Text], width: int) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """Configuration in a few words: stage, offload, micro-batch, checkpointing."""
+    """Returns the configuration in a few words: stage, offload, micro-batch, checkpointing."""
     zero = plan.config.get("zero_optimization") or {}
     words = [f"ZeRO stage {stage_of(plan.config)}"]
     for key, name in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
@@ -92,7 +92,7 @@ def _headline(plan: Plan) -> Text:
 
 
 def _axes(plan: Plan) -> str:
-    """The axes of the job, where there are several."""
+    """Returns the axes of the job, where there are several."""
     named = [f"{name} {size}" for name, size in plan.mesh.axes if size > 1]
     return f", {' x '.join(named)}" if any(plan.mesh.size(name) > 1 for name in AXES if name != DATA) else ""
 
@@ -142,7 +142,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table | None:
-    """The stages of a pipeline, and how long they wait for each other."""
+    """Returns the stages of a pipeline, and how long they wait for each other."""
     pipeline = plan.request.pipeline
     if pipeline.stages == 1:
         return None

@@ -81,7 +81,7 @@ class SimulatedEvent:
         self.record_number = self._trace.record_event(None if stream is None else stream.number)
 
     def query(self) -> bool:
-        """Always True: in a simulation everything that was issued is done."""
+        """Returns True: in a simulation everything that was issued is done."""
         return True
 
     def synchronize(self) -> None:
@@ -110,7 +110,7 @@ class SimulatedDevice(CPUAccelerator):
         self.casting = SimulatedAutocast(kind)
 
     def device_name(self, index: Any = None) -> str:
-        """The device of the tensors."""
+        """Returns the device of the tensors."""
         return "meta"
 
     @property
@@ -181,7 +181,7 @@ class _SimulatedFolder:
         self.path = path
 
     def remove(self) -> None:
-        """There is nothing to remove."""
+        """Does nothing: there is nothing to remove."""
 
 
 class _SimulatedTransfer(Transfer):
@@ -234,7 +234,7 @@ class _SimulatedFile:
         return _SimulatedTransfer(self._disk.trace, self._disk.trace.start_file(buffer.numel(), is_read=False))
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing: there is nothing to close."""
 
 
 class SimulatedDisk(Disk):

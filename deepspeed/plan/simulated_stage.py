@@ -134,7 +134,7 @@ class SimulatedChannels:
         return _SimulatedReceiver(self, kind, stage)
 
     def connect_pairs(self, _stage_of: Sequence[int]) -> None:
-        """Nothing to connect."""
+        """Does nothing: there is nothing to connect."""
 
     def outgoing(self, kind: str, stage: int) -> _Outgoing:
         """Returns the channel that carries ``kind`` to another stage."""
@@ -148,7 +148,7 @@ class SimulatedChannels:
         return nullcontext()
 
     def received(self, kind: str, stage: int) -> Any:
-        """The next message of a kind from another stage, in memory of its own."""
+        """Returns the next message of a kind from another stage, in memory of its own."""
         chunk = next(self._order[kind, stage])
         form = self.forms[chunk - 1 if kind == ACTIVATIONS else chunk]
         slots = slots_of(form)
@@ -164,7 +164,7 @@ class _SimulatedReceiver:
     stage: int
 
     def expect(self, count: int) -> None:
-        """Nothing is posted."""
+        """Does nothing: no receive is posted."""
 
     def take(self, micro_batch: int) -> Any:
         return self.channels.received(self.kind, self.stage)
@@ -226,7 +226,7 @@ class SimulatedStage:
         interpreter.channels.forms = forms_between(stage, items, precision.compute_dtype, context, sequences)
 
     def step(self) -> StageCost:
-        """One step.
+        """Runs one step.
 
         Raises:
             Exception: What a layer or the loss raised.

@@ -115,7 +115,7 @@ def simulate_step(
 
 
 def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
-    """The rank that needs most memory, as far as that follows from its optimizer; else the one of ``part``."""
+    """Returns the rank that needs most memory, as far as that follows from its optimizer; else the one of ``part``."""
     with simulated_environment(part) as (count, disk, _):
         return _SimulatedRun(workload, part, count, disk).heaviest_rank()
 
@@ -247,7 +247,7 @@ class _SimulatedRun:
         return self._part.rank if heaviest is None else heaviest
 
     def _ready(self) -> tuple[Any, Any]:
-        """The engine and a micro-batch."""
+        """Returns the engine and a micro-batch."""
         optimizer = _client_optimizer(self._part.config)
         engine = initialize(model=self._model, optimizer=optimizer, config=self._config())[0]
         ranks = self._part.mesh.size(SEQUENCE)
@@ -317,7 +317,7 @@ class _SimulatedRun:
         self._states = {(kind, tier): memory_tracker.live(kind, tier) for kind in StorageKind for tier in Tier}
 
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[StepTotals]:
-        """Micro-batches up to an update; returns what each moved, up to the end of its step."""
+        """Runs micro-batches up to an update; returns what each moved, up to the end of its step."""
         flows = []
         losses: dict[int, torch.Tensor] = {}
         before = self._flow()
@@ -339,7 +339,7 @@ class _SimulatedRun:
         return flows
 
     def _extended(self, flows: list[StepTotals]) -> StepTotals:
-        """The flow of all micro-batches: the first of ``flows`` stands for those that were left out."""
+        """Returns the flow of all micro-batches: the first of ``flows`` stands for those that were left out."""
         total = StepTotals()
         for flow in flows:
             total = total.plus(flow, 1)
@@ -360,7 +360,7 @@ class _SimulatedRun:
 
 
 def _module_of(part: SimulatedPart) -> nn.Module:
-    """The module of the stage of ``part``."""
+    """Returns the module of the stage of ``part``."""
     assert part.stage is not None
     return part.stage.module()
 
@@ -393,7 +393,7 @@ _SIDE_EFFECTS = frozenset(
 
 
 def _client_optimizer(config: dict[str, Any]) -> Any:
-    """AdamW stands for the optimizer that a script makes where the configuration names none."""
+    """Makes the AdamW that stands for a script's own optimizer where the configuration names none."""
     section = config.get("optimizer")
     if isinstance(section, dict) and section.get("type") is not None:
         return None

@@ -41,7 +41,7 @@ class Point:
 
 
 def read_axes(entries: Sequence[str]) -> dict[str, list[Any]]:
-    """Axes from ``name=value,value`` entries.
+    """Returns the axes from ``name=value,value`` entries.
 
     Raises:
         DeepSpeedConfigError: An axis or value is unknown.
@@ -122,7 +122,7 @@ def _at(request: Request, place: dict[str, Any]) -> Request:
 
 
 def _offload(config: dict[str, Any], device: str) -> dict[str, Any]:
-    """Optimizer states, and at stage 3 the parameters too, on ``device``."""
+    """Returns the offload of optimizer states, and at stage 3 of the parameters too, to ``device``."""
     if device == "none":
         return {"offload_optimizer": None, "offload_param": None}
     zero = config.get("zero_optimization") or {}

@@ -197,7 +197,7 @@ class OperationCount(MemoryCount):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Active as a mode of torch, and as the observer of all memory trackers."""
+        """Is active as a mode of torch, and as the observer of all memory trackers."""
         with super().counting(), _kernels_of(self._kind):
             yield
 
@@ -219,7 +219,7 @@ class OperationCount(MemoryCount):
         return result, is_new
 
     def _is_on_host(self, args: tuple[Any, ...]) -> bool:
-        """Whether an operation works on memory of the host, beside a device with memory of its own."""
+        """Returns whether an operation works on memory of the host, beside a device with memory of its own."""
         if not self._off_device or self._kind == "cpu":
             return False
         first = next((t for t in tensors_of(args) if t.dim() and t.layout is torch.strided), None)
@@ -310,7 +310,7 @@ def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _counts(_count: OperationCount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """How often each number occurs: at least as many as the program states."""
+    """Returns how often each number occurs: at least as many as the program states."""
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if args[0].device.type != "meta" or not least:
         return NotImplemented
@@ -406,7 +406,7 @@ _ANSWERS: dict[Any, Any] = {
 
 @functools.cache
 def _formula(func: Any) -> Any:
-    """Torch's formula of arithmetic; it lacks that of the attention kernel for host memory, which is the others'."""
+    """Returns torch's formula of arithmetic; that of the attention kernel for host memory is missing in torch."""
     from torch.utils.flop_counter import flop_registry
 
     packet = func._overloadpacket

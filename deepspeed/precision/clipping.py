@@ -15,7 +15,7 @@ _LABEL = "the norm of gradients (clip_grad_norm_)"
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The Euclidean norm of vectors from their Euclidean norms."""
+    """Returns the Euclidean norm of vectors from their Euclidean norms."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 

@@ -224,7 +224,7 @@ def CreateLossScaler(  # noqa: N802 - the public name
     dynamic_scaling: bool,
     dynamic_loss_args: dict[str, Any] | None,
 ) -> LossScalerBase:
-    """The scaler for a compute dtype; only fp16 is scaled.
+    """Returns the scaler for a compute dtype; only fp16 is scaled.
 
     Args:
         dtype: Compute dtype.

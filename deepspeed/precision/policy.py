@@ -29,7 +29,7 @@ _DTYPES = {
 
 
 def dtype_of_name(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's dtype name."""
+    """Returns the torch dtype of a configuration's dtype name."""
     return _DTYPES[name]
 
 
@@ -98,7 +98,7 @@ class PrecisionPolicy:
         return self.compute_dtype
 
     def reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which a gradient of ``gradient_dtype`` is sent."""
+        """Returns the dtype in which a gradient of ``gradient_dtype`` is sent."""
         return self.communication_dtype or gradient_dtype
 
     @property
@@ -156,7 +156,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def create_loss_scaler(root: Root, policy: PrecisionPolicy) -> Any:
-    """The loss scaler of the ``fp16`` section, or None where nothing is scaled."""
+    """Returns the loss scaler of the ``fp16`` section, or None where nothing is scaled."""
     if not policy.needs_loss_scale:
         return None
     fp16 = root.fp16

@@ -87,7 +87,10 @@ class Stopwatch:
         return total
 
     def mean(self) -> float:
-        """The mean of ``records`` in milliseconds, without the fastest and slowest tenth; 0 if there are none."""
+        """Returns the mean of ``records`` in milliseconds, without the fastest and slowest tenth.
+
+        0 if there are none.
+        """
         ordered = sorted(self.records)
         cut = len(ordered) // 10
         kept = ordered[cut : len(ordered) - cut]
@@ -111,12 +114,12 @@ class SynchronizedWallClockTimer:
         return name in self.timers
 
     def get_timers(self) -> dict[str, Stopwatch]:
-        """All watches by name."""
+        """Returns all watches by name."""
         return self.timers
 
     @staticmethod
     def memory_usage() -> str:
-        """A line about the memory in use."""
+        """Returns a line about the memory in use."""
         return memory_line()
 
     def log(
@@ -147,7 +150,7 @@ class SynchronizedWallClockTimer:
             log_dist(memory_line(), ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The mean recorded milliseconds of some watches, divided by ``normalizer``.
+        """Returns the mean recorded milliseconds of some watches, divided by ``normalizer``.
 
         Raises:
             ValueError: ``normalizer`` is not above 0.
@@ -177,26 +180,26 @@ class NoopTimer:
             """Does nothing."""
 
         def elapsed(self, *_args: Any, **_options: Any) -> float:
-            """Nothing was measured: 0."""
+            """Returns 0: nothing is measured."""
             return 0.0
 
         def mean(self) -> float:
-            """Nothing was measured: 0."""
+            """Returns 0: nothing is measured."""
             return 0.0
 
     def __init__(self) -> None:
         self.timer = self.Timer()
 
     def __call__(self, name: str) -> NoopTimer.Timer:
-        """The same idle watch for every name."""
+        """Returns the same idle watch for every name."""
         return self.timer
 
     def has_timer(self, name: str) -> bool:
-        """True: every name is taken."""
+        """Returns True: every name is taken."""
         return True
 
     def get_timers(self) -> dict[str, Any]:
-        """There are none."""
+        """Returns an empty dict."""
         return {}
 
     def log(self, names: Iterable[str], *_args: Any, **_options: Any) -> None:
@@ -301,7 +304,7 @@ class ThroughputTimer:
         self._output_time, self._output_steps = 0.0, 0
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second since ``start_step``; minus infinity before there is a measurement."""
+        """Returns the samples per second since ``start_step``; minus infinity before there is a measurement."""
         steps = self.global_step_count - self.start_step
         if steps <= 0 or self.total_elapsed_time <= 0:
             return float("-inf")
@@ -312,7 +315,7 @@ _GIB = 2**30
 
 
 def memory_line() -> str:
-    """Device memory (allocated, peak, reserved, peak) and host memory of this moment, in GiB."""
+    """Returns device memory (allocated, peak, reserved, peak) and host memory of this moment, in GiB."""
     device = get_accelerator()
     host = psutil.virtual_memory()
     resident = psutil.Process().memory_info().rss

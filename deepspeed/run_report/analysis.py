@@ -148,7 +148,7 @@ def _latest_failures(run: RunData) -> list[Line]:
 
 
 def _copies_out(run: RunData, tokens: float) -> float:
-    """Tensor ranks and stages see the same tokens; they count once."""
+    """Counts tokens once that tensor ranks and stages see in common."""
     axes = run.first.facts.get("axes", {})
     return tokens / math.prod(axes.get(name, 1) for name in OTHER_PARTS)
 

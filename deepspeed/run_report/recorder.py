@@ -229,7 +229,7 @@ class StepRecorder(StepTracker):
 
 
 def _bytes_by_axis() -> dict[str, int]:
-    """Bytes that this rank has sent so far."""
+    """Returns the bytes that this rank has sent so far."""
     total: dict[str, int] = defaultdict(int)
     for (_, axis), tally in traffic.ran_along.items():
         total[axis] += tally.nbytes
@@ -237,5 +237,5 @@ def _bytes_by_axis() -> dict[str, int]:
 
 
 def _rounded(value: Any) -> Any:
-    """Seconds to the microsecond, at any depth of dicts."""
+    """Returns the seconds to the microsecond, at any depth of dicts."""
     return {name: _rounded(inner) for name, inner in value.items()} if isinstance(value, dict) else round(value, 6)

@@ -12,7 +12,7 @@ _ONE_CYCLE = "OneCycle"
 
 
 def _truth(text: str) -> bool:
-    """``bool("False")`` is true, so flags with a value need a reader of their own."""
+    """Parses a flag with a value, since ``bool("False")`` is true."""
     lowered = text.lower()
     if lowered in ("true", "1", "yes", "on"):
         return True
@@ -113,7 +113,7 @@ def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The ``scheduler`` section of a config for parsed options.
+    """Returns the ``scheduler`` section of a config for parsed options.
 
     Returns:
         The section and None, or None and the reason why there is none.
@@ -129,7 +129,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
-    """The rate that an optimizer should be made with for a ``scheduler`` section.
+    """Returns the rate that an optimizer should be made with for a ``scheduler`` section.
 
     Returns:
         The rate and an empty text, or None and the reason why the section does not determine it.

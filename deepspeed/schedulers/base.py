@@ -34,11 +34,11 @@ class LrSchedule:
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at ``last_batch_iteration``."""
+        """Returns the rate of each param group at ``last_batch_iteration``."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates written last.
+        """Returns the rates written last.
 
         Raises:
             AssertionError: None has been written, because the schedule continues from a later step.
@@ -52,7 +52,7 @@ class LrSchedule:
         self._write(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """``last_batch_iteration``."""
+        """Returns ``last_batch_iteration``."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,14 +65,14 @@ class LrSchedule:
         self._last_lr = update_lr(self.optimizer.param_groups, rates)
 
     def _initial_lrs(self) -> list[float]:
-        """Each group's rate before any schedule changed it."""
+        """Returns each group's rate before any schedule changed it."""
         if self.last_batch_iteration == -1:
             for group in self.optimizer.param_groups:
                 group["initial_lr"] = float(group["lr"])
         return [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
 
     def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
-        """``value`` once per param group.
+        """Returns ``value`` once per param group.
 
         Raises:
             ValueError: A list of another length.
@@ -89,7 +89,7 @@ class LrSchedule:
 
 
 def get_torch_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer in ``optimizer``.
+    """Returns the torch optimizer in ``optimizer``.
 
     Raises:
         TypeError: Neither it nor its ``optimizer`` attribute is one.

@@ -72,7 +72,7 @@ def _torch_scheduler(name: str) -> type | None:
 
 
 def _torch_names() -> list[str]:
-    """Classes that can be made from a config: not the base class, nor those made of other schedulers."""
+    """Returns the classes that can be made from a config: not the base class, nor those made of other schedulers."""
     module = torch.optim.lr_scheduler
     return [name for name in module.__all__ if name not in ("LRScheduler", "SequentialLR", "ChainedScheduler")]
 

@@ -105,7 +105,7 @@ class OneCycle(LrSchedule):
         self._write_momentum()
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
+        """Returns the rate of each param group at the present step."""
         steps_after = self._steps_after_cycle()
         if steps_after:
             factor = 1 + self.decay_lr_rate * self._decay_units(steps_after)
@@ -114,7 +114,7 @@ class OneCycle(LrSchedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each param group at the present step; None if the momentum does not move."""
+        """Returns the betas of each param group at the present step; None if the momentum does not move."""
         if not self.cycle_momentum:
             return None
         steps_after = self._steps_after_cycle()
@@ -137,7 +137,10 @@ class OneCycle(LrSchedule):
         return steps / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self) -> float:
-        """Height within the cycle, 0 to 1. A stair is held for its whole length, on the way down from its top."""
+        """Returns the height within the cycle, 0 to 1.
+
+        A stair is held for its whole length, on the way down from its top.
+        """
         position = self.last_batch_iteration + 1
         if position <= self.first_step_size:
             height = position / self.first_step_size

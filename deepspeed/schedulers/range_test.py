@@ -46,7 +46,7 @@ class LRRangeTest(LrSchedule):
             self._write(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
+        """Returns the rate of each param group at the present step."""
         units = (self.last_batch_iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(units) if self.staircase else units)
         return [lr * growth for lr in self.min_lr]

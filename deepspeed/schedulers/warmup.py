@@ -40,7 +40,7 @@ class _RisingSchedule(LrSchedule):
         return self.last_batch_iteration < self.warmup_num_steps
 
     def _risen(self) -> float:
-        """Share of the rise reached, 0 to 1; the start before the first step."""
+        """Returns the share of the rise reached, 0 to 1; the start before the first step."""
         iteration = max(0, self.last_batch_iteration)
         if self.warmup_type == WARMUP_LINEAR_RATE:
             return iteration / self.warmup_num_steps
@@ -88,7 +88,7 @@ class WarmupLR(_RisingSchedule):
             self._write(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
+        """Returns the rate of each param group at the present step."""
         share = self._risen() if self.is_rising else self._after_rise()
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -169,7 +169,7 @@ class WarmupCosineLR(_RisingSchedule):
             self._write([0.0] * len(self.org_lrs))
 
     def get_lr_ratio(self) -> float:
-        """The factor on every group's rate at the present step."""
+        """Returns the factor on every group's rate at the present step."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self.is_rising:
@@ -179,6 +179,6 @@ class WarmupCosineLR(_RisingSchedule):
         return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
+        """Returns the rate of each param group at the present step."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]

@@ -108,11 +108,11 @@ class BucketBase:
         return self._owner is not None and not isinstance(self._owner, weakref.ref)
 
     def begin_training(self, owner: Any) -> None:
-        """A runtime takes the parameters; they keep it alive."""
+        """Called when a runtime takes the parameters, which keep it alive."""
         self._owner = owner
 
     def end_training(self) -> None:
-        """The runtime is done with the parameters, and lives as long as others keep it."""
+        """Called when the runtime is done with the parameters; it lives on as long as others keep it."""
         if self.is_trained:
             self._owner = weakref.ref(self._owner)
 
@@ -150,7 +150,7 @@ class BucketBase:
         raise NotImplementedError
 
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
+        """Returns ``copy.deepcopy`` of a sharded parameter: one with the same values, in a bucket of no engine."""
         raise NotImplementedError
 
 

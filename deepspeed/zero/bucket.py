@@ -365,7 +365,7 @@ class Bucket(BucketBase):
         return self.transport.all_gather(self.full.tensor, key=self._next_key(), label=label)
 
     def _next_publish_key(self) -> int:
-        """For transfers between groups, which may have gathered the bucket a different number of times."""
+        """Returns the number of a transfer between groups, which may have gathered the bucket differently often."""
         self._publishes += 1
         return transfer_key(self.transport.owner, self.index, _GATHER, self._publishes)
 
@@ -385,7 +385,7 @@ class Bucket(BucketBase):
             self._fingerprints = [(p.data_ptr(), p._version) for p in self.params]
 
     def changed_params(self) -> list[int]:
-        """Indices of full parameters that something wrote to or detached since :meth:`remember_values`.
+        """Returns the indices of full parameters that something wrote to or detached since :meth:`remember_values`.
 
         What is written through ``parameter.data`` is not seen: torch counts no version there. Those that have values of
         their own at the moment are left out.
@@ -438,7 +438,10 @@ class Bucket(BucketBase):
         return torch.where(values == self.as_gathered(fragment), stored, values)
 
     def take_back_changes(self) -> list[int]:
-        """Indices of resident parameters that something wrote to; those that were detached are back in the buffer."""
+        """Returns the indices of resident parameters that something wrote to.
+
+        Those that were detached are back in the buffer.
+        """
         changed = self.changed_params()
         for index in changed:
             if self.reattach(index) and self.transport.rank == 0:  # ranks of other groups have other parameters

@@ -52,7 +52,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
 
 
 def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
-    """After an exception in work that ranks share: makes sure that it left all of them at the same point.
+    """Makes sure that an exception in work that ranks share left all of them at the same point.
 
     Otherwise the new transfers of a rank that starts over would be matched with those that the others expect of its
     abandoned work.

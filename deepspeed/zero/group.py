@@ -80,7 +80,7 @@ class BucketGroup:
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
-        """Ranks that share everything: parameters, gradients and masters.
+        """Returns the ranks that share everything: parameters, gradients and masters.
 
         Args:
             gather: Carries parameters.

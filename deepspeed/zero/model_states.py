@@ -232,7 +232,7 @@ class ModelStates:
                 self._make_master(bucket, original)
 
     def _own(self, bucket: Bucket) -> None:
-        """From now on parameters have the address of their values."""
+        """Gives parameters the address of their values from now on."""
         bucket.is_partitioned = self._options.placement.shard_params or bucket.is_sharded
         bucket.take_addresses()
         if bucket.is_partitioned:
@@ -423,7 +423,7 @@ class _SliceRound(_Round):
     """``flat`` is this rank's slice."""
 
     def from_parts(self, tile: int, address: Address) -> None:
-        """Sharded before, sharded after: intervals that change their owner."""
+        """Moves the intervals that change their owner: sharded before, sharded after."""
         bucket, flat = address.bucket, self.flat
         for move in moves(bucket.layout.fragments_of(address.tile), self.layout.fragments_of(tile)):
             place = source = None
@@ -442,7 +442,7 @@ class _SliceRound(_Round):
             self.transfers.append(TensorTransfer(move.source, move.target, tensor))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
-        """Whole before, sharded after."""
+        """Shards what was whole."""
         fragment = self.layout.fragment(tile, self.rank)
         place = None if fragment is None else self.flat[fragment.in_slice]
         if self.rank == 0 and fragment is not None and place is not None:
@@ -458,7 +458,7 @@ class _WholeRound(_Round):
         return self.flat[start : start + self.layout.tiles[tile].numel]
 
     def from_parts(self, tile: int, address: Address) -> None:
-        """Sharded before, on every rank after."""
+        """Puts together on every rank what was sharded."""
         bucket, place = address.bucket, self._place(tile)
         whole = self.receive_buffer(place, bucket.dtype)
         fragment = bucket.fragment(address.tile)
@@ -467,7 +467,7 @@ class _WholeRound(_Round):
         self.copies.append((place, whole))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
-        """Whole before, on every rank after."""
+        """Copies what was whole, and stays so, to every rank."""
         place = self._place(tile)
         if self.rank == 0:
             place.copy_(values)

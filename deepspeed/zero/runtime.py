@@ -297,7 +297,7 @@ class ZeroRuntime:
         self.backward_tracker.is_open = False
 
     def drop_open_work(self, *, together: bool = True) -> bool:
-        """After an exception left a forward or backward open: throws away what is half done.
+        """Throws away unfinished work after an exception left a forward or backward open.
 
         Args:
             together: The ranks continue with this model; False: this one is leaving, and makes no exchange.
@@ -349,7 +349,7 @@ class ZeroRuntime:
             self.drop_open_work()
 
     def leave_backward(self, call: str) -> None:
-        """Before ``call``, whose place is between backwards: as :meth:`drop_failed_backward`.
+        """Does what :meth:`drop_failed_backward` does, before ``call``, which must lie between backwards.
 
         Raises:
             CallOrderError: It is made inside a backward.
@@ -375,7 +375,7 @@ class ZeroRuntime:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def leaf_parameters(self) -> set[nn.Parameter]:
-        """Parameters that are gathered together with a leaf module."""
+        """Returns the parameters that are gathered together with a leaf module."""
         return {parameter for module in get_z3_leaf_modules(self.model) for parameter in module.parameters()}
 
     def master_of(self, bucket: Bucket) -> MasterBucket | None:
@@ -429,7 +429,7 @@ class ZeroRuntime:
                 bucket.remember_values()
 
     def retire(self) -> None:
-        """Another engine takes the model over: this one lets go of it and cannot be used any more."""
+        """Releases the model to another engine; this runtime cannot be used any more."""
         if not self.is_retired:
             self.refuse_open_blocks("initialize")
             self.drop_open_work()
@@ -505,7 +505,7 @@ def build_runtime(
 
 
 def _retire_earlier_owners(model: nn.Module) -> None:
-    """An engine that had the model before gives its parameters up."""
+    """Releases the parameters from an engine that had the model before."""
     addresses = [address for p in model.parameters() if (address := address_of(p)) is not None]
     for owner in {id(a.bucket.owner): a.bucket.owner for a in addresses if a.bucket.owner is not None}.values():
         owner.retire()

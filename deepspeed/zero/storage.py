@@ -76,19 +76,19 @@ class MemoryTracker:
             self.observer.claimed(tensor)
 
     def set(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
-        """For state that is measured, not allocated, by this package (an optimizer's own)."""
+        """Sets the bytes of state that this package measures and does not allocate (an optimizer's own)."""
         self.add(kind, tier, nbytes - self._live[(kind, tier)])
 
     def live(self, kind: StorageKind, tier: Tier = Tier.DEVICE) -> int:
-        """Bytes of ``kind`` that are allocated now."""
+        """Returns the bytes of ``kind`` that are allocated now."""
         return self._live[(kind, tier)]
 
     def live_at(self, tier: Tier) -> int:
-        """Bytes of all kinds that are allocated now in ``tier``."""
+        """Returns the bytes of all kinds that are allocated now in ``tier``."""
         return sum(nbytes for (_, where), nbytes in self._live.items() if where is tier)
 
     def peak(self, kind: StorageKind, tier: Tier = Tier.DEVICE) -> int:
-        """Most bytes of ``kind`` that were allocated at once since :meth:`reset_peak`."""
+        """Returns the most bytes of ``kind`` that were allocated at once since :meth:`reset_peak`."""
         return self._peak[(kind, tier)]
 
     def reset_peak(self) -> None:
@@ -295,7 +295,10 @@ class FlatBuffer:
         return made
 
     def views(self, starts: tuple[int, ...], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Views of the buffer, one per start and shape; they stay valid objects across freeing and growing."""
+        """Returns the views of the buffer, one per start and shape.
+
+        They stay valid objects across freeing and growing.
+        """
         was_free = not self.is_allocated
         if was_free:
             self.grow()

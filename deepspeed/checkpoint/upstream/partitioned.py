@@ -67,7 +67,7 @@ def _has_stacks(model: Mapping[str, Any]) -> bool:
 
 
 def training_state(model: Mapping[str, Any]) -> TrainingState:
-    """Counters, schedule and the caller's own state from a model-states file."""
+    """Returns counters, schedule and the caller's own state from a model-states file."""
     names = ("global_steps", "global_samples", "skipped_steps")
     counters = {name: int(model.get(name) or 0) for name in names}
     if not model.get("global_samples"):
@@ -121,7 +121,10 @@ def take_module(content: CheckpointValues, module: Mapping[str, torch.Tensor], b
 
 
 def _split_state(state: Mapping[str, Any], numel: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Per-element tensors and scalars of one flat state; ``numel`` is what a per-element tensor has at least."""
+    """Splits one flat state into per-element tensors and scalars.
+
+    A per-element tensor has at least ``numel`` elements.
+    """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
     for key, value in state.items():
@@ -196,7 +199,7 @@ def _take_group(
 def _group_state(
     optim: list[dict[str, Any]], number: int
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
-    """Per rank the per-element tensors of a group, its scalars, its hyperparameters; in either form of the files."""
+    """Returns, per rank, a group's per-element tensors, scalars and hyperparameters, from either form of the files."""
     states: list[dict[str, torch.Tensor]] = []
     scalars: dict[str, Any] = {}
     group: dict[str, Any] = {}
@@ -274,7 +277,7 @@ def _take_sub_group(
 
 
 def take_frozen(content: CheckpointValues, model: list[dict[str, Any]], where: str) -> None:
-    """Frozen parameters of stage 3, of which every rank has an equal slice."""
+    """Reads frozen parameters of stage 3, of which every rank has an equal slice."""
     shapes = model[0].get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
         slices = [rank["frozen_param_fragments"][name].reshape(-1) for rank in model]
@@ -297,7 +300,7 @@ def _stage_0(content: CheckpointValues, model: Mapping[str, Any], trained: Seque
 
 
 def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
-    """Optimizer states, and masters beside 16-bit weights, of a whole optimizer; nothing where the names do not fit.
+    """Reads the states (and masters beside 16-bit weights) of a whole optimizer; nothing where the names do not fit.
 
     Args:
         content: Gets them; it has the shapes.
@@ -326,7 +329,7 @@ def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained:
 
 
 def _stage_0_state(content: CheckpointValues, name: str, state: Mapping[str, Any], *, counts_one_more: bool) -> None:
-    """State of one parameter. Beside unfused 16-bit masters, ``step`` is one higher than the updates made."""
+    """Reads the state of one parameter. Beside unfused 16-bit masters, ``step`` is one higher than the updates made."""
     scalars: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == content.shapes.get(name):
@@ -338,7 +341,7 @@ def _stage_0_state(content: CheckpointValues, name: str, state: Mapping[str, Any
 
 
 def _tie(content: CheckpointValues, module: Mapping[str, torch.Tensor]) -> None:
-    """Tied parameters share their storage in the file."""
+    """Ties parameters that share their storage in the file."""
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in module.items():
         if isinstance(tensor, torch.Tensor) and tensor.numel():
@@ -392,7 +395,7 @@ def sharing_ranks(group: Mapping[str, Any], ranks: int) -> int:
 
 
 def numbered_among_all(shapes: Shapes, place: int) -> dict[str, tuple[int, ...]]:
-    """Shapes under the names that the experts of a place have among all.
+    """Returns the shapes under the names that the experts of a place have among all.
 
     Args:
         shapes: Under the names that every rank uses.

@@ -109,7 +109,7 @@ def _read_tensor_rank(
 def _names_by_stage(
     optimizers: Sequence[Mapping[str, Any]], beginnings: Sequence[str], trained: Sequence[Sequence[str]]
 ) -> list[list[list[str]]]:
-    """Parameter names of each stage's optimizer, by param group; empty where they do not fit.
+    """Returns the parameter names of each stage's optimizer, by param group; empty where they do not fit.
 
     The layers of a stage follow each other. Its tied modules come first, then the other layers.
 

@@ -239,7 +239,7 @@ def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, 
 
 
 def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence[int]]) -> SlicedParam:
-    """Slices of one or several tensors that are packed along ``dim``; ``widths`` by rank and tensor."""
+    """Returns the slices of one or several tensors that are packed along ``dim``; ``widths`` by rank and tensor."""
     total = sum(sum(of_rank) for of_rank in widths)
     shape = tuple(total if axis == dim else int(extent) for axis, extent in enumerate(shapes[0]))
     strides = _strides(shape)
@@ -255,7 +255,7 @@ def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence
 
 
 def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim: int) -> SlicedParam:
-    """Slices of a tensor that, looked at as ``view``, packs several along ``dim``, each cut evenly."""
+    """Returns the slices of a tensor that, looked at as ``view``, packs several along ``dim``, each cut evenly."""
     packed = [int(each) for each in view[dim]] if isinstance(view[dim], (tuple, list)) else [int(view[dim])]
     whole = [sum(each) if isinstance(each, (tuple, list)) else int(each) for each in view]
     if -1 in whole:

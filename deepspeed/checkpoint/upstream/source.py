@@ -78,7 +78,7 @@ class UpstreamSource:
                     )
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
-        """Nothing: where there is a master, the 16-bit weights are just its rounding (see :meth:`check`)."""
+        """Returns nothing: where there is a master, the 16-bit weights are just its rounding (see :meth:`check`)."""
         return []
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ def read_universal(folder: Path, *, trust: bool) -> CheckpointValues:
 
 
 def _trained(models: list[list[Mapping[str, Any]]], where: str) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the parameters that were trained; every model-parallel rank names those of its slices."""
+    """Returns the whole shapes of trained parameters; every model-parallel rank names those of its slices."""
     by_rank = [
         {name: tuple(shape) for group in model[0].get("param_shapes") or [] for name, shape in group.items()}
         for model in models
@@ -200,7 +200,7 @@ def _trained(models: list[list[Mapping[str, Any]]], where: str) -> dict[str, tup
 
 
 def _common_scalars(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars that stage 3 keeps once instead of per parameter."""
+    """Returns the scalars that stage 3 keeps once instead of per parameter."""
     state = (rest.get("optimizer_state_dict") or {}).get("state") or {}
     first = state.get(0) or {}
     return {key: value for key, value in first.items() if not isinstance(value, torch.Tensor) or value.dim() == 0}

@@ -25,7 +25,7 @@ _ROUTER = re.compile(r"(?P<block>.*)\.(?P<name>[^.]+)\.gate\.(?P<leaf>[^.]+)")
 
 
 def by_place(shapes: Shapes, place: int) -> Shapes:
-    """Shapes with the stacks of one place among those that share experts under names of their own."""
+    """Returns the shapes with the stacks of one place among those that share experts under names of their own."""
     return {f"{name}@{place}" if _LOCAL.fullmatch(name) else name: shape for name, shape in shapes.items()}
 
 
@@ -132,7 +132,7 @@ def _rename_routers(content: CheckpointValues, module: Mapping[str, Any]) -> Non
 
 
 def _rename_shared(content: CheckpointValues) -> None:
-    """Shared experts with a gate, which the models that have one write in the singular."""
+    """Renames shared experts with a gate, which models that have one name in the singular."""
     gates = [m["block"] for name in content.shapes if (m := _SHARED_GATE.fullmatch(name))]
     for block in dict.fromkeys(gates):
         for old in [name for name in content.shapes if name.startswith(f"{block}.shared_experts")]:

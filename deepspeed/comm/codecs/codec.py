@@ -46,11 +46,14 @@ class Codec:
     encodes_zero = True
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of the codes of ``numel`` elements, at most :data:`CHUNK`; rounded up to a multiple of 8 by callers."""
+        """Returns the bytes of the codes of ``numel`` elements, at most :data:`CHUNK`.
+
+        Rounded up to a multiple of 8 by callers.
+        """
         raise NotImplementedError
 
     def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
-        """The codec for values that belong together: this one, or one that depends on all of them.
+        """Returns the codec for values that belong together: this one, or one that depends on all of them.
 
         Args:
             values: 1-D, floating; unchanged.
@@ -69,7 +72,7 @@ class Codec:
         raise NotImplementedError
 
     def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """``out += factor * (what codes stand for)``.
+        """Computes ``out += factor * decoded``, where ``decoded`` is what the codes stand for.
 
         Args:
             codes: 1-D bytes that :meth:`encode` wrote.
@@ -173,7 +176,7 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
 def decode_add(
     codec: Codec, codes: torch.Tensor, out: torch.Tensor, factor: float = 1.0, mask: torch.Tensor | None = None
 ) -> None:
-    """``out += factor * (what codes stand for)``.
+    """Computes ``out += factor * decoded``, where ``decoded`` is what the codes stand for.
 
     Args:
         codec: Of the codes.

@@ -19,7 +19,7 @@ from deepspeed.comm.transports.transport import LocalTransport, Reduction, Trans
 
 
 def coded(plain: Transport, codec: Codec | None) -> Transport:
-    """``plain`` with values as codes; ``plain`` itself without a codec, or where nothing is sent."""
+    """Returns ``plain`` with values as codes; ``plain`` itself without a codec, or where nothing is sent."""
     return plain if codec is None or isinstance(plain, LocalTransport) else CodedTransport(plain, codec)
 
 

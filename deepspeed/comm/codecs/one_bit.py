@@ -32,12 +32,12 @@ def padded_numel(numel: int, ranks: int) -> int:
 
 
 def _row_nbytes(part: int) -> int:
-    """Bytes of the signs of one slice and their scale, aligned."""
+    """Returns the bytes of the signs of one slice and their scale, aligned."""
     return _HEAD + -(-part // 64) * 8
 
 
 def one_bit_nbytes(numel: int, ranks: int) -> int:
-    """Bytes that a rank sends for one exchange of ``numel`` elements, as the traffic counters count them."""
+    """Returns the bytes that a rank sends to exchange ``numel`` elements, as the traffic counters count them."""
     return 2 * (ranks - 1) * _row_nbytes(padded_numel(numel, ranks) // ranks)
 
 
@@ -133,7 +133,7 @@ def _ranges(rows: int, values: torch.Tensor) -> Iterator[slice]:
 
 
 def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:
-    """``|values| / sqrt(numel)``, 0-dim fp32; 0 for nothing. Norms of parts are added in fp64."""
+    """Returns ``|values| / sqrt(numel)``, 0-dim fp32; 0 for nothing. Norms of parts are added in fp64."""
     if numel == 0:
         return values.new_zeros(())
     return (chunk_norms(values).double().square_().sum().sqrt_() / math.sqrt(numel)).float()

@@ -99,7 +99,7 @@ class BlockCodec(Codec):
             place.add_(decoded[: place.numel()], alpha=factor)
 
     def _parts(self, numel: int, codes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """The whole blocks, then the rest: which elements, their scales as a column, their codes as rows."""
+        """Yields the whole blocks, then the rest: which elements, their scales as a column, their codes as rows."""
         blocks, full = -(-numel // self.block), numel // self.block * self.block
         heads = codes[: blocks * _SCALE].view(torch.float32).view(blocks, 1)
         codes = codes[blocks * _SCALE : self.nbytes(numel)]

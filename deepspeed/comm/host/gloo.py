@@ -274,7 +274,7 @@ class GlooTransport(Transport):
         self.companion._sent[peer] = max(self.companion._sent[peer], count)
 
     def sent_by_all(self) -> int:
-        """Reductions that every peer is known to have started."""
+        """Returns the number of reductions that every peer is known to have started."""
         return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
 
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:

@@ -131,7 +131,7 @@ class MessageQueue:
                 return True
 
     def _is_of(self, tag: int, peer: int, length: int, buffer: memoryview) -> bool:
-        """Whether what was read last, into ``buffer``, has the tag; otherwise it is kept for its receiver."""
+        """Returns whether what was read last, into ``buffer``, has the tag; otherwise it is kept for its receiver."""
         found = self._tag()
         if found == tag:
             self._check_length(length, len(buffer), peer)
@@ -242,7 +242,7 @@ class MessageQueue:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """The job is over."""
+        """Called when the job ends."""
         self.close()
         for sender in self._senders.values():
             sender.join()  # the end of its connection is its own
@@ -280,7 +280,7 @@ class _SenderThread(threading.Thread):
             return bool(self._messages)
 
     def run(self) -> None:
-        """Sends."""
+        """Runs the thread that sends."""
         while self._messages:
             try:
                 self._connection.send(self._messages[0], _NO_SIGNAL)

@@ -37,17 +37,17 @@ class Nodes:
     width: int
 
     def neighbours(self, rank: int) -> list[int]:
-        """The other ranks on the node of ``rank``."""
+        """Returns the other ranks on the node of ``rank``."""
         first = rank - rank % self.width
         return [other for other in range(first, first + self.width) if other != rank]
 
     def counterparts(self, rank: int) -> list[int]:
-        """The ranks with the same place on the other nodes."""
+        """Returns the ranks with the same place on the other nodes."""
         return [other for other in range(rank % self.width, self.count * self.width, self.width) if other != rank]
 
 
 def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> Nodes | str:
-    """The nodes under groups of ranks, the same for all of them.
+    """Returns the nodes under groups of ranks, the same for all of them.
 
     Args:
         reports: For every rank of the job: how many ranks its node has, and its place among them.
@@ -85,7 +85,7 @@ def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[in
 
 
 def exchange_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequence[Sequence[int]]) -> Nodes | str:
-    """The nodes under ``groups``. Every rank of the job must call it.
+    """Returns the nodes under ``groups``. Every rank of the job must call it.
 
     Args:
         everyone: All ranks.

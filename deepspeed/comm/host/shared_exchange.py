@@ -206,7 +206,7 @@ class _ByGloo:
 
 
 def _is_all(leaving: Sequence[Tensors], offered: torch.Tensor) -> bool:
-    """Whether what leaves has been written into memory that was offered."""
+    """Returns whether what leaves has been written into memory that was offered."""
     flat = [tensor for part in leaving for tensor in part]
     found = packing.in_place(flat, offered.dtype)
     numel = offered.numel()

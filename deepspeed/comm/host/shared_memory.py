@@ -213,7 +213,7 @@ class SameHost:
         return self._places[number % PLACES].of(numel, dtype, is_mine=True)
 
     def next_number(self) -> int:
-        """Number of the next round."""
+        """Returns the number of the next round."""
         return self._started + 1
 
     def begin(self, started: Round, messages: list[RoundMessage]) -> None:
@@ -297,7 +297,7 @@ class SameHost:
                 peer.connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """The job is over: closes the connections and gives the memory back."""
+        """Closes the connections and frees the memory. Called when the job ends."""
         self.close()
         for peer in self.peers:
             peer.connection.close()
@@ -327,7 +327,7 @@ def _new_memory() -> int:
 
 
 def _introduced(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
-    """The ranks hand each other their memory."""
+    """Exchanges the shared memory of the ranks."""
     files = [_new_memory() for _ in range(PLACES)]
     try:
         for made in connections.values():

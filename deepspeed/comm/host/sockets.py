@@ -92,7 +92,7 @@ def limit_waits(connection: socket.socket, transport: Transport) -> float:
 
 
 def _host() -> str:
-    """A name of this boot of this host."""
+    """Returns a name of this boot of this host."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{socket.gethostname()} {file.read()}"
     return f"{socket.gethostname()} {os.getpid()}"
@@ -176,7 +176,7 @@ def _rank_of(connection: socket.socket, token: bytes) -> int:
 
 
 def _is_mine(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this one's user."""
+    """Returns whether the process at the other end runs as this one's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 

@@ -93,7 +93,7 @@ class _Size:
 
 
 def group_name(ep_size: int) -> str:
-    """The name of the groups of layers whose experts ``ep_size`` ranks share."""
+    """Returns the name of the groups of layers whose experts ``ep_size`` ranks share."""
     return f"ep_size_{ep_size}"
 
 

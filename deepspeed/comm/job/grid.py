@@ -28,7 +28,10 @@ SHARD, REPLICATE = "shard", "replicate"
 
 
 def grid_mesh(size: int, shard_size: int) -> Mesh:
-    """``size`` ranks of which ``shard_size`` neighbours share slices; those along the other axis hold the same ones."""
+    """Returns ``size`` ranks of which ``shard_size`` neighbours share slices.
+
+    Those along the other axis hold the same ones.
+    """
     return data_mesh(size).split(DATA, REPLICATE, (SHARD, shard_size))
 
 
@@ -167,7 +170,9 @@ def create_grid(
 
 
 def island_groups(size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
-    """The process group of this rank's island, and that of the ranks with its place on theirs. Every rank must call it.
+    """Returns the process group of this rank's island, and that of the ranks with its place on theirs.
+
+    Every rank must call it.
 
     Args:
         size: All ranks of the job.

@@ -26,7 +26,7 @@ from deepspeed.errors import CallOrderError, DeprecatedException
 
 
 def __getattr__(name: str) -> Any:
-    """``mpu`` and ``mesh`` are those of the current job."""
+    """Resolves ``mpu`` and ``mesh`` to those of the current job."""
     if name in ("mpu", "mesh"):
         return getattr(Job.current(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -92,13 +92,16 @@ def _mesh_place(*axes: str) -> int:
 
 
 def _mesh_or_data(*axes: str) -> Any:
-    """With an mpu, its data-parallel ranks take precedence over the mesh."""
+    """Returns a fact of the mpu's data-parallel ranks, if there is an mpu; otherwise one of the mesh."""
     job = Job.current()
     return _get_data_parallel_group() if job.mpu is not None or job.mesh is None else _along(*axes)
 
 
 def _call_mpu(*names: str) -> Any:
-    """The result of the first of these methods that the mpu has; None if it has none of them or there is no mpu."""
+    """Returns the result of the first of these methods that the mpu has.
+
+    None if it has none of them or there is no mpu.
+    """
     for name in names:
         method = getattr(Job.current().mpu, name, None)
         if method is not None:
@@ -115,24 +118,24 @@ def group_of_one() -> Any:
 
 
 def _get_data_parallel_group() -> Any:
-    """The ranks among which gradients are averaged."""
+    """Returns the ranks among which gradients are averaged."""
     return _call_mpu("get_data_parallel_group") or _along(*SAMPLES) or Job.current().ranks.world
 
 
 def _get_data_parallel_world_size() -> int:
-    """The size of :func:`_get_data_parallel_group`."""
+    """Returns the size of :func:`_get_data_parallel_group`."""
     answer = _call_mpu("get_data_parallel_world_size")
     return size_of(_get_data_parallel_group()) if answer is None else answer
 
 
 def _get_data_parallel_rank() -> int:
-    """This rank's place in :func:`_get_data_parallel_group`."""
+    """Returns this rank's place in :func:`_get_data_parallel_group`."""
     answer = _call_mpu("get_data_parallel_rank")
     return rank_in(_get_data_parallel_group()) if answer is None else answer
 
 
 def _get_broadcast_src_rank() -> int:
-    """The global rank of the first member of the data-parallel group."""
+    """Returns the global rank of the first member of the data-parallel group."""
     return ranks_of(_get_data_parallel_group())[0]
 
 
@@ -147,18 +150,18 @@ def _call_model_mpu(what: str) -> Any:
 
 
 def _get_model_parallel_group() -> Any:
-    """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
+    """Returns the ranks that hold different parts of one copy of the model: tensor ranks of all pipeline stages."""
     return _call_model_mpu("group") or _along(*OTHER_PARTS) or group_of_one()
 
 
 def _get_model_parallel_world_size() -> int:
-    """The size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
+    """Returns the size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
     answer = _call_model_mpu("world_size")
     return _mesh_size(*OTHER_PARTS) if answer is None else answer
 
 
 def _get_model_parallel_rank() -> int:
-    """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
+    """Returns this rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
     answer = _call_model_mpu("rank")
     return _mesh_place(*OTHER_PARTS) if answer is None else answer
 
@@ -167,35 +170,35 @@ def _get_model_parallel_rank() -> int:
 
 
 def _get_sequence_parallel_group() -> Any:
-    """The ranks that share a sequence."""
+    """Returns the ranks that share a sequence."""
     return _call_mpu("get_sequence_parallel_group") or _along(SEQUENCE) or group_of_one()
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """The size of :func:`_get_sequence_parallel_group`; 1 without an mpu or a mesh."""
+    """Returns the size of :func:`_get_sequence_parallel_group`; 1 without an mpu or a mesh."""
     answer = _call_mpu("get_sequence_parallel_world_size")
     return _mesh_size(SEQUENCE) if answer is None else answer
 
 
 def _get_sequence_parallel_rank() -> int:
-    """This rank's place in :func:`_get_sequence_parallel_group`; 0 without an mpu or a mesh."""
+    """Returns this rank's place in :func:`_get_sequence_parallel_group`; 0 without an mpu or a mesh."""
     answer = _call_mpu("get_sequence_parallel_rank")
     return _mesh_place(SEQUENCE) if answer is None else answer
 
 
 def _get_sequence_data_parallel_group() -> Any:
-    """Sequence- and data-parallel ranks together: those among which ZeRO shards."""
+    """Returns the sequence- and data-parallel ranks together: those among which ZeRO shards."""
     return _call_mpu("get_sequence_data_parallel_group") or _mesh_or_data(*SAME_PART)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    """The size of :func:`_get_sequence_data_parallel_group`."""
+    """Returns the size of :func:`_get_sequence_data_parallel_group`."""
     answer = _call_mpu("get_sequence_data_parallel_world_size")
     return size_of(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    """This rank's place in :func:`_get_sequence_data_parallel_group`."""
+    """Returns this rank's place in :func:`_get_sequence_data_parallel_group`."""
     answer = _call_mpu("get_sequence_data_parallel_rank")
     return rank_in(_get_sequence_data_parallel_group()) if answer is None else answer
 
@@ -214,67 +217,67 @@ def _made() -> list[str]:
 
 
 def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
-    """The ranks among which the experts of a layer are spread."""
+    """Returns the ranks among which the experts of a layer are spread."""
     return _expert_groups(group_name)[0]
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    """:func:`_get_expert_parallel_group` by name."""
+    """Returns :func:`_get_expert_parallel_group` by name."""
     return {name: _get_expert_parallel_group(name) for name in _made()}
 
 
 def _get_expert_parallel_world_size(group_name: str = "ep_size_1") -> int:
-    """The size of :func:`_get_expert_parallel_group`."""
+    """Returns the size of :func:`_get_expert_parallel_group`."""
     return size_of(_get_expert_parallel_group(group_name))
 
 
 def _get_expert_parallel_rank(group_name: str = "ep_size_1") -> int:
-    """This rank's place in :func:`_get_expert_parallel_group`."""
+    """Returns this rank's place in :func:`_get_expert_parallel_group`."""
     return rank_in(_get_expert_parallel_group(group_name))
 
 
 def _get_expert_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
-    """The global ranks of :func:`_get_expert_parallel_group`."""
+    """Returns the global ranks of :func:`_get_expert_parallel_group`."""
     return list(ranks_of(_get_expert_parallel_group(group_name)))
 
 
 def _get_expert_parallel_src_rank(group_name: str = "ep_size_1") -> int:
-    """The global rank of the first of those among which experts are spread."""
+    """Returns the global rank of the first of those among which experts are spread."""
     return _get_expert_parallel_group_ranks(group_name)[0]
 
 
 def _get_expert_data_parallel_group(group_name: str = "ep_size_1") -> Any:
-    """The ranks that hold the same experts."""
+    """Returns the ranks that hold the same experts."""
     return _expert_groups(group_name)[1]
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    """:func:`_get_expert_data_parallel_group` by name."""
+    """Returns :func:`_get_expert_data_parallel_group` by name."""
     return {name: _get_expert_data_parallel_group(name) for name in _made()}
 
 
 def _get_expert_data_parallel_world_size(group_name: str = "ep_size_1") -> int:
-    """The size of :func:`_get_expert_data_parallel_group`."""
+    """Returns the size of :func:`_get_expert_data_parallel_group`."""
     return size_of(_get_expert_data_parallel_group(group_name))
 
 
 def _get_expert_data_parallel_rank(group_name: str = "ep_size_1") -> int:
-    """This rank's place in :func:`_get_expert_data_parallel_group`."""
+    """Returns this rank's place in :func:`_get_expert_data_parallel_group`."""
     return rank_in(_get_expert_data_parallel_group(group_name))
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
-    """The global ranks of :func:`_get_expert_data_parallel_group`."""
+    """Returns the global ranks of :func:`_get_expert_data_parallel_group`."""
     return list(ranks_of(_get_expert_data_parallel_group(group_name)))
 
 
 def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
-    """The global rank of the first of those that hold the same experts."""
+    """Returns the global rank of the first of those that hold the same experts."""
     return _get_expert_data_parallel_group_ranks(group_name)[0]
 
 
 def _get_max_expert_size() -> int:
-    """The largest number of ranks that share the experts of a layer.
+    """Returns the largest number of ranks that share the experts of a layer.
 
     Raises:
         CallOrderError: There is no expert layer yet.
@@ -286,12 +289,12 @@ def _get_max_expert_size() -> int:
 
 
 def _get_max_expert_size_name() -> str:
-    """The name of the groups of that size."""
+    """Returns the name of the groups of that size."""
     return group_name_of(_get_max_expert_size())
 
 
 def _get_max_expert_parallel_group() -> Any:
-    """:func:`_get_expert_parallel_group` of that size."""
+    """Returns :func:`_get_expert_parallel_group` of that size."""
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
@@ -302,7 +305,7 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Which ranks share experts, and which hold the same ones; nothing is made.
+    """Returns which ranks share experts, and which hold the same ones; creates no groups.
 
     Args:
         world_size: Ranks of the job.
@@ -356,24 +359,24 @@ def _call_tensor_mpu(what: str) -> Any:
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """The ranks among which layers are cut."""
+    """Returns the ranks among which layers are cut."""
     return _call_tensor_mpu("group") or _along(TENSOR) or group_of_one()
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """The number of ranks among which layers are cut."""
+    """Returns the number of ranks among which layers are cut."""
     answer = _call_tensor_mpu("world_size")
     return _mesh_size(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place among those that share a layer."""
+    """Returns this rank's place among those that share a layer."""
     answer = _call_tensor_mpu("rank")
     return _mesh_place(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of those that share a layer."""
+    """Returns the global rank of the first of those that share a layer."""
     if get_tensor_model_parallel_world_size() == 1:
         return rank_in()
     return ranks_of(get_tensor_model_parallel_group())[0]
@@ -385,15 +388,15 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 
 
 def get_data_parallel_group() -> Any:
-    """The ranks among which gradients are averaged."""
+    """Returns the ranks among which gradients are averaged."""
     return _get_data_parallel_group()
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of ranks among which gradients are averaged."""
+    """Returns the number of ranks among which gradients are averaged."""
     return _get_data_parallel_world_size()
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place among those that average gradients."""
+    """Returns this rank's place among those that average gradients."""
     return _get_data_parallel_rank()

@@ -287,7 +287,7 @@ class Job:
         return 1 if self.mesh is None else self.mesh.size(*axes)
 
     def _effective(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of ``axes`` that have more than one rank, in the order of the mesh."""
+        """Returns those of ``axes`` that have more than one rank, in the order of the mesh."""
         assert self.mesh is not None
         return tuple(name for name, size in self.mesh.axes if name in axes and size > 1)
 

@@ -91,7 +91,7 @@ class JobMesh:
         return self._of_mpu is None
 
     def data_size(self, root: Root) -> int:
-        """The number of ranks that share the batch, for the batch arithmetic. Nothing is communicated.
+        """Returns the number of ranks that share the batch, for the batch arithmetic. Nothing is communicated.
 
         Raises:
             DeepSpeedConfigError: The degrees of the configuration do not fit the ranks, or what objects carry.

@@ -68,11 +68,11 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def __str__(self) -> str:
-        """The sizes in words: ``mesh of pipe 2 x data 4``."""
+        """Returns the sizes in words: ``mesh of pipe 2 x data 4``."""
         return f"mesh of {' x '.join(f'{name} {size}' for name, size in self.axes) or '1 rank'}"
 
     def check(self, world_size: int) -> Mesh:
-        """Itself, if it is one of ``world_size`` ranks.
+        """Returns the mesh itself; raises unless it is one of ``world_size`` ranks.
 
         Raises:
             DeepSpeedConfigError: It has another number of them.
@@ -85,11 +85,11 @@ class Mesh:
         return self
 
     def size(self, *axes: str) -> int:
-        """Ranks of a group along ``axes``; 1 for an axis that the mesh does not name."""
+        """Returns the number of ranks of a group along ``axes``; 1 for an axis that the mesh does not name."""
         return math.prod(self.sizes.get(name, 1) for name in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The place of ``rank`` on every axis.
+        """Returns the place of ``rank`` on every axis.
 
         Raises:
             DeepSpeedConfigError: There is no such rank.
@@ -102,7 +102,7 @@ class Mesh:
         return dict(reversed(found))
 
     def rank_at(self, coordinate: Mapping[str, int]) -> int:
-        """The rank with this place on every axis; 0 on those that ``coordinate`` leaves out.
+        """Returns the rank with this place on every axis; 0 on those that ``coordinate`` leaves out.
 
         Raises:
             DeepSpeedConfigError: The mesh has no such place.
@@ -125,7 +125,7 @@ class Mesh:
         return known
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from ``rank`` along ``axes`` only, itself included, in the order of their positions."""
+        """Returns the ranks that differ from ``rank`` along ``axes`` only, itself included, in ascending position."""
         known = self._groups.get((rank, axes))
         if known is None:
             own = [name for name in axes if name in self.sizes]
@@ -148,11 +148,11 @@ class Mesh:
         return [self.group(self.rank_at(place), *axes) for place in self._places(others)]
 
     def others(self, *axes: str) -> tuple[str, ...]:
-        """The axes that are not among ``axes``."""
+        """Returns the axes that are not among ``axes``."""
         return tuple(name for name in self.names if name not in axes)
 
     def split(self, axis: str, outer: str, inner: tuple[str, int]) -> Mesh:
-        """The same ranks with ``axis`` cut in two.
+        """Returns the same ranks with ``axis`` cut in two.
 
         Args:
             axis: The axis to cut; it goes.
@@ -202,7 +202,7 @@ class Mesh:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-        """Every place along ``axes``, the last of them fastest."""
+        """Yields every coordinate along ``axes``, the last axis fastest."""
         for number in range(self.size(*axes)):
             rest, place = number, {}
             for name in reversed(axes):
@@ -213,12 +213,12 @@ class Mesh:
 
 
 def data_mesh(world_size: int) -> Mesh:
-    """The mesh of a purely data-parallel job."""
+    """Returns the mesh of a purely data-parallel job."""
     return Mesh(((DATA, world_size),))
 
 
 def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
-    """The mesh in which every rank has the place that it reports.
+    """Returns the mesh in which every rank has the place that it reports.
 
     The axes are put in the order in which ranks are numbered as usual, if there is one; else in that of ``AXES``.
 
@@ -256,7 +256,7 @@ def mesh_of_places(places: Sequence[Mapping[str, int]], source: str) -> Mesh:
 
 
 def _first_step(places: Sequence[Mapping[str, int]], axis: str) -> int:
-    """The number of the first rank that is not at the beginning of ``axis``; 0 where all are."""
+    """Returns the number of the first rank that is not at the beginning of ``axis``; 0 where all are."""
     return next((rank for rank, place in enumerate(places) if place[axis]), 0)
 
 

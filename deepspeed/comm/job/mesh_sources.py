@@ -27,7 +27,7 @@ _SHORT_NAMES = tuple(row.aliases[0] for row in ROWS if row.aliases)
 
 
 def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
-    """The mesh in which every rank has the place that its ``mpu`` returns. Every rank of the job must call it.
+    """Returns the mesh in which every rank has the place that its ``mpu`` returns. Every rank of the job must call it.
 
     An mpu has the coordinates of its own rank only, so the ranks exchange them.
 
@@ -51,7 +51,7 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
 
 
 def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
-    """The mesh of a torch ``DeviceMesh`` over all ranks of the job, under the names of this package.
+    """Returns the mesh of a torch ``DeviceMesh`` over all ranks of the job, under the names of this package.
 
     Neighbouring dimensions that mean the same (``dp_replicate``, ``dp_shard``) become one axis.
 
@@ -79,7 +79,7 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
 
 
 def ranks_of_dtensors(model: Any) -> list[int] | None:
-    """The ranks over which a model's ``DTensor`` parameters are cut, in order; None where it has none.
+    """Returns the ranks over which a model's ``DTensor`` parameters are cut, in order; None where it has none.
 
     Args:
         model: Its attribute :data:`TAKEN` marks a model whose parameters an engine has taken already.
@@ -112,7 +112,7 @@ def ranks_of_dtensors(model: Any) -> list[int] | None:
 
 
 def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
-    """The mesh of a job in which ``ranks`` share layers: neighbours, or every n-th rank.
+    """Returns the mesh of a job in which ``ranks`` share layers: neighbours, or every n-th rank.
 
     Args:
         ranks: Result of :func:`ranks_of_dtensors`.
@@ -133,7 +133,7 @@ def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
 
 
 def mesh_of_param(mesh_param: Any) -> Mesh:
-    """The mesh of ``initialize(mesh_param=...)``.
+    """Returns the mesh of ``initialize(mesh_param=...)``.
 
     Args:
         mesh_param: A torch ``DeviceMesh``, a :class:`~deepspeed.comm.job.mesh.Mesh`, or the sizes ``(data, sequence)``.
@@ -154,7 +154,7 @@ def mesh_of_param(mesh_param: Any) -> Mesh:
 
 
 def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
-    """The mesh that the configuration requests: its degrees, and data-parallel ranks for the rest.
+    """Returns the mesh that the configuration requests: its degrees, and data-parallel ranks for the rest.
 
     Args:
         root: The configuration.

@@ -96,12 +96,12 @@ def coordinates(mpu: Any) -> RankCoordinates:
 
 
 def zero_group(mpu: Any) -> Any:
-    """The torch process group among which ZeRO shards; None (all ranks) without an mpu."""
+    """Returns the torch process group among which ZeRO shards; None (all ranks) without an mpu."""
     return coordinates(mpu).zero_group
 
 
 def place_of(mpu: Any) -> dict[str, int]:
-    """This rank's place on the axes of a mesh, as ``mpu`` returns it.
+    """Returns this rank's place on the axes of a mesh, as ``mpu`` returns it.
 
     Raises:
         DeepSpeedConfigError: It lacks a required method, or its sizes do not make up the job.
@@ -122,7 +122,7 @@ def place_of(mpu: Any) -> dict[str, int]:
 
 
 def knows_its_place(mpu: Any) -> bool:
-    """Whether :func:`place_of` is this rank's alone: an mpu may return the number of stages and not its own stage."""
+    """Returns whether :func:`place_of` is this rank's alone: an mpu may know the stages, but not its own."""
     stages = int(_call_mpu(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
     return (stages == 1 or _call_mpu(mpu, *_STAGE) is not None) and (
         _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0
@@ -145,7 +145,7 @@ def _check(found: RankCoordinates) -> None:
 
 
 def _rank_or(group: Any, otherwise: int) -> int:
-    """This rank's place in ``group``, if there is one."""
+    """Returns this rank's place in ``group``, if there is one."""
     return otherwise if group is None else rank_in(group)
 
 
@@ -159,12 +159,12 @@ def _call_mpu(mpu: Any, *names: str, default: Any = None) -> Any:
 
 
 def _shares_sequences(mpu: Any) -> bool:
-    """Whether its model-parallel ranks are sequence-parallel ones under an older name (upstream's own such unit)."""
+    """Returns whether its model-parallel ranks are sequence-parallel ones under an older name (upstream's own unit)."""
     return hasattr(mpu, "initialize_sequence_parallel")
 
 
 def _tensor(mpu: Any, what: str, default: int) -> int:
-    """A pipeline grid's ``get_model_parallel_*`` span its stages too, so the narrower names are tried first."""
+    """Returns the mpu's tensor-parallel ``what``. The names of model parallelism come last: they may span stages."""
     if _shares_sequences(mpu):
         return default
     kinds = ("tensor_model", "slice", "model")

@@ -11,17 +11,17 @@ from torch.distributed import distributed_c10d
 
 
 def rendezvous_store() -> Any:
-    """The store of the default process group, shared by all its ranks, or None without one."""
+    """Returns the store of the default process group, shared by all its ranks, or None without one."""
     return distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def is_alive(group: Any) -> bool:
-    """Whether ``group`` has not been destroyed."""
+    """Returns whether ``group`` has not been destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
 def is_collecting(group: Any) -> bool:
-    """Whether collectives of ``group`` (None: all ranks) are collected, to be started as one (torch's coalescing)."""
+    """Returns whether torch coalesces collectives of ``group`` (None: all ranks), to start them as one."""
     state = distributed_c10d._world.pg_coalesce_state
     return bool(state) and (dist.group.WORLD if group is None else group) in state
 

@@ -40,7 +40,7 @@ class RunMember:
         return replace(self, rank=-1)
 
     def to_json(self) -> dict[str, Any]:
-        """For messages."""
+        """Returns a dict for messages."""
         return {**asdict(self), "address": list(self.address)}
 
     @classmethod
@@ -77,7 +77,7 @@ class JobPlan:
         return (*self.members, *self.spares)
 
     def to_json(self) -> dict[str, Any]:
-        """For messages."""
+        """Returns a dict for messages."""
         return {
             "epoch": self.epoch,
             "members": [member.to_json() for member in self.members],

@@ -101,7 +101,7 @@ class JoiningProcess:
         return _checked(cls, {**values, "facts": _checked(RankInfo, values.get("facts"))})
 
     def to_json(self) -> str:
-        """For the store."""
+        """Returns a dict for the store."""
         return json.dumps(asdict(self))
 
     @property
@@ -117,14 +117,14 @@ class JoiningProcess:
         return self.facts.host, self.facts.pid
 
     def is_related_to(self, other: JoiningProcess) -> bool:
-        """Whether both were surely started together: by one parent, or one by the other."""
+        """Returns whether both were surely started together: by one parent, or one by the other."""
         if self.facts.host != other.facts.host:
             return False
         started_together = self.parent == other.parent and self.parent > 1
         return started_together or self.parent == other.facts.pid or other.parent == self.facts.pid
 
     def replaces(self, other: JoiningProcess) -> bool:
-        """Whether an agent started this process in place of ``other``, which it had ended.
+        """Returns whether an agent started this process in place of ``other``, which it had ended.
 
         The agents of one run count their restarts separately (torch counts no restart that another agent caused), so
         the counts do not decide it. An agent never runs two processes of one rank, and rank 0 belongs to the agent that
@@ -193,7 +193,7 @@ def _checked(cls: type[_Made], values: Any) -> _Made:
 
 
 def job_of(words: Sequence[str]) -> str:
-    """A digest of a command line without what differs between the ranks of one run."""
+    """Returns a digest of a command line without what differs between the ranks of one run."""
     kept = [_RANK_ARGUMENT.sub(r"\1", word) for word in words]
     for number, word in enumerate(kept[:-1]):
         if _RANK_ARGUMENT.fullmatch(word) and kept[number + 1].isdecimal():
@@ -385,7 +385,7 @@ class _Host:
 
 
 def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
-    """The reply to a process that is not admitted."""
+    """Returns the reply to a process that is not admitted."""
     missing = (
         ". If both are one run, give all its processes the same DS_RUN_ID" if not (joining.run and host.run) else ""
     )
@@ -399,7 +399,7 @@ def _refusal(joining: JoiningProcess, host: JoiningProcess, where: str) -> str:
 
 
 def _attend(store: Any, joining: JoiningProcess, where: str, timeout: timedelta, deadline: float) -> str:
-    """Another rank's part; returns the prefix of the run's keys.
+    """Takes part as a rank other than the host; returns the prefix of the run's keys.
 
     Raises:
         StoreLostError: The store ended, and no rendezvous there was open to this rank: it was an earlier attempt's.

@@ -99,7 +99,7 @@ def _index_of_program(accelerator: DeepSpeedAccelerator) -> int | None:
 
 
 def default_backend() -> str:
-    """The backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs.
+    """Returns the backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs.
 
     Raises:
         CommunicationError: The accelerator has no backend.
@@ -116,7 +116,7 @@ def default_backend() -> str:
 
 
 def serves_host_only(backend: str) -> bool:
-    """Whether process groups of ``backend`` have no part in the accelerator's memory: ``gloo``, ``cpu:gloo``."""
+    """Returns whether process groups of ``backend`` serve host memory only: ``gloo``, ``cpu:gloo``."""
     entries = [entry.strip() for entry in backend.lower().split(",")]
     return all(entry == "gloo" or entry.startswith("cpu:") for entry in entries)
 

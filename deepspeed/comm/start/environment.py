@@ -212,7 +212,7 @@ def _scheduler_identity(environ: Mapping[str, str]) -> _FoundRank | None:
 
 
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process as one of several tasks.
+    """Returns whether ``srun`` started this process as one of several tasks.
 
     A shell inside an allocation (``salloc``, ``srun --pty bash``) carries the same variables, but a script started
     from it by hand is alone.
@@ -259,7 +259,7 @@ def _rendezvous_point(
 
 
 def _run_of(environ: Mapping[str, str], way: str, node: ClusterNode | None = None) -> str:
-    """The run that a process belongs to: what its starter set, or ``DS_RUN_ID``."""
+    """Returns the run that a process belongs to: what its starter set, or ``DS_RUN_ID``."""
     if way.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # torchrun's value without --rdzv-id
         return f"torchrun run {environ['TORCHELASTIC_RUN_ID']}"
     if way.startswith("Open MPI") and _open_mpi_job(environ):
@@ -306,12 +306,12 @@ def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address:
 
 
 def local_rank_of(environ: Mapping[str, str], rank: int, world_size: int, device_count: int) -> int:
-    """The local rank of a process whose global rank is already known."""
+    """Returns the local rank of a process whose global rank is already known."""
     return _local_rank(environ, rank, world_size, None, device_count)
 
 
 def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: int) -> int:
-    """How many ranks this process's host has: as the starter set it, else one per device, else all of them.
+    """Returns the number of ranks on this host: as the starter set it, else one per device, else all of them.
 
     Args:
         environ: The environment variables.
@@ -343,7 +343,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list such as ``gpu[003-006,9],login1``.
+    """Returns the first host of a Slurm node list such as ``gpu[003-006,9],login1``.
 
     Examples:
         >>> first_host("gpu[003-006,9],login1")

@@ -71,7 +71,7 @@ def _succeed(call: str, status: int) -> None:
 
 
 def query_pmi(descriptor: int, rank: int, mine: str) -> str:
-    """The same by PMI-1.
+    """Does the same by PMI-1.
 
     Args:
         descriptor: Open connection to the process manager.

@@ -264,7 +264,7 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
 
 
 def is_available() -> bool:
-    """Whether torch was built with distributed support."""
+    """Returns whether torch was built with distributed support."""
     return torch_dist.is_available()
 
 
@@ -284,7 +284,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
-    """A group of some of the ranks. All ranks must call it, members or not, in the same order.
+    """Makes a group of some of the ranks. All ranks must call it, members or not, in the same order.
 
     Args:
         ranks: Global ranks; None: all.
@@ -303,17 +303,17 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's rank in ``group`` (None: among all); -1 if it is no member."""
+    """Returns this process's rank in ``group`` (None: among all); -1 if it is no member."""
     return job.rank_in(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of ranks in ``group`` (None: of all); -1 if this process is no member."""
+    """Returns the number of ranks in ``group`` (None: of all); -1 if this process is no member."""
     return job.size_of(group)
 
 
 def get_local_rank() -> int:
-    """This process's rank among those of its host: ``LOCAL_RANK``.
+    """Returns this process's rank among those of its host: ``LOCAL_RANK``.
 
     Raises:
         CallOrderError: The variable is not set; :func:`init_distributed` sets it.
@@ -327,47 +327,47 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Returns the group of all ranks."""
     return torch_dist.group.WORLD
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The global rank of member number ``group_rank`` of ``group`` (None: the same number)."""
+    """Returns the global rank of member number ``group_rank`` of ``group`` (None: the same number)."""
     return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The global ranks of the members of ``group`` (None: of all), in order."""
+    """Returns the global ranks of the members of ``group`` (None: of all), in order."""
     return list(torch_dist.get_process_group_ranks(group))
 
 
 def get_backend(group: Any = None) -> str:
-    """The backend of ``group``."""
+    """Returns the backend of ``group``."""
     return job.backend_of(group)
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True: every supported torch gathers into one flat tensor."""
+    """Returns True: every supported torch gathers into one flat tensor."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """True: every supported torch reduces and scatters one flat tensor."""
+    """Returns True: every supported torch reduces and scatters one flat tensor."""
     return True
 
 
 def has_coalescing_manager() -> bool:
-    """Whether torch can group collectives into one launch."""
+    """Returns whether torch can group collectives into one launch."""
     return hasattr(torch_dist.distributed_c10d, "_coalescing_manager")
 
 
 def has_all_reduce_coalesced() -> bool:
-    """Whether torch has a coalesced all-reduce."""
+    """Returns whether torch has a coalesced all-reduce."""
     return hasattr(torch_dist, "all_reduce_coalesced")
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    """A torch :class:`~torch.distributed.device_mesh.DeviceMesh` over all ranks. All ranks must call it.
+    """Returns a torch :class:`~torch.distributed.device_mesh.DeviceMesh` over all ranks. All ranks must call it.
 
     Args:
         mesh_shape: Ranks per dimension; the product must be the number of ranks.

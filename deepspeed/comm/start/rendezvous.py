@@ -201,7 +201,7 @@ def _not_here(name: str) -> str | None:
 
 
 def _taken(place: Place, url: str | None) -> str:
-    """Why rank 0 cannot hold the store."""
+    """Returns why rank 0 cannot open the store."""
     where, occupant = url or f"{place.address}:{place.port}", "another program"
     if url is None and place.port is not None:
         occupant = describe_listener(place.port)
@@ -212,7 +212,7 @@ def _taken(place: Place, url: str | None) -> str:
 
 
 def _remedy(place: Place) -> str:
-    """The way out that this way of starting knows."""
+    """Returns the way out that this way of starting knows."""
     port = free_port()
     if place.port is None:
         return f"Give init_method another port, such as {port}, on all ranks"

@@ -96,7 +96,7 @@ def compare_facts(facts: Sequence[RankInfo]) -> str | None:
 
 
 def _compare_device_counts(facts: Sequence[RankInfo]) -> str | None:
-    """Machines may differ in size, but then each must have one rank per device: a device that is missing shows."""
+    """Returns a message if machines have other numbers of devices and not one rank per device; else None."""
     if len({fact.device_count for fact in facts}) == 1:
         return None
     ranks_on: dict[str, int] = defaultdict(int)
@@ -131,7 +131,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def rank_map(facts: Sequence[RankInfo]) -> list[str]:
-    """Which rank is where: one line per machine after a heading."""
+    """Returns a table of the ranks: one line per machine after a heading."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         hosts.setdefault(fact.host, []).append(rank)
@@ -250,7 +250,7 @@ def _own_place(rank: int) -> str:
 
 
 def _compare_models(posts: list[str]) -> str | None:
-    """A rank of the majority and one that has another model, as JSON; None if there is none."""
+    """Returns a rank of the majority and one that has another model, as JSON; None if there is none."""
     ranks = [json.loads(post) for post in posts]
     digests = [each["digest"] for each in ranks]
     common = ranks[digests.index(max(digests, key=lambda each: (digests.count(each), each == digests[0])))]

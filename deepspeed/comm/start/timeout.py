@@ -9,7 +9,7 @@ from deepspeed.errors import CommunicationError
 
 
 def default_timeout() -> timedelta:
-    """How long a collective may take: ``DEEPSPEED_TIMEOUT`` minutes, 10 if the variable is not set.
+    """Returns how long a collective may take: ``DEEPSPEED_TIMEOUT`` minutes, 10 if the variable is not set.
 
     Raises:
         CommunicationError: The variable is no number above 0.

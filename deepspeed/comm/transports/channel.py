@@ -104,7 +104,7 @@ class Channel:
         self._transport, self._sums, self._count = made._transport, made._sums, 0
 
     def place(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory to compute a summand in, which need not be copied then.
+        """Returns memory to compute a summand in, so that :meth:`sum` need not copy it.
 
         Args:
             shape: Of the summand.
@@ -146,11 +146,11 @@ class Channel:
         return _KnownSum(work, values, None if out.data_ptr() == values.data_ptr() else out[:numel])
 
     def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""
+        """Returns the sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""
         return self.start_sum(values.contiguous(), label).wait()
 
     def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
-        """Everybody's ``values``, which differ in the extent of the last dimension.
+        """Returns everybody's ``values``, which differ in the extent of the last dimension.
 
         Args:
             values: This rank's.
@@ -173,7 +173,7 @@ class Channel:
         return torch.stack(self.gather(values.reshape(-1), [values.numel()] * self.size, label)).amax(0).view_as(values)
 
     def scatter_sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        """This rank's part, along dimension 0, of the sum of ``values``.
+        """Returns this rank's part, along dimension 0, of the sum of ``values``.
 
         Args:
             values: Contiguous; its first extent is a multiple of the number of ranks.

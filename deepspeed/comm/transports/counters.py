@@ -72,7 +72,7 @@ class TrafficCounter:
         self.ran_along[name, axis].add(nbytes, calls)
 
     def rows(self) -> list[tuple[str, str, int, int]]:
-        """``(column, name, calls, bytes)`` for each name, both columns."""
+        """Returns ``(column, name, calls, bytes)`` for each name, both columns."""
         return [
             (column, name, tally.calls, tally.nbytes)
             for column, tallies in (("requested", self.requested), ("ran", self.ran))

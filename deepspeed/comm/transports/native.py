@@ -58,7 +58,10 @@ class NativeWork:
         self._keep = keep
 
     def will_arrive(self) -> bool:
-        """Waiting puts the current stream behind the transfer, and later gathers behind that stream."""
+        """Returns whether the transfer is over.
+
+        Waiting earlier puts the current stream behind it, and later gathers too.
+        """
         return self._work is None or self._work.is_completed()
 
     def poll(self, seconds: float) -> bool:

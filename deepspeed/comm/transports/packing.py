@@ -11,12 +11,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 def numel_of(tensors: Tensors) -> int:
-    """Elements of all tensors together."""
+    """Returns the number of elements of all tensors together."""
     return sum(tensor.numel() for tensor in tensors)
 
 
 def in_place(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor | None:
-    """The 1-D view that holds all tensors, where they lie one behind another in memory; None where they do not."""
+    """Returns the 1-D view that holds all tensors, where they lie one behind another in memory.
+
+    None where they do not.
+    """
     filled = [tensor for tensor in tensors if tensor.numel()]
     end = filled[0].storage_offset() if filled else 0
     for tensor in filled:

@@ -51,7 +51,7 @@ Visit = Callable[[torch.Tensor], None]
 
 
 def transfer_key(owner: int, bucket: int, kind: int, count: int) -> int:
-    """The number that matches the sends and receives of one transfer (below 2**30).
+    """Returns the number that matches the sends and receives of one transfer (below 2**30).
 
     Args:
         owner: Number of the engine.
@@ -274,7 +274,7 @@ class Transport:
         self.group, self.watched = _ClosedGroup(), None
 
     def rank_at(self, position: int) -> int:
-        """The rank in the whole group of the rank that has the slice number ``position``."""
+        """Returns the rank in the whole group of the rank that has the slice number ``position``."""
         return position
 
     def take_place_of(self, other: Transport) -> None:
@@ -321,7 +321,7 @@ class Transport:
             self.watch.forward_queue.progress_pending(last)
 
     def my_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a flat buffer, as a view."""
+        """Returns this rank's slice of a flat buffer, as a view."""
         length = flat.numel() // self.size
         return flat.narrow(0, self.rank * length, length)
 
@@ -378,7 +378,7 @@ class Transport:
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Everybody's small 1-D tensor as rows of a 2-D one on the host; blocks.
+        """Returns everybody's small 1-D tensor as rows of a 2-D one on the host; blocks.
 
         Args:
             tensor: On the host or on :attr:`small_device`, of equal length on all ranks that use ``channel``.
@@ -481,7 +481,7 @@ class Transport:
 
 
 def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit: Visit | None = None) -> None:
-    """``out = scale * (parts[0] + parts[1] + ...)`` in fp32, left to right, in cache-sized chunks.
+    """Computes ``out = scale * (parts[0] + parts[1] + ...)`` in fp32, left to right, in cache-sized chunks.
 
     Args:
         parts: 1-D tensors of equal length and any floating dtype.

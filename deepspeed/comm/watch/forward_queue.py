@@ -61,7 +61,7 @@ class TrainingThread:
         self._ident: int | None = None
 
     def is_elsewhere(self) -> bool:
-        """Whether the calling thread works beside the one that trains."""
+        """Returns whether the calling thread works beside the one that trains."""
         me = threading.get_ident()
         if self._ident is None:
             self._ident = me

@@ -47,7 +47,7 @@ class TracePoints:
 
 
 def reason_of(error: RuntimeError) -> Exception | None:
-    """Why a forward or backward failed, where that is because other ranks have gone another way or ended."""
+    """Returns why a forward or backward failed, if the cause is that other ranks diverged or ended."""
     return None if isinstance(error, DeepSpeedError) else Job.current().watched.known_reason()
 
 

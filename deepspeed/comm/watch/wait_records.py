@@ -159,7 +159,7 @@ def _wait_of(post: dict[str, Any]) -> _Wait | None:
 
 
 def _lacking(rank: int, posts: dict[int, dict[str, Any]], first: int) -> Iterator[int]:
-    """Ranks that have not issued what ``rank`` waits for, and cannot issue it before their own wait is over.
+    """Returns the ranks that have not issued what ``rank`` waits for, and cannot before their own wait is over.
 
     A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
     come behind the wait in the stream.

@@ -95,7 +95,7 @@ class Member(Protocol):
     """Holds resources of a job, and is closed with it."""
 
     def leave(self) -> None:
-        """The job is over: gives back what it holds."""
+        """Frees what it holds. Called when the job ends."""
 
 
 class Connection(Member, Protocol):
@@ -338,7 +338,7 @@ class Watch:
         return False
 
     def is_in_vain(self) -> bool:
-        """Whether it is known why no wait can end well."""
+        """Returns whether every wait is known to fail."""
         return any(end is not None for end in (self._decision, self._exit_notice, self._failure))
 
     def post_failure(self, text: str) -> None:
@@ -453,7 +453,7 @@ class Watch:
         return next((rank for rank in others if has_ended(self._processes.get(rank, ""))), None)
 
     def _is_still_there(self, cycle: dict[int, dict[str, Any]]) -> bool:
-        """Whether every rank of ``cycle`` has looked again, in the same wait, since the cycle was first seen.
+        """Returns whether every rank of ``cycle`` has looked again, in the same wait, since the cycle was first seen.
 
         Of this rank its own state is known. A cycle of other ranks must be seen once more: their posts were not read
         at one moment, but all of them were there already when the first reading ended.
@@ -473,7 +473,7 @@ class Watch:
         return None if keys is None else keys.get(index)
 
     def _parted_from(self, posts: dict[int, dict[str, Any]]) -> list[int]:
-        """This rank and another one that waits for something else under a number that this one has used."""
+        """Returns this rank and another one that waits for something else under a number that this one has used."""
         for rank, post in posts.items():
             theirs, mine = post.get("key"), self._key_of(post.get("channel", ""), post.get("index", 0))
             differ = theirs is not None and mine is not None and theirs != mine
@@ -489,7 +489,7 @@ class Watch:
         return printable(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
 
     def _explain(self, error: RuntimeError, awaited: WaitRecord, patience: float | None) -> Exception:
-        """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
+        """Explains a failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
         self.has_failed = True
         seconds = self._patience if patience is None else patience
         if patience is None:
@@ -557,7 +557,7 @@ def _post_exit_notice(reference: weakref.ref[Watch]) -> None:
 
 
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
-    """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
+    """Runs the watching thread, which must not keep the watch alive, and with it the process group and its sockets."""
     is_running, period = True, _PERIOD
     while is_running:
         wake.wait(period)

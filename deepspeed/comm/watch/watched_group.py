@@ -269,7 +269,7 @@ def _tasks() -> list[Path]:
 
 
 def _computes(task: Path) -> bool:
-    """Whether it is a thread of gloo, and runs or would if there were a processor for it."""
+    """Returns whether a thread is one of gloo's and is runnable: running, or waiting only for a processor."""
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
     except OSError:  # it has ended

@@ -354,14 +354,17 @@ MISSING_OPTIMIZERS = {
 
 
 def parameter_model(name: str, torch_adam: bool, adam_w_mode: bool) -> type[OptimizerParams]:
-    """The table of parameters for a known optimizer; ``torch_adam`` picks torch's classes for Adam and AdamW."""
+    """Returns the table of parameters for a known optimizer.
+
+    ``torch_adam`` picks torch's classes for Adam and AdamW.
+    """
     if torch_adam and name in ("Adam", "AdamW"):
         return TorchAdamWParams if name == "AdamW" or adam_w_mode else TorchAdamParams
     return OWN_OPTIMIZERS.get(name) or TORCH_OPTIMIZERS[name]
 
 
 def name_for_programs(section: Optimizer | None) -> str | None:
-    """The optimizer's name as programs compare it: our own in small letters, torch's as torch spells them."""
+    """Returns the optimizer's name as programs compare it: our own in small letters, torch's as torch spells them."""
     if section is None or section.type is None:
         return None
     return section.type.lower() if section.type in OWN_OPTIMIZERS and section.type != "SGD" else section.type

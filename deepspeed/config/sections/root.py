@@ -169,7 +169,7 @@ _RULE = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulati
 
 
 def _switch_as_section(value: Any) -> Any:
-    """``true`` and ``false`` for a section that its presence turns on."""
+    """Translates ``true`` and ``false`` for a section that its presence turns on."""
     if isinstance(value, bool):
         return {} if value else None
     return value

@@ -134,7 +134,7 @@ class DataAnalyzer:
         write_metric(self._folder / name, name, kind, parts)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Both. With a process group every rank of it calls this, and rank 0 of it reduces; all return together.
+        """Runs map and reduce. Every rank of a process group must call it; rank 0 reduces, and all return together.
 
         Args:
             comm_group: Process group of the workers; None: all ranks.

@@ -115,7 +115,7 @@ class DeepSpeedDataSampler(BatchSampler):
             self._schedules[name].set_custom_get_difficulty(function)
 
     def __len__(self) -> int:
-        """Micro-batches of a whole training."""
+        """Returns the number of micro-batches of a whole training."""
         return self._total // self._micro_of_all if self.drop_last else -(-self._total // self._micro_of_all)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -273,7 +273,7 @@ class MetricOrder:
     def read(
         cls, name: str, sample_path: str | Path, metric_path: str | Path | None, max_difficulty: int | None
     ) -> MetricOrder:
-        """From the index files that an analysis has written (:mod:`deepspeed.data.analysis`).
+        """Reads the index files that an analysis has written (:mod:`deepspeed.data.analysis`).
 
         Args:
             name: Of the metric.
@@ -368,5 +368,5 @@ class Clusters:
         return fresh
 
     def sizes(self) -> NDArray[numpy.int64]:
-        """Samples per group."""
+        """Returns the samples per group."""
         return numpy.array([len(members) for members in self.members], dtype=numpy.int64)

@@ -60,7 +60,7 @@ class CurriculumScheduler:
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
-        """Bounds, shape and the present difficulty; a function is not part of it."""
+        """Returns bounds, shape and the present difficulty; a function is not part of it."""
         return {
             "min_difficulty": self._min,
             "max_difficulty": self._max,

@@ -52,7 +52,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return len(self._index.sizes)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """One item; for a slice without step the list of its items, which costs one read.
+        """Returns one item; for a slice without step the list of its items, which costs one read.
 
         Raises:
             IndexError: There is no such item.
@@ -69,7 +69,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return self.get(index)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Part of an item.
+        """Returns a part of an item.
 
         Args:
             idx: Number of the item; negative ones count from the end.
@@ -103,7 +103,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return self._index.sizes
 
     def size(self, index: int) -> int:
-        """Values of one item."""
+        """Returns the number of values of one item."""
         return int(self._index.sizes[index])
 
     @property
@@ -199,7 +199,7 @@ class MMapIndexedDatasetBuilder:
             self.add_item(item)
 
     def end_document(self) -> None:
-        """The items since the last call, or the start, are a document."""
+        """Ends a document: the items since the last call, or since the start."""
         self._documents.append(len(self._sizes))
 
     def merge_file_(self, another_file: str | Path) -> None:

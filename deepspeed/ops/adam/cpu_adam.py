@@ -54,7 +54,7 @@ class DeepSpeedCPUAdam(AdamOptimizer):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Like ``step`` for the param group number ``subgroup_id`` alone."""
+        """Does what ``step`` does for the param group number ``subgroup_id`` alone."""
         loss = evaluate(closure)
         self._update_group(self._group(subgroup_id))
         return loss

@@ -94,7 +94,7 @@ class FusedLamb(KeepsStateDtypes):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy starts without a segment table: the table names runs by identity."""
+        """Restores a copy without a segment table: the table names runs by identity."""
         super().__setstate__(state)
         self._table, self._maps, self._coeffs = None, {}, None
 
@@ -127,7 +127,7 @@ class FusedLamb(KeepsStateDtypes):
         self._table = table
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The ratios of the latest step: one per tensor, in the numbering of the table or the order of parameters."""
+        """Returns the ratios of the latest step: one per tensor, in the order of the table or of the parameters."""
         return [] if self._coeffs is None else self._coeffs.tolist()
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ def _add_over_parts(squares: Tensor, table: SegmentTable) -> None:
 
 
 def _ratios(squares: Tensor) -> Tensor:
-    """Weight norm over update norm per tensor, rounded to fp32; 1 where either is zero."""
+    """Returns the weight norm over the update norm per tensor, rounded to fp32; 1 where either is zero."""
     weight_norm, update_norm = squares.sqrt().float()
     usable = (weight_norm > 0) & (update_norm > 0)
     return torch.where(usable, weight_norm / update_norm.where(usable, torch.ones_like(update_norm)), 1.0)
@@ -221,7 +221,7 @@ class _Update:
         return any(self.group[name] != defaults[name] for name in ("min_coeff", "max_coeff"))
 
     def holds(self) -> Tensor:
-        """Per tensor, whether this parameter holds a segment of it."""
+        """Returns, per tensor, whether this parameter holds a segment of it."""
         ones = torch.ones(1, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
         return self.block_map.sums(ones)[0] > 0
 
@@ -257,7 +257,7 @@ class _Update:
             self.param.copy_(flat.view_as(self.param))
 
     def _chunks(self, flat: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Start, weights in the dtype of the state, and moments of each cache-sized chunk."""
+        """Yields the start, weights in the dtype of the state, and moments of each cache-sized chunk."""
         flat = self.param.contiguous().view(-1) if flat is None else flat
         exp_avg, exp_avg_sq = (self.state[name].view(-1) for name in ("exp_avg", "exp_avg_sq"))
         numel = default_chunk_numel(self.param.device)

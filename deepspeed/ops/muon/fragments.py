@@ -152,7 +152,7 @@ class FragmentExchange:
         orthogonalize: Callable[..., Tensor],
         apply: Callable[[Tensor, slice, Tensor, tuple[int, ...]], None],
     ) -> None:
-        """One step of all matrices. Every rank must call it.
+        """Runs one step of all matrices. Every rank must call it.
 
         Args:
             update_of: ``(run, elements) -> `` fp32 update of those elements, before orthogonalising.
@@ -339,7 +339,7 @@ def heaviest_position(rounds: Iterable[MuonRound]) -> tuple[int | None, tuple[in
 
 
 def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[SharedTensor]]:
-    """Largest matrices first, so that those of one round are alike and balance well."""
+    """Puts matrices into rounds, the largest first, so that those of one round are alike and balance well."""
     rounds: list[list[SharedTensor]] = []
     filled = 0
     for tensor in sorted(tensors, key=lambda tensor: (-tensor.numel, tensor.index)):
@@ -394,7 +394,7 @@ class _SegmentTree:
             self._tree[node] = min(self._tree[2 * node], self._tree[2 * node + 1])
 
     def least(self, positions: range) -> tuple[int, int]:
-        """Load and position of the least loaded of consecutive positions, of equals the first."""
+        """Returns load and position of the least loaded of consecutive positions; among equals the first."""
         first, last = self._size + positions[0], self._size + positions[-1] + 1
         least = self._tree[first]
         while first < last:

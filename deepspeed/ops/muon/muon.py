@@ -329,7 +329,7 @@ def _is_flagged(param: Tensor) -> bool:
 
 
 def _apply(group: dict[str, Any], weight: Tensor, direction: Tensor, shape: tuple[int, ...]) -> None:
-    """Decoupled decay, then the step. The scale compares rows with columns of the whole matrix."""
+    """Applies decoupled decay, then the step. The scale depends on the rows and columns of the whole matrix."""
     lr = float(group["lr"])
     if group["weight_decay"]:
         weight.mul_(1 - lr * group["weight_decay"])
@@ -387,7 +387,7 @@ def _standard(wide: Tensor, num_steps: int) -> Tensor:
 
 
 def _gram(wide: Tensor, num_steps: int) -> Tensor:
-    """X' = P X with P = aI + bA + cA^2 and A = X X^T; all P commute with A, so A' = P A P and the P can be gathered."""
+    """Runs the steps on the Gram matrix: X' = P X with P = aI + bA + cA^2 and A = X X^T; all P commute with A."""
     a, b, c = _COEFFICIENTS
     gram = wide @ wide.mT
     gathered: Tensor | None = None

@@ -65,7 +65,7 @@ def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def refuse_step(optimizer: object) -> None:
-    """Raises: these optimizers cannot step without an engine, which has the ranks."""
+    """Raises, since these optimizers cannot step without an engine, which has the ranks."""
     raise CallOrderError(
         f"{type(optimizer).__name__}.step: this optimizer exchanges momenta between ranks, which the engine does; give "
         "it to deepspeed.initialize and call engine.step()"
@@ -73,7 +73,7 @@ def refuse_step(optimizer: object) -> None:
 
 
 def largest_update(betas: tuple[float, float], rate: float = 1.0) -> float:
-    """What ``rate * |momentum| / sqrt(variance)`` of Adam never exceeds, whatever gradients: 7.27 for 0.9 and 0.999.
+    """Returns what ``rate * |momentum| / sqrt(variance)`` of Adam never exceeds: 7.27 for betas 0.9 and 0.999.
 
     Both are sums over past gradients, without correction for their start, and by Cauchy and Schwarz the quotient is at
     most ``(1 - beta1) / sqrt(1 - beta2) / sqrt(1 - beta1 ** 2 / beta2)`` (Adam, arXiv 1412.6980, section 2.1, has the
@@ -118,7 +118,7 @@ class PhaseCheck:
         self._progress["updates"], self._progress["logs"] = updates, logs
 
     def __call__(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
         self._end()
 
 

@@ -58,7 +58,7 @@ class ZeroOneRule:
         self._updates, self._of_variance = updates, of_variance
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Adam's, what was moved since ranks came together, and where that was."""
+        """Returns Adam's states, the sum of updates since the ranks last agreed, and the parameters at that time."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
 
     def runs_lists_at_once(self, device: torch.device) -> bool:

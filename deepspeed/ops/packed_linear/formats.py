@@ -53,11 +53,11 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of codes and scales."""
+        """Returns the shapes of codes and scales."""
 
     @abstractmethod
     def refusal(self, in_features: int) -> str | None:
-        """Why a weight with so many input features cannot be packed; None: it can."""
+        """Returns why a weight with so many input features cannot be packed; None if it can."""
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,10 +77,13 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """The product by torch's packed kernel: ``[rows, in] -> [rows, out or more]``; None where there is none."""
+        """Returns the product by torch's packed kernel: ``[rows, in] -> [rows, out or more]``.
+
+        None where there is none.
+        """
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Some output features, ``[len(index), in_features]``: what an embedding looks up."""
+        """Returns some output features, ``[len(index), in_features]``: what an embedding looks up."""
         raise NotImplementedError(f"{type(self).__name__} has no order in which single rows can be read")
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +122,7 @@ class GroupCodes(PackedFormat):
         return (out_features, -(-in_features * self.bits // 8)), (out_features, self.groups, 1 + self.has_offset)
 
     def refusal(self, in_features: int) -> str | None:
-        """Groups must be whole."""
+        """Refuses groups that are not whole."""
         if in_features % self.groups == 0:
             return None
         return f"its {in_features} input features are not a multiple of {self.groups} groups"
@@ -134,7 +137,7 @@ class GroupCodes(PackedFormat):
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes of a weight whose scales are known.
+        """Encodes a weight whose scales are known.
 
         Args:
             weight: ``[out, in]``.
@@ -204,7 +207,7 @@ class Int4Groups(PackedFormat):
         return (blocks, in_features, _HALF), (in_features // self.group_size, blocks * _BLOCK_int4, 2)
 
     def refusal(self, in_features: int) -> str | None:
-        """Groups must be whole."""
+        """Refuses groups that are not whole."""
         if in_features % self.group_size == 0:
             return None
         return f"its {in_features} input features are not a multiple of the group size {self.group_size}"
@@ -234,7 +237,7 @@ class Int4Groups(PackedFormat):
     def encode(
         self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes of a weight whose scales are known; these stay in fp32.
+        """Encodes a weight whose scales are known; these stay in fp32.
 
         Args:
             weight: ``[out, in]``.
@@ -331,7 +334,7 @@ class Int8Rows(PackedFormat):
         return (out_features, in_features), (out_features,)
 
     def refusal(self, in_features: int) -> str | None:
-        """Any number of input features can be packed."""
+        """Returns None: any number of input features can be packed."""
         return None
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -382,7 +385,7 @@ def packed_linear(
     how: PackedFormat,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.t() + bias`` where the weight is packed.
+    """Returns ``x @ weight.t() + bias`` where the weight is packed.
 
     Args:
         x: ``[..., in_features]``, bfloat16, float16 or float32; the product is computed in this dtype.

@@ -31,7 +31,7 @@ def attend(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention over the entries of a layout; as masked dense attention where the mask is the layout.
+    """Computes softmax attention over the entries of a layout; by dense attention where the mask is the layout.
 
     Args:
         query: ``[batch, heads, length, width]``, any floating dtype.
@@ -86,7 +86,7 @@ def _fits_kernel(query: torch.Tensor, bias: torch.Tensor | None, key_bias: torch
 
 
 def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:
-    """The heads of a part as slices: all at once, or one by one."""
+    """Yields the heads of a part as slices: all at once, or one by one."""
     if plan.num_heads == 1 or len(part.heads) == heads:
         yield slice(0, heads)
     else:
@@ -95,13 +95,13 @@ def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:
 
 
 def _blocks(tensor: torch.Tensor, batch: slice, heads: slice, plan: LayoutPlan) -> torch.Tensor:
-    """``[n, blocks, block * width]`` of some heads of some samples: a view for one sample or for all heads."""
+    """Returns ``[n, blocks, block * width]`` of some heads of some samples: a view for one sample or for all heads."""
     part = tensor[batch, heads]
     return part.reshape(part.size(0) * part.size(1), plan.blocks, plan.block * tensor.size(-1))
 
 
 def _take(blocks: torch.Tensor, which: torch.Tensor, tiles: int, width: int) -> torch.Tensor:
-    """``[n, tiles, tokens of one, width]``."""
+    """Returns ``[n, tiles, tokens of one, width]``."""
     return blocks.index_select(1, which).view(blocks.size(0), tiles, -1, width)
 
 
@@ -129,7 +129,7 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_c
 
 
 def _stack_parts(plan: LayoutPlan, batch: int, heads: int) -> Iterator[tuple[TileStack, slice, slice]]:
-    """``(stack, samples, heads)``: as many heads of as many samples at once as fill the cache."""
+    """Yields ``(stack, samples, heads)``: as many heads of as many samples at once as fill the cache."""
     for part in plan.by_heads:
         for group in _heads_of(part, plan, heads):
             for stack in part.stacks:

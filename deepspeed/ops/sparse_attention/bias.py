@@ -29,7 +29,10 @@ class Bias:
     dtype: torch.dtype
 
     def of_stack(self, stack: TileStack, batch: slice, heads: slice) -> torch.Tensor | None:
-        """``[batch, heads, tiles, queries, keys]`` for a stack, any of the first three possibly 1; None for nothing."""
+        """Returns ``[batch, heads, tiles, queries, keys]`` for a stack, any of the first three possibly 1.
+
+        None for nothing.
+        """
         found: torch.Tensor | None = None
         if self.of_scores is not None:
             found = self._scores(
@@ -67,7 +70,7 @@ class Bias:
 
 
 def _cut(tensor: torch.Tensor, dimension: int, part: slice) -> slice:
-    """``part`` of a dimension, or all of it where it is 1 and stands for all."""
+    """Returns ``part`` of a dimension, or all of it where it is 1 and stands for all."""
     return slice(None) if tensor.size(dimension) == 1 else part
 
 

@@ -107,7 +107,7 @@ class MatMul:
         return whole
 
     def _blocks(self, dense: torch.Tensor, dimension: int) -> torch.Tensor:
-        """Cut into blocks along rows (2) or columns (3): ``[batch, heads, blocks, n, k]``."""
+        """Returns blocks along rows (2) or columns (3): ``[batch, heads, blocks, n, k]``."""
         if dimension == 2:
             return dense.unflatten(2, (-1, self.block))
         return dense.unflatten(3, (-1, self.block)).transpose(2, 3)

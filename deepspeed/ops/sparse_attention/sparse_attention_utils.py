@@ -182,7 +182,7 @@ class SparseAttentionUtils:
 
 
 def _extend_buffers(owner: nn.Module, known: int, wanted: int) -> None:
-    """Position ids and token types that a module keeps in the length of its table."""
+    """Extends position ids and token types, which a module keeps in the length of its table."""
     for name, buffer in list(owner.named_buffers(recurse=False)):
         if buffer.dim() == 2 and buffer.size(1) == known and not buffer.is_floating_point():
             is_count = bool((buffer[0] == torch.arange(known, device=buffer.device)).all())

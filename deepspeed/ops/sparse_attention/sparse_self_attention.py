@@ -111,7 +111,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends.
+        """Computes attention.
 
         Args:
             query: ``[batch, heads, length, width]``, fp32, bf16 or fp16.
@@ -176,7 +176,10 @@ class Layouts:
         self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
 
     def layout(self, length: int) -> torch.Tensor:
-        """The pattern's layout for ``length`` tokens, the same on all ranks; without a seed all must request it."""
+        """Returns the pattern's layout for ``length`` tokens, the same on all ranks.
+
+        Without a seed all must request it.
+        """
         if length not in self._layouts:
             if len(self._layouts) == _KEPT:
                 oldest = next(iter(self._layouts))
@@ -257,7 +260,7 @@ class BertSparseSelfAttention(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attends.
+        """Computes attention.
 
         Args:
             hidden_states: ``[batch, length, hidden]``.
@@ -280,7 +283,10 @@ class BertSparseSelfAttentionInTransformers(BertSparseSelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attends; ``attention_mask`` is one of keys, ``[batch, 1, any, length]``: False hides, floats add."""
+        """Computes attention.
+
+        ``attention_mask`` masks keys, ``[batch, 1, any, length]``: False hides, floats are added.
+        """
         if attention_mask is not None:
             attention_mask = attention_mask[:, 0, 0] if attention_mask.dim() == 4 else attention_mask
             if attention_mask.dtype == torch.bool:

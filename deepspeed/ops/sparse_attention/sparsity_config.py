@@ -54,7 +54,7 @@ class SparsityConfig:
         return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """The layout for ``seq_len`` tokens; a pattern defines it."""
+        """Returns the layout for ``seq_len`` tokens; a pattern defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no make_layout; a pattern of one's own defines it")
 
     def check_and_propagate_first_head_layout(self, layout: torch.Tensor) -> torch.Tensor:
@@ -110,14 +110,14 @@ def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[t
 
 
 def _set_window(layout: torch.Tensor, before: int, after: int) -> None:
-    """Each row of one head's layout sees ``before`` blocks before its own, its own, and ``after`` after it."""
+    """Lets each row of one head's layout see ``before`` blocks before its own, its own, and ``after`` after it."""
     rows = torch.arange(layout.size(0))
     distance = rows.unsqueeze(0) - rows.unsqueeze(1)
     layout[(distance >= -before) & (distance <= after)] = 1
 
 
 def _set_local(layout: torch.Tensor, starts: Sequence[int], attention: str) -> None:
-    """Consecutive windows that see themselves; ``starts`` ends with the number of blocks."""
+    """Lets consecutive windows see themselves; ``starts`` ends with the number of blocks."""
     for start, end in zip(starts, starts[1:], strict=False):
         window = torch.ones((end - start, end - start), dtype=layout.dtype)
         layout[start:end, start:end] |= window.tril() if attention == UNIDIRECTIONAL else window

@@ -62,7 +62,7 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
 
 
 def heads_of(model: nn.Module) -> int:
-    """Attention heads of a Transformers model.
+    """Returns the number of attention heads of a Transformers model.
 
     Raises:
         DeepSpeedConfigError: It is none, or its configuration does not name it.
@@ -88,7 +88,10 @@ def _what(model: nn.Module) -> str:
 def _mask(
     *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The mask for :func:`_attention`: what is padding, 2-D, where nothing else is masked; else the whole, 4-D."""
+    """Returns the mask for :func:`_attention`: what is padding, 2-D, where nothing else is masked.
+
+    Else the whole, 4-D.
+    """
     if is_plain_mask(mask_function):
         if attention_mask is None or bool(attention_mask.all()):
             return None
@@ -108,7 +111,7 @@ def _attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers requests it.
+    """Computes attention as transformers requests it.
 
     Args:
         module: The layer.
@@ -195,7 +198,7 @@ def _dense(
     scale: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attention of a few queries to all keys."""
+    """Computes attention of a few queries to all keys."""
     added = _hiding(hidden, query.dtype)
     if key_bias is not None:
         added = added + key_bias[:, None, None]

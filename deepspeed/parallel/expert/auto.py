@@ -241,7 +241,7 @@ class _ExpertAssignment:
         return slice(place * local, (place + 1) * local)
 
     def out(self, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
+        """Returns this rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
         kept = weight[self.mine(len(weight))].clone()
         # Who joins a run comes among ranks whose experts are spread already, and takes its values from copies.
         if self._peers.size == 1 or Job.current().awaits_copies:

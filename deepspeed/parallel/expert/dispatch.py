@@ -214,7 +214,7 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
 
 
 def _evenly(routes: int, num_experts: int) -> list[int]:
-    """Rows of each expert, for tensors without values: nothing is dropped, and no expert is more popular."""
+    """Returns the rows of each expert, for tensors without values: nothing is dropped, and tokens are spread evenly."""
     return [routes // num_experts + (expert < routes % num_experts) for expert in range(num_experts)]
 
 
@@ -443,7 +443,7 @@ def _joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def _summed(rows: torch.Tensor, weights: torch.Tensor | None, plan: RoutePlan) -> torch.Tensor:
-    """``[S, M]``: the rows of each token, times the weights of its routes, in one pass and always in one order."""
+    """Returns ``[S, M]``: the rows of each token times the weights of its routes, in one pass and one fixed order."""
     if not len(rows):
         return rows.new_zeros(plan.num_tokens, rows.shape[1])
     places, numbers, begins = plan.by_token

@@ -84,7 +84,7 @@ def expert_balances(model: nn.Module) -> dict[str, RoutingMetrics]:
 
 
 def expert_events(model: nn.Module) -> list[tuple[str, float]]:
-    """Name and value of the events of a model's expert layers, numbered in their order; of this rank's tokens.
+    """Returns name and value of the events of a model's expert layers, numbered in their order; of this rank's tokens.
 
     Imbalance (the most loaded expert over the mean), dropped routes in percent, and each expert's share in percent
     while the layers have at most 512 experts together.

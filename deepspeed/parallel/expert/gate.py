@@ -158,7 +158,7 @@ def check_policy(noisy_gate_policy: str | None) -> None:
 
 
 def capacity_of(num_tokens: int, num_experts: int, factor: float, min_capacity: int) -> int:
-    """Most routes that an expert takes: ``max(ceil(S / E * factor), min_capacity)``.
+    """Returns the most routes that an expert takes: ``max(ceil(S / E * factor), min_capacity)``.
 
     Args:
         num_tokens: S.
@@ -177,7 +177,7 @@ def jittered(x: torch.Tensor, epsilon: float = _JITTER) -> torch.Tensor:
 
 
 def gumbel_like(logits: torch.Tensor) -> torch.Tensor:
-    """Independent draws from Gumbel(0, 1) in the shape of ``logits``."""
+    """Draws from Gumbel(0, 1) independently, in the shape of ``logits``."""
     return -torch.empty_like(logits).exponential_().log()
 
 
@@ -291,7 +291,7 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> tuple[Any, ...]:
-    """Top-1 gating.
+    """Does top-1 gating.
 
     Args:
         logits: ``[S, E]``.
@@ -464,7 +464,7 @@ def _normalised(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _balance(gates: torch.Tensor, counts: torch.Tensor, k: int) -> torch.Tensor:
-    """``E * sum(mean gate * share of tokens) / k``; 0, with a graph, where there are no tokens."""
+    """Returns ``E * sum(mean gate * share of tokens) / k``; 0, with a graph, where there are no tokens."""
     tokens, num_experts = gates.shape
     share = counts.to(gates.dtype) / max(tokens, 1)
     return (gates.sum(dim=0) / max(tokens, 1) * share).sum() * num_experts / k

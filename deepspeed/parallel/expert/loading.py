@@ -33,7 +33,9 @@ from deepspeed.zero.construction.init import Init
 def from_pretrained(
     folder: str | Path, config: Any, *, dtype: torch.dtype | None = None, model_class: Any = None
 ) -> nn.Module:
-    """A model of the Transformers library with the experts of this rank only. Every rank of the job must call it.
+    """Returns a model of the Transformers library with the experts of this rank only.
+
+    Every rank of the job must call it.
 
     ::
 
@@ -241,7 +243,7 @@ def _experts_of(module: nn.Module) -> _ExpertRange | None:
 
 
 def taken(found: Any, rows: slice) -> torch.Tensor:
-    """Rows of a tensor in a file, as memory of this process."""
+    """Returns the rows of a tensor in a file, as memory of this process."""
     part: torch.Tensor = found[rows] if found.get_shape() else found[...]
     return part
 

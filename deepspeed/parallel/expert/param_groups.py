@@ -97,7 +97,7 @@ def configure_moe_param_groups(model_parameters: Any) -> list[dict[str, Any]]:
 
 
 def _parts(parameters: list[torch.Tensor], most: int | None) -> list[list[torch.Tensor]]:
-    """Parameters in lists of at most ``most`` elements; one that is larger has a list to itself."""
+    """Returns the parameters in lists of at most ``most`` elements; one that is larger has a list to itself."""
     parts: list[list[torch.Tensor]] = []
     numel = 0
     for parameter in parameters:

@@ -60,7 +60,7 @@ def prepare_expert_layers(
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
-    """``(qualified name, layer)`` of every expert layer, in the order of the model."""
+    """Returns ``(qualified name, layer)`` of every expert layer, in the order of the model."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, MOELayer))
 
 

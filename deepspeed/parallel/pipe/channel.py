@@ -447,7 +447,7 @@ class StageChannels:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Runs one schedule of all stages inside the context: what is sent in it is received in it.
+        """Runs one schedule of all stages inside the context; what is sent in it is received in it.
 
         A communicator in which that failed on some rank is used by no later engine.
         """

@@ -149,7 +149,7 @@ class _Search:
         return (self._excess(peaks), step_time, sum(time**2 for time in busy)), Cut(bounds, step_time, peaks)
 
     def _least(self, bounds: tuple[int, ...]) -> tuple[float, float]:
-        """No more than the first two of the value, without simulating."""
+        """Returns lower bounds of the first two members of the value, without simulating."""
         chunks = self._chunks(bounds)
         forward = [0.0, *accumulate(chunk.forward for chunk in chunks)]
         backward = [0.0, *accumulate(chunk.backward for chunk in chunks)]
@@ -165,7 +165,7 @@ class _Search:
         return [sum(self._costs[start + 1 : end], self._costs[start]) for start, end in pairwise(bounds)]
 
     def _busy(self, chunks: Sequence[LayerCost]) -> list[float]:
-        """Time that each stage works on one micro-batch."""
+        """Returns the time that each stage works on one micro-batch."""
         return [
             sum(chunks[chunk].forward + chunks[chunk].backward for chunk in self.schedule.chunks_of(stage))
             for stage in range(self.schedule.stages)
@@ -189,7 +189,7 @@ def in_flight(schedule: Schedule, stage: int) -> set[tuple[tuple[int, int], ...]
 
 
 def peak_bytes(moments: set[tuple[tuple[int, int], ...]], chunks: Sequence[LayerCost]) -> int:
-    """States and activations of a stage when it holds most.
+    """Returns the peak bytes of a stage's states and activations.
 
     Args:
         moments: What the stage holds when, as of :func:`in_flight`.
@@ -201,7 +201,7 @@ def peak_bytes(moments: set[tuple[tuple[int, int], ...]], chunks: Sequence[Layer
 
 
 def _shifted(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The cuts in which some neighbouring bounds lie one layer further on or back."""
+    """Yields the cuts in which some neighbouring bounds are one layer earlier or later."""
     inner = len(bounds) - 1
     for first in range(1, inner):
         for end in range(first + 1, inner + 1):

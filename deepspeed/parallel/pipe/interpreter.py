@@ -199,7 +199,7 @@ class Interpreter:
         return arguments["peer"] if "peer" in arguments else self.channels.stage + step
 
     def _about(self, kind: str, arguments: dict[str, Any]) -> tuple[int, int]:
-        """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
+        """Returns chunk and micro-batch of an instruction; published schedules leave them to be counted."""
         number = self._done[kind]
         self._done[kind] += 1
         return arguments.get("chunk", self._first_chunk), arguments.get("micro_batch", number)

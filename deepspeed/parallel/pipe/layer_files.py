@@ -36,7 +36,7 @@ def layer_path_list(module: Any, ckpt_dir: str, local_layer_idx: int) -> list[st
 
 
 def _layers(module: Any) -> list[tuple[int, nn.Module]]:
-    """This rank's layers that have files: modules, not functions of tied ones."""
+    """Returns this rank's layers that have files: modules, not functions of tied ones."""
     return [(place, func) for place, func in enumerate(module.forward_funcs) if isinstance(func, nn.Module)]
 
 

@@ -453,7 +453,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         return any(isinstance(m, nn.Module) and any(True for _ in m.parameters()) for m in modules)
 
     def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
-        """The parameters of a chunk that this rank has; a tied one may be in several."""
+        """Yields the parameters of a chunk that this rank has; a tied one may be in several."""
         for place in self._ranges[chunk]:
             func = self.forward_funcs[place]
             module = func.args[0] if isinstance(func, functools.partial) and func.args else func
@@ -473,7 +473,10 @@ class PipelineModule(PlainAttributes, nn.Module):
                 self.forward_funcs[place] = torch.compile(func, *args, **kwargs)
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Further losses of the last micro-batch, to be shown beside the loss; equal keys on all stages, or None."""
+        """Returns further losses of the last micro-batch, to be logged beside the loss.
+
+        Equal keys on all stages, or None.
+        """
         return None
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -499,7 +502,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         raise ValueError(f"stage_owner({layer_idx}): the layers are 0 to {self._num_layers - 1}")
 
     def tied_layer_names(self) -> dict[int, str]:
-        """Prefixes of the names of tied layers, by layer number; the prefix of any other layer i is i."""
+        """Returns the prefixes of the names of tied layers, by layer number; the prefix of any other layer i is i."""
         places = tied_places(self._layer_specs)
         return {number: f"tied_modules.{key}." for key, numbers in places.items() for number in numbers}
 

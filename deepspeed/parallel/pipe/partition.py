@@ -103,7 +103,7 @@ def _weights(expression: str, names: Sequence[str]) -> list[float]:
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Parts whose weights differ little; none is empty, though many layers may weigh nothing."""
+    """Returns the parts whose weights differ little; none is empty, though many layers may weigh nothing."""
     bounds = partition_balanced(weights, parts)
     return without_empty(bounds, len(weights))
 

@@ -27,7 +27,7 @@ from deepspeed.parallel.pipe.schedule.simulate import Timeline, Times, simulate
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Prints; the exit code is 2 if what was requested is not possible.
+    """Prints the schedules; the exit code is 2 if what was requested is not possible.
 
     Args:
         args: The command line; None means that of this process.
@@ -165,7 +165,7 @@ _STYLE += "\n".join(f".picture .{kind.value} {{ fill: {colour}; }}" for kind, co
 
 
 def letter(action: Action) -> str:
-    """One character: the micro-batch as a digit in forwards, as a letter in backwards, a capital one for weights."""
+    """Returns one character: the micro-batch as a digit in forwards, a letter in backwards, a capital for weights."""
     if action.kind is Kind.FORWARD:
         return str(action.micro_batch % 10)
     small = chr(ord("a") + action.micro_batch % 26)
@@ -173,7 +173,7 @@ def letter(action: Action) -> str:
 
 
 def lines(timeline: Timeline, width: int) -> list[str]:
-    """One line of text per stage, at most ``width`` characters; dots where the stage is idle.
+    """Returns one line of text per stage, at most ``width`` characters; dots where the stage is idle.
 
     A character stands for the shortest computation where that fits, else for more.
     """

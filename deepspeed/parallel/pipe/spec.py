@@ -146,14 +146,17 @@ def checked(layers: Sequence[Any]) -> list[Entry]:
 
 
 def class_name(entry: Entry) -> str:
-    """Name of the layer's class or function."""
+    """Returns the name of the layer's class or function."""
     if isinstance(entry, LayerSpec):
         return entry.typename.__name__
     return type(entry).__name__ if isinstance(entry, nn.Module) else getattr(entry, "__name__", type(entry).__name__)
 
 
 def trainable_numel(entry: Entry) -> int:
-    """Trainable elements of a layer. A spec is built without memory where its class allows that, else for a moment."""
+    """Returns the trainable elements of a layer.
+
+    Builds a spec without memory if its class allows that, else temporarily.
+    """
     if isinstance(entry, LayerSpec):
         with suspended(), torch.random.fork_rng(devices=[]):
             module: Any = built_on_meta(entry) or entry.build()

@@ -38,7 +38,10 @@ class Tie:
     group: str
 
     def weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """This rank's parameters of the tie, with the torch process group of the copies. Every rank must call it."""
+        """Returns this rank's parameters of the tie, with the torch process group of the copies.
+
+        Every rank must call it.
+        """
         group = Job.current().declared.group_of(Job.current().declared.defined()[self.group])
         return [] if self.module is None else [(parameter, group) for parameter in self.module.parameters()]
 

@@ -126,7 +126,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """Ranks of all axes together."""
+        """Returns the number of ranks of all axes together."""
         return len(self.mapping)
 
 
@@ -268,19 +268,19 @@ class PipelineParallelGrid:
         return self.global_rank
 
     def get_stage_id(self) -> int:
-        """This rank's stage."""
+        """Returns this rank's stage."""
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """This rank's copy of the model."""
+        """Returns this rank's copy of the model."""
         return self.data_parallel_id
 
     def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Returns this rank's stage."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Stages."""
+        """Returns the number of stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
@@ -291,7 +291,7 @@ class PipelineParallelGrid:
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's copy of the model."""
+        """Returns this rank's copy of the model."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
@@ -307,27 +307,27 @@ class PipelineParallelGrid:
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those with parts of its copy: stages and tensor ranks."""
+        """Returns this rank's place among those with parts of its copy: stages and tensor ranks."""
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks with parts of one copy."""
+        """Returns the number of ranks with parts of one copy."""
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """Their torch process group."""
+        """Returns their torch process group."""
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's place among those that share its layers."""
+        """Returns this rank's place among those that share its layers."""
         return self.mesh.position(self.global_rank, TENSOR)
 
     def get_slice_parallel_world_size(self) -> int:
-        """Ranks that share a layer."""
+        """Returns the number of ranks that share a layer."""
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """Their torch process group."""
+        """Returns their torch process group."""
         return self.slice_proc_group
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank

@@ -47,7 +47,7 @@ class Slot:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """``value`` with everything of ``kind`` in it changed; containers are rebuilt, the rest stays.
+    """Returns ``value`` with everything of ``kind`` in it changed; containers are rebuilt, the rest stays.
 
     Args:
         value: Any nesting.
@@ -139,17 +139,17 @@ def put_together(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``."""
+    """Returns ``value`` with its tensors on ``device``."""
     return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def detached(value: Any) -> Any:
-    """``value`` with tensors that no graph leads to."""
+    """Returns ``value`` with tensors that no graph leads to."""
     return map_tensors(value, lambda tensor: tensor.detach())
 
 
 def leaves_of(value: Any) -> Any:
-    """``value`` with tensors that begin a graph of their own, as if they had come from another rank.
+    """Returns ``value`` with tensors that begin a graph of their own, as if they had come from another rank.
 
     They are copies: the next chunk may write to them, and the backward of the one before may need them as they are.
     """
@@ -157,7 +157,7 @@ def leaves_of(value: Any) -> Any:
 
 
 def writable(value: Any) -> Any:
-    """``value`` with leaves replaced by their values as tensors that are no views either: work in place may begin."""
+    """Returns ``value`` with leaves replaced by tensors that may be changed in place: no leaves, no views."""
     return map_tensors(value, _writable)
 
 

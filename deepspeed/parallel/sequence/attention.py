@@ -68,7 +68,7 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attends. Every rank of the group must call it, with the same shapes.
+        """Computes attention. Every rank of the group must call it, with the same shapes.
 
         Args:
             query: 4-D; this rank's tokens, all heads.
@@ -122,7 +122,10 @@ class DistributedAttention(nn.Module):
             return exchange(tensor, self.spg, tokens, self.scatter_idx, heads=heads)
 
     def _beside(self, tensor: torch.Tensor) -> Any:
-        """The stream of the exchanges, behind what makes ``tensor``; what comes after the block waits for it."""
+        """Returns the stream of the exchanges, behind what makes ``tensor``.
+
+        What comes after the block waits for it.
+        """
         if self.sp_stream is None:
             return nullcontext()
         return _OnStream(self.sp_stream, tensor)

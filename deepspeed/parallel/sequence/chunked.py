@@ -23,7 +23,7 @@ def chunked_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of whole sequences; usable as the local attention of ``DistributedAttention``'s heads.
+    """Computes attention of whole sequences; usable as the local attention of ``DistributedAttention``'s heads.
 
     Between forward and backward keys and values are in host memory, and on the device one chunk of them at a time,
     while the next one is on its way.

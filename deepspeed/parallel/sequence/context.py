@@ -82,7 +82,10 @@ class SequenceParallelContext:
 
     @contextmanager
     def evaluating(self, positions: torch.Tensor | None) -> Iterator[None]:
-        """Within it, evaluation shards sequences too; ``positions`` are their position ids, ``[batch, tokens]``."""
+        """Shards sequences in evaluation too, inside the context.
+
+        ``positions`` are their position ids, ``[batch, tokens]``.
+        """
         self._evaluates, self.given_positions = True, positions
         try:
             yield
@@ -94,7 +97,7 @@ class SequenceParallelContext:
         return transport_of(self.group, device)
 
     def whole(self, part: torch.Tensor | None) -> torch.Tensor | None:
-        """``[batch, tokens]`` of whole sequences from this rank's part; gathered once for all layers of a pass.
+        """Returns ``[batch, tokens]`` of whole sequences from this rank's part; gathered once for all layers of a pass.
 
         Kept by identity: all layers get the same tensor. A recomputation in backward finds it too.
         """
@@ -210,7 +213,7 @@ def sharing_of(model: nn.Module) -> SequenceParallelContext | None:
 
 @contextmanager
 def left_alone(model: nn.Module) -> Iterator[None]:
-    """Within it a model computes whole sequences by itself, as if it were not registered."""
+    """Lets a model compute whole sequences by itself inside the context, as if it were not registered."""
     found = sharing_of(model)
     if found is None:
         yield
@@ -321,7 +324,9 @@ def _of_mask(visible: torch.Tensor, parts: int) -> PackedRow:
 def document_numbers(
     positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1
 ) -> torch.Tensor | None:
-    """The same as a number per token, ``[batch, tokens]`` on the host; None where each sequence is one document.
+    """Returns the same as a number per token, ``[batch, tokens]`` on the host.
+
+    None where each sequence is one document.
 
     Tokens that are in no document have -1.
     """

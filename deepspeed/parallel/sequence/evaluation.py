@@ -153,7 +153,7 @@ def _positions_by_mask(batch: dict[str, torch.Tensor], model: Any) -> torch.Tens
 
 
 def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    """Sum of a part's losses and how many there are, in fp32; with ``items`` the model has divided already."""
+    """Returns sum and number of a part's losses, in fp32; with ``items`` the model has divided already."""
     count = (labels != IGNORED).sum()
     total = loss.float()
     if items is None:
@@ -162,7 +162,10 @@ def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torc
 
 
 def _gathered(part: torch.Tensor, owner: int, sharing: SequenceParallelContext) -> torch.Tensor:
-    """``[batch, tokens, words]`` of the whole sequences on rank ``owner`` of the group; nothing on the others."""
+    """Returns ``[batch, tokens, words]`` of the whole sequences on rank ``owner`` of the group.
+
+    Nothing on the others.
+    """
     transport = sharing.transport(part.device)
     source = part.movedim(1, 0).contiguous()  # tokens first, so that what arrives is in place
     tokens = source.size(0)

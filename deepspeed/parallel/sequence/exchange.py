@@ -157,7 +157,7 @@ def _heads_together(x: torch.Tensor, move: _Move) -> torch.Tensor:
 
 
 def _laid_out(x: torch.Tensor, shape: list[int], axes: list[int]) -> torch.Tensor:
-    """Memory of its own, no view, whose axes lie in this order."""
+    """Returns a copy whose axes lie in memory in this order."""
     strides, stride = [0] * len(shape), 1
     for axis in reversed(axes):
         strides[axis] = stride
@@ -228,19 +228,19 @@ Share = tuple[int, int]
 
 
 def in_equal_parts(length: int, ranks: int) -> tuple[Share, ...]:
-    """Parts as equal as possible, the first ones longer by one where ``ranks`` does not divide ``length``."""
+    """Returns parts as equal as possible, the first ones longer by one where ``ranks`` does not divide ``length``."""
     size, longer = divmod(length, ranks)
     return one_after_another([size + (rank < longer) for rank in range(ranks)])
 
 
 def one_after_another(lengths: Sequence[int]) -> tuple[Share, ...]:
-    """Parts of these lengths."""
+    """Returns the parts of these lengths."""
     ends = list(accumulate(lengths))
     return tuple((end - length, end) for end, length in zip(ends, lengths, strict=True))
 
 
 def length_of(share: Share) -> int:
-    """Elements of a share."""
+    """Returns the number of elements of a share."""
     return share[1] - share[0]
 
 

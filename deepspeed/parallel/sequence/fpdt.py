@@ -66,7 +66,10 @@ class FPDT_InputConstruct(nn.Module):  # noqa: N801 - upstream's name
             )
 
     def generate(self) -> tuple[torch.Tensor | None, ...]:
-        """``(tokens, labels, loss_mask, attention_mask, position_ids)``, the first two and the last this rank's."""
+        """Returns ``(tokens, labels, loss_mask, attention_mask, position_ids)``.
+
+        All but the two masks are this rank's part.
+        """
         tokens, labels, positions = (self._own_tokens(x) for x in (self.tokens, self.labels, self.position_ids))
         return tokens, labels, self.loss_mask, self.attention_mask, positions
 
@@ -143,7 +146,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None,
         cpu_offloading: bool = True,
     ) -> Any:
-        """Attends. Every rank of the group must call it, and run its backward.
+        """Computes attention. Every rank of the group must call it, and run its backward.
 
         Args:
             layernorm_output: ``[this rank's tokens, batch, hidden]``, split as ``FPDT_InputConstruct`` does.
@@ -211,7 +214,7 @@ class FPDT_FFN:  # noqa: N801
         add_bias: bool,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes; backward computes each chunk again.
+        """Computes the result; backward computes each chunk again.
 
         Args:
             x: ``[tokens, batch, hidden]``.
@@ -249,7 +252,9 @@ class FPDT_LogitsLoss:  # noqa: N801
         *,
         own_share: bool = False,
     ) -> torch.Tensor:
-        """Losses of all tokens, whose logits exist for one chunk of this rank's at a time. Every rank must call it.
+        """Returns the losses of all tokens, whose logits exist for one chunk of this rank's at a time.
+
+        Every rank must call it.
 
         Args:
             lm_output: ``[this rank's tokens, batch, hidden]``.

@@ -153,7 +153,7 @@ def _places(start: int, tensor: torch.Tensor) -> Tokens:
 
 
 def _fetched(parts: Sequence[torch.Tensor], copies: HostChunks) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
-    """Chunk after chunk on the device with its places; the next one is on its way while one is used."""
+    """Yields chunk after chunk on the device with its positions; the next one is copied while one is used."""
     start = 0
     for key, value in in_turn([parts[number : number + 2] for number in range(0, len(parts), 2)], copies):
         yield key, value, _places(start, key)

@@ -69,7 +69,7 @@ def mean_loss(
 
 @uncompiled
 def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False) -> torch.Tensor:
-    """The sum of a tensor over the ranks of a group, for losses over whole sequences (log-probabilities of DPO).
+    """Returns the sum of a tensor over the ranks of a group, for losses over whole sequences (DPO).
 
     Every rank of the group must call it; so must they run its backward, unless ``own_share``.
 

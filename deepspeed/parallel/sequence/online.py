@@ -28,7 +28,7 @@ class Tokens:
     documents: torch.Tensor | None = None
 
     def cut(self, start: int, stop: int) -> Tokens:
-        """Some of the rows."""
+        """Returns some of the rows."""
         documents = None if self.documents is None else self.documents[:, start:stop]
         return Tokens(self.places[start:stop], documents)
 
@@ -96,7 +96,7 @@ class Rows:
 
     @classmethod
     def of(cls, query: torch.Tensor, width: int) -> Rows:
-        """Nothing seen yet. ``query`` is ``[batch, key heads, queries per key head, tokens, width]``."""
+        """Returns the state before any key. ``query``: ``[batch, key heads, queries per key head, tokens, width]``."""
         out = query.new_zeros((*query.shape[:-1], width), dtype=torch.float32)
         return cls(out, query.new_full(query.shape[:-1], float("-inf"), dtype=torch.float32))
 
@@ -166,7 +166,7 @@ class Slopes:
 
 
 def grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """``[batch, heads, ...]`` as ``[batch, key heads, heads per key head, ...]``."""
+    """Returns ``[batch, heads, ...]`` as ``[batch, key heads, heads per key head, ...]``."""
     return query.unflatten(1, (key_heads, -1))
 
 
@@ -196,5 +196,5 @@ def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor | None,
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """0 in the place of what nothing was seen for, so that exponentials of it are 0 and not NaN."""
+    """Replaces values of rows that saw no key by 0, so that exponentials of them are 0 and not NaN."""
     return torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)

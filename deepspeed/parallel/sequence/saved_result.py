@@ -41,7 +41,7 @@ class SavedResult:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Around the attention."""
+        """Called around the attention."""
         outer = handing_on()
         if outer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             yield

@@ -67,12 +67,12 @@ def get_sequence_parallel_group() -> Any:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Ranks that share a sequence."""
+    """Returns the number of ranks that share a sequence."""
     return _mesh().size(SEQUENCE)
 
 
 def get_sequence_parallel_rank() -> int:
-    """This rank's place among them."""
+    """Returns this rank's place among them."""
     return _mesh().position(rank_in(), SEQUENCE)
 
 
@@ -82,12 +82,12 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_world_size() -> int:
-    """Ranks that see other samples."""
+    """Returns the number of ranks that see other samples."""
     return _mesh().size(DATA)
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place among them."""
+    """Returns this rank's place among them."""
     return _mesh().position(rank_in(), DATA)
 
 
@@ -97,12 +97,12 @@ def get_sequence_data_parallel_group() -> Any:
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """Ranks of both."""
+    """Returns the number of sequence- and data-parallel ranks together."""
     return _mesh().size(DATA, SEQUENCE)
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """This rank's place among both."""
+    """Returns this rank's place among both."""
     return _mesh().position(rank_in(), DATA, SEQUENCE)
 
 

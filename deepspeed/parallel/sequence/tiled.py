@@ -36,7 +36,9 @@ def tiled(
 
 
 def tile_lengths(tokens: int, tiles: int) -> list[int]:
-    """Tokens of each tile, as equal as can be; as many tiles as are requested unless there are fewer tokens.
+    """Returns the tokens of each tile, as equal as can be.
+
+    As many tiles as are requested unless there are fewer tokens.
 
     So ranks whose sequences have different lengths run a function equally often, which sharded parameters need.
 
@@ -73,7 +75,7 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Computes.
+        """Computes the result.
 
         Args:
             fn: Of the module and a tile; pure, and of each token by itself.
@@ -135,7 +137,10 @@ def _tile_loss(
     y: torch.Tensor,
     *mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over the tokens of a tile that count, and their number. ``fn`` runs on every rank, whatever counts."""
+    """Returns the sum over the tokens of a tile that count, and their number.
+
+    ``fn`` runs on every rank, whatever counts.
+    """
     counted = torch.ones_like(y, dtype=torch.bool) if y.is_floating_point() else y != IGNORED
     if mask and mask[0].shape == y.shape and not y.is_floating_point():
         counted = counted & mask[0].bool()
@@ -161,7 +166,7 @@ def sequence_tiled_compute(
     output_unshard_dimension: int | None = 1,
     output_reduction: Literal["mean", "sum"] | None = "mean",
 ) -> torch.Tensor:
-    """``fn(**kwargs)``, tile by tile along axis 1 of some of its arguments.
+    """Returns ``fn(**kwargs)``, tile by tile along axis 1 of some of its arguments.
 
     Args:
         fn: Pure. Returns tokens along ``output_unshard_dimension``, or 0-dim values to be reduced.
@@ -220,7 +225,7 @@ class SequenceTiledCompute:
         output_reduction: Literal["mean", "sum"] | None,
         *values: Any,
     ) -> torch.Tensor:
-        """Computes; ``values`` are those of ``keys_to_shard``, then those of ``keys_to_pass``."""
+        """Computes the result; ``values`` are those of ``keys_to_shard``, then those of ``keys_to_pass``."""
         count = len(keys_to_shard)
         return sequence_tiled_compute(
             fn,

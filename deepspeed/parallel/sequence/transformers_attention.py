@@ -281,7 +281,7 @@ def implementation_of(sharing: SequenceParallelContext) -> Callable[[AttentionCa
 
 
 def _recomputed(attend_whole: Callable[[AttentionCall], torch.Tensor], call: AttentionCall) -> torch.Tensor:
-    """Attends, and once more in backward: between the exchanges, so that these are made once."""
+    """Computes attention, and again in backward: between the exchanges, so that these are made once."""
     if not torch.is_grad_enabled():
         return attend_whole(call)
 

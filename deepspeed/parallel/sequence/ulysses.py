@@ -410,7 +410,9 @@ def _join(model: nn.Module, sharing: SequenceParallelContext, entered: Iterable[
 
 
 def sequence_model_in(model: nn.Module) -> nn.Module:
-    """The Transformers model whose sequences ranks share: ``model``, or the one inside it; ``model`` if there is none.
+    """Returns the Transformers model whose sequences ranks share: ``model``, or the one inside it.
+
+    ``model`` if there is none.
 
     Raises:
         DeepSpeedConfigError: There are several and none was registered, or there are Transformers layers without the

@@ -128,7 +128,7 @@ def vocab_sequence_parallel_cross_entropy(
 
 @uncompiled
 def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.Tensor:
-    """``[tokens, batch]`` of all ranks, rank after rank; for ``own_share`` see the function above."""
+    """Returns ``[tokens, batch]`` of all ranks, rank after rank; for ``own_share`` see the function above."""
     if size_of(group) == 1:
         return loss
     if not own_share and torch.is_grad_enabled() and loss.requires_grad:

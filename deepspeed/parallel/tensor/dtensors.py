@@ -151,7 +151,7 @@ def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], 
 
 @uncompiled
 def _announce_backward(trace_points: TracePoints, _module: nn.Module, _args: Any, outputs: Any) -> None:
-    """Torch's collectives in a backward: one trace point for all of it, as its layers have no hooks of their own."""
+    """Declares one trace point for torch's collectives in a backward, as its layers have no hooks of their own."""
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:
             tensor.register_hook(lambda _gradient: trace_points.reach("a backward through layers of DTensors"))

@@ -349,7 +349,7 @@ class _Builder:
         )
 
     def _agree_on_tied(self) -> bool:
-        """Layers with one weight are cut alike or stay whole; whether a layer was changed for that."""
+        """Returns the layers with one weight are cut alike or stay whole; whether a layer was changed for that."""
         users: dict[int, list[int]] = {}
         by_name = dict(self.model.named_parameters(remove_duplicate=False))
         for number, layer in enumerate(self.layout.layers):

@@ -74,7 +74,7 @@ def tp_model_init(
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Known from upstream, where it chooses between layers for training and for inference; here there is one kind."""
+    """Does nothing. Upstream chooses here between layers for training and for inference; this package has one kind."""
     log_dist_once(
         f"set_autotp_mode(training={training}) changes nothing: layers that are cut serve training and inference alike"
     )

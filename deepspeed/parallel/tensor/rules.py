@@ -92,7 +92,7 @@ _STYLES = {
 
 
 def of_user(model: nn.Module, section: TensorParallel, used_elsewhere: Collection[int] = ()) -> dict[str, CutRule]:
-    """Rules from ``partition_config``, completed by ``preset_model``; empty where neither is given.
+    """Returns the rules from ``partition_config``, completed by ``preset_model``; empty where neither is given.
 
     Args:
         model: What this rank has of the model.
@@ -159,7 +159,7 @@ def _matches(model: nn.Module, specs: Sequence[LayerPartition], kind: str | None
 
 
 def of_plan(model: nn.Module) -> dict[str, CutRule]:
-    """Rules from the plan that a Transformers model brings; empty where it brings none.
+    """Returns the rules from the plan that a Transformers model brings; empty where it brings none.
 
     Raises:
         DeepSpeedConfigError: The plan has an unknown style.
@@ -189,7 +189,7 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
 
 
 def _names(model: nn.Module) -> Iterator[str]:
-    """Names of modules, and of parameters that a plan may name (those of experts)."""
+    """Returns the names of modules, and of parameters that a plan may name (those of experts)."""
     for name, module in model.named_modules():
         if name:
             yield name

@@ -76,7 +76,10 @@ class Heads:
         return head * self.shared_by + low, head * self.shared_by + high
 
     def replicas(self, place: int) -> Interval:
-        """The ranks that have the same key/value heads as this one; only itself unless heads are fewer than ranks."""
+        """Returns the ranks that have the same key/value heads as this one.
+
+        Only itself unless heads are fewer than ranks.
+        """
         return (place, place + 1) if self.size <= self.key_value else self._shared(place)[1]
 
     def _shared(self, place: int) -> tuple[int, Interval]:
@@ -134,7 +137,7 @@ class Split:
 
     @classmethod
     def evenly(cls, extent: int, size: int, grain: int = 1, parts: int = 1) -> Split:
-        """Even parts of a dimension, or of each of several packed tensors of equal extent.
+        """Returns even parts of a dimension, or of each of several packed tensors of equal extent.
 
         Args:
             extent: Of the dimension.
@@ -184,7 +187,7 @@ class Split:
         return shared and UnitAssignment.AS_KEYS in kinds and len(kinds) > 1
 
     def ranks_without_units(self) -> list[int]:
-        """Ranks that would have nothing."""
+        """Returns the ranks that would have nothing."""
         return [place for place in range(self.size) if self.width(place) == 0]
 
     def _units(self, run: UnitRun, place: int) -> Interval:

@@ -40,7 +40,7 @@ class SmallForwardError(DeepSpeedConfigError):
 
 
 def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, CutRule]:
-    """Rules from the structure; empty where it shows no pair of layers.
+    """Returns the rules from the structure; empty where it shows no pair of layers.
 
     Args:
         model: The model, whole or sharded; nothing of it changes.
@@ -79,7 +79,7 @@ def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Itera
 
 
 def _per_head(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRule]:
-    """Bare parameters of attention modules with a number for every query head, where ranks share the heads."""
+    """Returns bare parameters of attention modules with a number per query head, where ranks share the heads."""
     cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is CutStyle.COLUMN}
     found = {}
     for name in sorted(cut):  # ranks must cut in the same order, and the order of a set is of the process
@@ -94,7 +94,7 @@ def _per_head(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRu
 def summed_inside(
     model: nn.Module, inputs: Mapping[str, Any] | None, rules: Mapping[str, CutRule]
 ) -> dict[str, CutRule]:
-    """Rules for modules that others forget: whole ones with parameters that work on what column-parallel layers give.
+    """Returns rules for uncut modules with parameters that work on the output of column-parallel layers.
 
     An activation function with parameters beside the layers of an MLP is one. The forward that shows it runs on the
     meta device only; where that cannot be, there are none.
@@ -203,7 +203,7 @@ class _Graph:
                     stack.append(parent)
 
     def pairs(self) -> tuple[set[str], set[str]]:
-        """Names of the row-parallel and of the column-parallel layers."""
+        """Returns the names of the row-parallel and of the column-parallel layers."""
         by_output = {node: name for name, node in self.outputs.items()}
         sums: dict[str, Node] = {}
         for name, node in self.outputs.items():
@@ -227,7 +227,7 @@ class _Graph:
         return {name for name in rows if block_of(name) in fed}, columns
 
     def inside(self, columns: set[str]) -> set[str]:
-        """Names of further modules with parameters that work on what column-parallel layers give."""
+        """Returns the names of further modules with parameters that work on what column-parallel layers give."""
         ends = {node for name, node in self.outputs.items() if name not in columns}
         cut: set[Node] = set()
         for name in columns & self.outputs.keys():  # layers of towers do not run without images
@@ -289,7 +289,7 @@ def _ancestors(node: Node) -> set[Node]:
 
 
 def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> list[torch.Tensor]:
-    """Outputs of a small forward with stand-ins for all parameters, on the meta device if the model can do that.
+    """Returns the outputs of a small forward with stand-ins for all parameters, on the meta device if possible.
 
     Args:
         model: The model.

@@ -94,7 +94,7 @@ class VocabularyEmbedding(_MadeFromEmbedding):
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids of the whole vocabulary, any shape, to ``(..., width)``."""
+        """Maps ids of the whole vocabulary, any shape, to ``(..., width)``."""
         cut = self.tensor_cut
         low, high = even(cut.split.extent, cut.channel.size, cut.channel.rank)
         _refuse_unknown(ids, cut)
@@ -129,7 +129,7 @@ class WidthEmbedding(_MadeFromEmbedding):
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids, any shape, to ``(..., width)``."""
+        """Maps ids of any shape to ``(..., width)``."""
         cut = self.tensor_cut
         mine = F.embedding(ids, self.weight, cut.padding_index)
         return gather_from(mine, cut.channel, SplitParts(cut.split), label=f"the output of {cut.name}")

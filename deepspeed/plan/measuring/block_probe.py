@@ -156,7 +156,7 @@ def predict_block(sizes: ProbeSizes, samples: int, where: torch.device, device: 
 
 
 def _unit_device(half_size: float) -> Device:
-    """A device on which the seconds of an operation are its operations or its bytes."""
+    """Returns a device on which the seconds of an operation are its operations or its bytes."""
     reached = DeviceEfficiency(matmul=1.0, attention=1.0, bandwidth=1.0, half_size=half_size)
     return Device("unit", 0, 1.0, 1.0, 0.0, 0.0, "", efficiency=reached)
 

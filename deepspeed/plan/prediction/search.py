@@ -172,7 +172,7 @@ def _layouts(
 
 
 def _schedules(layers: int, pipe: int, steps: int) -> list[tuple[str, int]]:
-    """Schedules and chunks of a stage; the interleaved one has micro-batches in groups of its stages."""
+    """Returns the schedules and chunks of a stage; the interleaved one has micro-batches in groups of its stages."""
     if pipe == 1:
         return [("1f1b", 1)]
     most = layers // pipe
@@ -189,7 +189,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _costs(step: PredictedStep) -> dict[str, float]:
-    """Seconds beside those of one pass of products, by what they go to."""
+    """Returns the seconds beside those of one pass of products, by what they go to."""
     found = {f"waits along {axis}": seconds for axis, seconds in step.exposed.items()}
     found["waits for other stages"] = step.bubble
     found["elementwise operations"] = step.traffic

@@ -137,7 +137,7 @@ def cost_of_lists(args: tuple[Any, ...]) -> OperationCost:
 
 
 def _sides(name: str, given: list[torch.Tensor], made: list[torch.Tensor], flops: int) -> tuple[int, int, int, int]:
-    """m, n, k and batch of a product; of a convolution those of an equal one."""
+    """Returns m, n, k and batch of a product; of a convolution those of an equal product."""
     out = made[0]
     if name in ("mm", "addmm", "bmm", "baddbmm") and out.dim() >= 2:
         m, n = out.shape[-2:]
@@ -154,7 +154,7 @@ def _shares_storage(made: list[torch.Tensor], given: list[torch.Tensor]) -> bool
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors; of those that repeat values, what is stored."""
+    """Returns the bytes of tensors; of those that repeat values, what is stored."""
     total = 0
     for tensor in tensors:
         if tensor.layout is torch.strided:

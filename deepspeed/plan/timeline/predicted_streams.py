@@ -198,7 +198,7 @@ def _shown(pipeline: Pipeline, accumulation: int, layers: int) -> int:
 
 
 def _pass(model: StepModel, chunk: ChunkTimes, kind: Kind) -> PassTimeline:
-    """The streams of one micro-batch in a chunk, from 0 on."""
+    """Returns the streams of one micro-batch in a chunk, from 0 on."""
     made = _SpanBuilder()
     parts = chunk.parts if kind is Kind.FORWARD else chunk.parts[::-1]
     units = [(name, times, number) for name, times, count in parts for number in range(count)]
@@ -270,7 +270,7 @@ def _unit(made: _SpanBuilder, name: str, work: WorkTimes, times: BlockTimes, kin
 
 
 def _slowed(model: StepModel, exchanges: DataExchangeTimes) -> tuple[float, float]:
-    """Seconds that a gather of updated parameters costs at the beginning of a step, and a reduction at the end."""
+    """Returns the seconds that a gather of updated parameters adds to a step's begin, and a reduction to its end."""
     if not exchanges.is_beside:
         return 0.0, 0.0
     return (

@@ -144,7 +144,7 @@ class StepRecording:
 
     @contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
-        """Operations and exchanges are issued to ``stream`` while the context is open."""
+        """Issues operations and exchanges to ``stream`` while the context is open."""
         before, self.stream = self.stream, stream
         try:
             yield

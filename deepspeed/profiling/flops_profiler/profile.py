@@ -51,7 +51,7 @@ class ModuleProfile:
     children: list[ModuleProfile] = field(default_factory=list)
 
     def walk(self) -> Iterator[ModuleProfile]:
-        """This module and all below it, in order."""
+        """Yields this module and all below it, in order."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -163,7 +163,7 @@ class ForwardProfile:
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor | None:
-    """A parameter with the model's device and dtype; None if it has none."""
+    """Returns a parameter with the model's device and dtype; None if it has none."""
     return next(model.parameters(), None)
 
 
@@ -223,7 +223,7 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
 
 
 def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
-    """``(operations, multiply-accumulates)`` of one call.
+    """Returns ``(operations, multiply-accumulates)`` of one call.
 
     Args:
         function: The overload of an ATen operator.
@@ -246,7 +246,7 @@ def cost(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def _elements(value: Any) -> int:
-    """Elements of the tensor, or of the first one of a tuple."""
+    """Returns the number of elements of the tensor, or of the first one of a tuple."""
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
     return value.numel() if isinstance(value, torch.Tensor) and value.is_floating_point() else 0

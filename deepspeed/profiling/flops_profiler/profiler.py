@@ -71,19 +71,19 @@ class FlopsProfiler:
         return self._profile.root
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Floating-point operations of the forward calls."""
+        """Returns the floating-point operations of the forward calls."""
         return readable(self._root().flops, "FLOPs") if as_string else self._root().flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiply-accumulates of the forward calls."""
+        """Returns the multiply-accumulates of the forward calls."""
         return readable(self._root().macs, "MACs") if as_string else self._root().macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds of the forward calls."""
+        """Returns the seconds of the forward calls."""
         return readable_time(self._root().seconds) if as_string else self._root().seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Parameters of the model, all of them on every rank whatever ZeRO shards."""
+        """Returns the parameters of the model, all of them on every rank whatever ZeRO shards."""
         return readable(self._root().params) if as_string else self._root().params
 
     def print_model_profile(
@@ -220,7 +220,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
 def readable(number: float, unit: str = "", digits: int = 2) -> str:
-    """``1234567`` as ``1.23 M``, with the unit behind it."""
+    """Returns ``1234567`` as ``1.23 M``, with the unit behind it."""
     for size, prefix in _PREFIXES:
         if abs(number) >= size:
             return f"{number / size:.{digits}f} {prefix}{unit}".rstrip()
@@ -228,7 +228,7 @@ def readable(number: float, unit: str = "", digits: int = 2) -> str:
 
 
 def readable_time(seconds: float) -> str:
-    """A duration in the unit that suits it."""
+    """Returns a duration in the unit that suits it."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"
@@ -244,7 +244,7 @@ def report(
     top: int = 1,
     detailed: bool = True,
 ) -> str:
-    """The whole report.
+    """Returns the whole report.
 
     Args:
         root: The model.
@@ -271,7 +271,7 @@ def report(
 
 
 def _largest(root: ModuleProfile, depth: int, top: int) -> Iterator[str]:
-    """Per depth, the classes with most parameters, MACs and time."""
+    """Yields, per depth, the classes with most parameters, MACs and time."""
     deepest = max(node.depth for node in root.walk())
     for level in range(deepest + 1) if depth == -1 else [min(depth, deepest)]:
         by_kind: dict[str, list[float]] = {}

@@ -54,6 +54,6 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
 
 
 def external_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The registered parameters of one module as ``(key, parameter)``."""
+    """Yields the registered parameters of one module as ``(key, parameter)``."""
     for position, parameter in enumerate(module.__dict__.get(_REGISTERED, [])):
         yield str(position), parameter

@@ -332,7 +332,7 @@ class GatheredBlock:
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """The modifier's values reach every rank that keeps them: everybody, or the owner of each part."""
+        """Sends the modifier's values to every rank that keeps them: all ranks, or the owner of each part."""
         assert self._modifier is not None
         transfers: list[TensorTransfer] = []
         arriving: list[tuple[BucketBase, Fragment, torch.Tensor]] = []
@@ -359,7 +359,7 @@ class GatheredBlock:
                 keep_full(address, parameter.data)
 
     def _send_to_replicas(self, copy: int, modifier: int) -> None:
-        """The modifier's values reach the rank of the same number in every other group that shares the parameters.
+        """Sends the modifier's values to the rank of the same number in every other group that shares the parameters.
 
         Args:
             copy: Number of the modifier's group.

@@ -65,7 +65,7 @@ class _TrainedParam:
         return flat[:0] if fragment is None else flat[fragment.in_slice]
 
     def mine_of_full(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole value, 1-D."""
+        """Returns this rank's part of a whole value, 1-D."""
         fragment = self.master.fragment(self.address.tile)
         flat = self.tile_of_full(value).reshape(-1)
         return flat[:0] if fragment is None else flat[fragment.in_tile]
@@ -75,7 +75,7 @@ class _TrainedParam:
         return value if self.owners is None else self.owners.tile_of(value, self.address.shape)
 
     def gradient(self) -> torch.Tensor | None:
-        """This rank's part of the reduced gradient, as a view; None before backward and after the update."""
+        """Returns this rank's part of the reduced gradient, as a view; None before backward and after the update."""
         gradients = self.runtime.gradients_of(self.bucket)
         return None if gradients is None or gradients.result is None else self.mine(gradients.result)
 
@@ -99,7 +99,7 @@ class _TrainedParam:
         return self.runtime.optimizer.optimizer.state.get(run.param, {})
 
     def state_view(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a per-element state, as a view."""
+        """Returns this rank's part of a per-element state, as a view."""
         run, fragment = self.run(), self.master.fragment(self.address.tile)
         assert run is not None and fragment is not None
         start = fragment.slice_start - run.span.start
@@ -221,7 +221,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 
 @torch.no_grad()
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the fp32 master weight."""
+    """Returns this rank's part of the fp32 master weight."""
     with untouched():
         found = _trained(param)
         if found is None:
@@ -290,7 +290,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_get_full_sensitivity(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """``|master weight x reduced gradient|`` of every element, whole, without the loss scale; one gather.
+    """Returns ``|master weight x reduced gradient|`` of every element, whole, without the loss scale; one gather.
 
     Valid and called as :func:`safe_get_full_grad`.
     """
@@ -328,7 +328,7 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the reduced gradient, without the loss scale; see :func:`safe_get_full_grad`."""
+    """Returns this rank's part of the reduced gradient, without the loss scale; see :func:`safe_get_full_grad`."""
     with untouched():
         found = _trained(param)
         mine = None if found is None else found.gradient()
@@ -436,7 +436,7 @@ def safe_update_full_grad_vectorized(
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """One optimizer state of a parameter, whole (``exp_avg``), or the number that belongs to it (``step``).
+    """Returns one optimizer state of a parameter, whole (``exp_avg``), or the number that belongs to it (``step``).
 
     Every rank must call it where states are sharded. None before the first update.
 
@@ -503,7 +503,10 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of one optimizer state; None before the first update and where this rank owns nothing of it."""
+    """Returns this rank's part of one optimizer state.
+
+    None before the first update and where this rank owns nothing of it.
+    """
     with untouched():
         found = _trained(param)
         value = None if found is None else found.states().get(optim_state_key)

@@ -71,7 +71,10 @@ def _status(parameter: torch.nn.Parameter, address: Address) -> ZeroParamStatus:
 
 
 def _local_tensor(parameter: torch.nn.Parameter, address: Address) -> torch.Tensor:
-    """This rank's part of the flattened parameter, as a view: 1-D, possibly empty; all of it where it is resident."""
+    """Returns this rank's part of the flattened parameter, as a view: 1-D, possibly empty.
+
+    All of it where it is resident.
+    """
     bucket = address.bucket
     if not bucket.is_sharded:
         return parameter.detach().view(-1)
@@ -174,7 +177,7 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
 
 
 def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
-    """``ds_status`` of what a custom autograd function finds in ``ctx.saved_tensors`` for a parameter that it saved.
+    """Returns the ``ds_status`` of a parameter's tensor that a custom autograd function finds in ``ctx.saved_tensors``.
 
     Under saved-tensor hooks torch hands out an ordinary tensor there, without the parameter's attributes; programs read
     its status to decide whether they must gather.
@@ -186,7 +189,7 @@ def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
 
 
 def _all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters that a module owns, and the external ones that it uses."""
+    """Returns the names and parameters that a module owns, and the external ones that it uses."""
     return itertools.chain(module.named_parameters(recurse=False), external_parameters(module))
 
 

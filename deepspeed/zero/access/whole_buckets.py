@@ -54,7 +54,7 @@ class Source:
     device: torch.device
 
     def read(self, tiles: Sequence[int], *, borrow: bool = False) -> dict[int, torch.Tensor]:
-        """Whole tensors in their shapes, by tile; every rank must call it with the same tiles.
+        """Returns whole tensors in their shapes, by tile. Every rank must call it with the same tiles.
 
         All tiles of the bucket cost one all-gather, some of them one round of sends.
 
@@ -89,7 +89,7 @@ class Source:
 
 
 def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.dtype | None = None) -> Source | None:
-    """This rank's part of one quantity of a bucket, or None where the bucket has none on any rank.
+    """Returns this rank's part of one quantity of a bucket, or None where the bucket has none on any rank.
 
     Args:
         runtime: The model's.
@@ -235,7 +235,7 @@ def publish(runtime: ZeroRuntime) -> None:
 
 @contextmanager
 def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
-    """Every parameter in full inside the block; what was written there is kept. Every rank must enter it.
+    """Gathers every parameter inside the block and keeps what was written there. Every rank must enter it.
 
     The whole model must fit on the device.
     """
@@ -282,7 +282,7 @@ def tile_windows(layout: BucketLayout, tiles: set[int], itemsize: int, limit: in
 
 
 def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[_TileInfo]:
-    """Per bucket, which tiles have the quantity on some rank, and its dtype; one exchange for all buckets."""
+    """Returns, per bucket, which tiles have the quantity on some rank, and its dtype; one exchange for all buckets."""
     mine: list[int] = []
     for bucket in runtime.buckets:
         mine += _contents(runtime, bucket, kind)
@@ -304,7 +304,7 @@ def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[_TileInfo]:
 
 
 def _contents(runtime: ZeroRuntime, bucket: Bucket, kind: str) -> list[int]:
-    """``[number of the dtype + 1 or 0, flag per tile]`` of one bucket on this rank."""
+    """Returns ``[number of the dtype + 1 or 0, flag per tile]`` of one bucket on this rank."""
     everything = [1] * len(bucket.layout.tiles)
     nothing = [0] * len(bucket.layout.tiles)
     if kind in ("param", "fp32"):

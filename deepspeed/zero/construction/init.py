@@ -296,7 +296,7 @@ def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _legacy_constructor(dtype: torch.dtype | None, device: torch.device | None) -> Callable[..., Any]:
-    """``torch.Tensor(...)``."""
+    """Returns ``torch.Tensor(...)``."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         made: Any = _NEW(cls, *args, **kwargs)

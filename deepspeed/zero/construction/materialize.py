@@ -133,7 +133,7 @@ def _accepts(method: Callable[..., Any], count: int) -> bool:
 
 
 def _unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory with a pattern that no initialiser leaves behind."""
+    """Returns memory with a pattern that no initialiser leaves behind."""
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if made.is_floating_point() or made.is_complex():
         return made.fill_(float("nan"))

@@ -107,11 +107,11 @@ class Construction:
         return True
 
     def abandon(self, module: nn.Module) -> None:
-        """The outermost ``__init__`` raised."""
+        """Called when the outermost ``__init__`` raised."""
         self._unfinished.remove(id(module))
 
     def finish(self, module: nn.Module) -> None:
-        """The outermost ``__init__`` returned: shards the module's parameters."""
+        """Shards the module's parameters. Called when the outermost ``__init__`` returned."""
         self._unfinished.remove(id(module))
         if "_modules" not in module.__dict__:
             return  # it never called Module.__init__
@@ -153,14 +153,14 @@ class Construction:
             )
 
     def end(self) -> None:
-        """The context ends without an exception: shards what is left."""
+        """Shards what is left. Called when the context ends without an exception."""
         self.close_open()
         for module in sorted(self._seen, key=self._order.__getitem__):
             self.shard(module)
         self._seen.clear()
 
     def drop(self) -> None:
-        """The context ends with an exception; the other ranks may be anywhere, so nothing is sent."""
+        """Called when the context ends with an exception. Sends nothing, since the other ranks may be anywhere."""
         self.drop_open()
         self._seen.clear()
 

@@ -96,7 +96,7 @@ class _ShardTotals:
 
 
 def note_freed(nbytes: int) -> None:
-    """Host memory of full parameters, or of shards that have moved on, was freed."""
+    """Called when host memory of full parameters, or of shards that have moved on, was freed."""
     _trimmer.note(nbytes, _ShardTotals.most)
 
 
@@ -119,7 +119,7 @@ def copy_of(bucket: BucketBase) -> ProvisionalBucket:
 def copy_sharded(
     bucket: BucketBase, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]
 ) -> torch.nn.Parameter:
-    """``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
+    """Returns ``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
 
     Parameters of one bucket that are copied together share the copy of the bucket. Needs no communication.
     """

@@ -170,7 +170,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def _stand_aside(self, error_message: str) -> Iterator[None]:
-        """``torch.autograd.graph.disable_saved_tensors_hooks``, which tolerates ours below."""
+        """Yields under ``torch.autograd.graph.disable_saved_tensors_hooks``, but tolerates our hooks below."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         are_ours = top is not None and top[0] == self._pack
         if are_ours:
@@ -214,7 +214,7 @@ def _refuse(bucket: Bucket) -> None:
 
 
 def _let_be(bucket: Bucket) -> None:
-    """Nothing to free."""
+    """Does nothing: there is nothing to free."""
 
 
 _alive: weakref.WeakSet[SavedTensorHooks] = weakref.WeakSet()

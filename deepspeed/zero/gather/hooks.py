@@ -284,7 +284,7 @@ class ForwardHooks:
             bucket.reshard()
 
     def _free_unused(self, is_training: bool) -> None:
-        """After a forward: buckets that this rank gathered for the others' sake, which keep or free them alike."""
+        """Frees, after a forward, buckets that this rank gathered only for other ranks, unless these keep them."""
         for bucket in self._buckets:
             if bucket.state is State.FULL and bucket.users == 0 and not bucket.is_kept:
                 if is_training and self._schedule.stays_after_forward(bucket):
@@ -293,7 +293,10 @@ class ForwardHooks:
                     bucket.reshard()
 
     def _free_recomputed(self, except_for: list[Bucket]) -> None:
-        """The next unit is recomputed: the backward of those recomputed before it is over, gradients apart."""
+        """Frees what an earlier unit's recomputation gathered, when the next one begins.
+
+        Its gradients may be outstanding.
+        """
         for bucket, is_settled in list(self._recomputed.items()):
             if is_settled and bucket not in except_for and bucket.users == 0:
                 del self._recomputed[bucket]
@@ -343,7 +346,7 @@ class ForwardHooks:
         self._free_except(frozenset().union(*(self._buckets_below(entry) for entry in self._outstanding)))
 
     def _buckets_below(self, entry: int) -> frozenset[Bucket]:
-        """Buckets with parameters of the module that has this number: equal on all ranks, unlike what each has used."""
+        """Returns the buckets with parameters of module number ``entry``: equal on all ranks, unlike those in use."""
         if entry not in self._below:
             own = set([*self._by_module, *self._entries][entry].parameters())
             self._below[entry] = frozenset(bucket for bucket in self._buckets if not own.isdisjoint(bucket.params))
@@ -382,13 +385,13 @@ class ForwardHooks:
             self._free_if_done(bucket)
 
     def gradients_arrived(self, bucket: Bucket) -> None:
-        """All gradients of ``bucket`` are copied out."""
+        """Called when all gradients of ``bucket`` are copied out."""
         if bucket in self._recomputed:
             self._recomputed[bucket] = True
         self._free_if_done(bucket)
 
     def _free_if_done(self, bucket: Bucket) -> None:
-        """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more.
+        """Frees a bucket during backward if no scope, no handle and no missing gradient needs it any more.
 
         What is kept stays until the end where several forwards wait for their backwards: only then it is known which of
         them still needs it, and it must be the same on all ranks.
@@ -411,7 +414,7 @@ def _records_a_graph() -> bool:
 
 
 def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.Module]:
-    """Modules that may be called by themselves: those above a unit, and those that use what another unit gathers."""
+    """Returns the modules that may be called alone: those above a unit, or that use what another unit gathers."""
     covered: set[nn.Module] = set()
     sharded: set[nn.Parameter] = set()
     for module, buckets in units.items():
@@ -427,7 +430,7 @@ def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.M
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, sets, mappings, dataclasses and plain objects, each object once."""
+    """Yields every tensor in nested tuples, lists, sets, mappings, dataclasses and plain objects, each object once."""
     seen: set[int] = set()
     stack = [value]
     while stack:

@@ -126,7 +126,7 @@ class GatherSchedule:
         return limits.max_live
 
     def _near_their_backward(self, buckets: list[Bucket]) -> frozenset[int]:
-        """Buckets that stay gathered between forward and backward: a pure function of layout and limits."""
+        """Returns the buckets that stay gathered between forward and backward: a pure function of layout and limits."""
         kept, later = set(), 0
         for bucket in reversed(buckets):
             numel = bucket.layout.numel
@@ -210,7 +210,10 @@ class GatherSchedule:
         self._show_shapes(True)
 
     def enter(self, entry: int) -> None:
-        """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
+        """Called when the open backward reaches the outputs of a forward.
+
+        The first one before any gather is its entry.
+        """
         assert self._situation is not None
         kind, known, full = self._situation
         if known == _UNKNOWN and not self._issued and not self._has_decided:

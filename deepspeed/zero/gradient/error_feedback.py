@@ -90,11 +90,11 @@ class ErrorFeedback:
             self._before.mul_(factor)
 
     def commit(self) -> None:
-        """The update is applied: what its reductions have lost is added to the next gradients."""
+        """Called when the update is applied: what its reductions lost is added to the next gradients."""
         self._is_kept = False
 
     def restore(self) -> None:
-        """The gradients of the update are thrown away: the errors are what they were. After a commit, nothing."""
+        """Restores the errors when the gradients of the update are thrown away; does nothing after a commit."""
         if self._before is not None and self._is_kept:
             self.tensor.copy_(self._before)
             self._is_kept = False

@@ -188,7 +188,7 @@ class GradientBucket:
             )
 
     def _open_rows(self) -> None:
-        """The rows of the bucket and, where sums of slices are sent too, those of this rank's slice."""
+        """Returns the rows of the bucket and, where sums of slices are sent too, those of this rank's slice."""
         layout, device = self.bucket.layout, self.bucket.device
         starts = row_starts(layout.starts, [tile.shape for tile in layout.tiles], layout.numel)
         self._rows = ZeroRows(starts, layout.numel, layout.num_slices, device)
@@ -198,7 +198,7 @@ class GradientBucket:
             self._combine_rows = ZeroRows(within, layout.slice_numel, layout.replicas, device)
 
     def _padding(self) -> list[torch.Tensor]:
-        """Views of the gaps between tiles."""
+        """Returns the views of the gaps between tiles."""
         layout = self.bucket.layout
         ends = (*layout.starts[1:], layout.numel)
         gaps = [
@@ -327,7 +327,7 @@ class GradientBucket:
         return self.sum.is_mixed_since(self._before, reduced=reduced)
 
     def drop_backward(self, *, reduced: bool, with_sum: bool) -> None:
-        """After an exception in backward: throws away what it delivered.
+        """Throws away what a backward delivered, after an exception in it.
 
         Args:
             reduced: The backward was one that reduces.
@@ -412,7 +412,7 @@ class GradientBucket:
         return self._flat
 
     def _keep_local(self, source: FlatBuffer) -> None:
-        """A group of one: the packed gradient is the result; further backwards are added to it."""
+        """Keeps the packed gradient as the result in a group of one; further backwards are added to it."""
         if self._postscale * self._prescale != 1.0:
             source.tensor.mul_(self._postscale * self._prescale)
             self.sum.squares = None
@@ -522,7 +522,7 @@ class GradientBucket:
         return combined, factor
 
     def new_result(self, numel: int) -> FlatBuffer:
-        """Zeros for what the update is to read in the place of a gradient: fp32, aligned with the master."""
+        """Returns zeros for what the update reads in the place of a gradient: fp32, aligned with the master."""
         made = self.sum.new_buffer(numel, torch.float32, self._destination.incoming_tier)
         made.tensor.zero_()
         return made
@@ -572,7 +572,7 @@ class GradientBucket:
             self.feedback.scale(factor)
 
     def commit(self) -> None:
-        """The update is applied: what its reductions have lost stays lost until the next one."""
+        """Called when the update is applied: what its reductions lost stays lost until the next one."""
         if self.feedback is not None:
             self.feedback.commit()
 
@@ -582,7 +582,7 @@ class GradientBucket:
             self._flat.free()
 
     def clear(self) -> None:
-        """After the update, or on ``zero_grad``: frees every gradient of the bucket.
+        """Frees every gradient of the bucket, after the update or on ``zero_grad``.
 
         In a group of one the packed buffer is the gradient, so all of them are alive together at every step; they stay
         allocated in between, because giving them back to the system would cost a page fault per 4 KiB in each backward.

@@ -211,7 +211,7 @@ class GradientSum:
         return narrower
 
     def leave_packed(self) -> None:
-        """Another backward needs the packed buffer: a reduced gradient that lies there moves out of its way."""
+        """Moves a reduced gradient out of the packed buffer when another backward needs it."""
         if self.is_packed:
             self.reduced = self.new_buffer(self._packed.tensor.numel(), self.dtype)
             self.reduced.tensor.copy_(self._packed.tensor)
@@ -321,7 +321,7 @@ def pack_and_square(
 
 
 def _copy_in_chunks(target: torch.Tensor, source: torch.Tensor, squares: Squares) -> None:
-    """A tile larger than the cache; ``target`` may end in padding."""
+    """Copies a tile larger than the cache; ``target`` may end in padding."""
     for low in range(0, source.numel(), CHUNK):
         part = source[low : low + CHUNK]
         target[low : low + part.numel()].copy_(part)
@@ -383,7 +383,7 @@ def add_into(total: torch.Tensor, part: torch.Tensor, squares: Squares | None) -
 
 
 def squared_norm(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat buffer.
+    """Returns the sum of squares of a flat buffer.
 
     Args:
         flat: 1-D, any floating dtype, length a multiple of 64; padding must hold zeros.

@@ -203,7 +203,7 @@ class GradientReducer:
         return arrived
 
     def arrive(self, position: int, index: int) -> None:
-        """Autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
+        """Called when autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
         if self._backward is None:
             self._on_stray()  # opens one, or raises
         if self.buckets[position].arrive(index):
@@ -245,7 +245,7 @@ class GradientReducer:
             self.buckets[position].begin_backward(is_last=position in closes)
 
     def _complete(self, position: int) -> None:
-        """Every gradient of a bucket is there; it is packed now unless more may come."""
+        """Called when every gradient of a bucket is there. Packs it now unless more may come."""
         backward = self._opened
         backward.completed.append(position)
         if position not in self._known or self.buckets[position].repeats or not self._overlaps:
@@ -362,7 +362,7 @@ class GradientReducer:
             self._known |= reduces
 
     def _combine(self, order: Sequence[int]) -> None:
-        """The second step of all sums, one being sent while the one before it is waited for."""
+        """Runs the second step of all sums, sending one while it waits for the one before."""
         before: GradientBucket | None = None
         for position in order:
             self.buckets[position].start_combining()
@@ -385,7 +385,7 @@ class GradientReducer:
             self._reader.offer(self._positions[gradients])
 
     def _agree_on_order(self, backward: _Backward) -> list[int]:
-        """Rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
+        """Returns rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
         held_back = [p for p in sorted(backward.reduces) if p not in backward.completed or self.buckets[p].repeats]
         mine = [p for p in backward.completed if p in backward.reduces and p not in held_back] + held_back
         if not mine:
@@ -432,7 +432,7 @@ class GradientReducer:
         return any(self.buckets[p].is_mixed(reduced=p in backward.reduces) for p in backward.reaches)
 
     def drop(self, *, with_sums: bool) -> None:
-        """After an exception in backward: throws away what the backward has delivered.
+        """Throws away what a backward has delivered, after an exception in it.
 
         A backward that reduces is dropped by all ranks together; any other by this rank alone, whose own sums are the
         only ones it concerns.
@@ -462,7 +462,7 @@ class GradientReducer:
         self._backward = None
 
     def end_micro_step(self) -> None:
-        """A micro-step without an update is over: ranks may have sums of it, also where this one ran no backward."""
+        """Called when a micro-step without an update ends: ranks may hold its sums even if this one ran no backward."""
         if not self.policy.every_micro_batch:
             self._local_sums.update(range(len(self.buckets)))
 
@@ -516,7 +516,7 @@ class GradientReducer:
         self._local_sums.clear()
 
     def scale_feedback(self, factor: float) -> None:
-        """The unit of gradients changes (the loss scale does): so does that of what reductions have lost."""
+        """Scales the error-feedback residuals when the unit of gradients changes, as it does with the loss scale."""
         for gradients in self.buckets:
             gradients.scale_feedback(factor)
 
@@ -557,12 +557,12 @@ class GradientReducer:
         return any(not gradients.bucket.group.gradient_transport.is_exact for gradients in self.buckets)
 
     def commit(self) -> None:
-        """The update is applied: what reductions have lost of its gradients is added to the next ones."""
+        """Called when the update is applied: what reductions lost of its gradients is added to the next ones."""
         for gradients in self.buckets:
             gradients.commit()
 
     def end_update(self, number: int) -> None:
-        """An update is over, or was skipped.
+        """Called when an update is over, or was skipped.
 
         Args:
             number: Of the update, from 1; equal on all ranks, also after a checkpoint was loaded.

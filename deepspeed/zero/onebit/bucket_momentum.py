@@ -117,7 +117,7 @@ class BucketMomentum:
             self._make_root(self.root.tensor)
 
     def _gather(self, key: str, out: torch.Tensor) -> None:
-        """The whole of a state, in the order of the message."""
+        """Gathers the whole of a state, in the order of the message."""
         master, layout = self.master, self.master.layout
         flat = torch.zeros(layout.numel, device=out.device)
         lower = layout.slice_bounds(master.rank)[0]
@@ -222,7 +222,10 @@ class BucketMomentum:
         return [found.get(tensor.tile) for tensor in self._tensors]
 
     def of_states(self, key: str) -> dict[int, torch.Tensor]:
-        """Views of a per-element state by tile, where masters are not cut; without those that were never updated."""
+        """Returns the views of a per-element state by tile, where masters are not cut.
+
+        Without those that were never updated.
+        """
         found: dict[int, torch.Tensor] = {}
         for run in self.master.runs:
             state = self._optimizer.state.get(run.param) or {}
@@ -328,7 +331,7 @@ class BucketMomentum:
                 message[tensor.place].mul_(factor)
 
     def finish(self) -> None:
-        """Waits; from then on there is the momentum that all ranks agree on."""
+        """Waits for the exchange; afterwards all ranks have the same momentum."""
         assert self._work is not None and self._message is not None
         self._work.finish()
         self._work = None
@@ -361,7 +364,7 @@ class BucketMomentum:
             message.mul_(mask)
 
     def _find_mask(self) -> torch.Tensor | None:
-        """1 where momentum may be, as long as the message; None: everywhere."""
+        """Returns 1 where momentum may be nonzero, as long as the message; None: everywhere."""
         layout, groups = self.master.layout, self._optimizer.param_groups
         if not any(group.get("exp_avg_mask") is not None for group in groups):
             return None

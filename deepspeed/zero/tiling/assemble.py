@@ -36,7 +36,7 @@ def assemble(
 def scatter(
     layout: BucketLayout, tile: int, rank: int, source: int, values: torch.Tensor | None, place: torch.Tensor | None
 ) -> list[TensorTransfer]:
-    """Everybody's fragment of a tile, from the one rank that has all of it; its own is left to the caller.
+    """Returns everybody's fragment of a tile, from the one rank that has all of it; its own is left to the caller.
 
     Args:
         layout: How the tile is cut.

@@ -18,7 +18,7 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a dtype by name."""
+    """Returns the bytes per element of a dtype by name."""
     bits = _BITS.match(dtype)
     return max(int(bits[1]) // 8, 1) if bits is not None else 1  # bool
 
@@ -51,7 +51,7 @@ class MemoryFormula:
         self._host_is_device = host_is_device
 
     def compute(self, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
-        """Compute parameters: the shard, or everything."""
+        """Returns the bytes of compute parameters (the shard, or everything), and their formula."""
         total = 0
         for bucket, placed in zip(self._layout.buckets, self._placed, strict=True):
             if placed.param_tier is tier:
@@ -65,7 +65,7 @@ class MemoryFormula:
         return total, f"bytes x (Psi_sharded / {ranks} + Psi_persistent)"
 
     def compute_tensors(self, tier: Tier) -> list[tuple[int, int]]:
-        """``(elements, bytes per element)`` of the compute tensors of a tier."""
+        """Returns ``(elements, bytes per element)`` of the compute tensors of a tier."""
         return [
             (bucket.slice_numel if placed.is_sharded else bucket.numel, itemsize(bucket.dtype))
             for bucket, placed in zip(self._layout.buckets, self._placed, strict=True)
@@ -116,7 +116,7 @@ class MemoryFormula:
         return in_fp32 * (size if self.placement.narrow_states else max(size, 4)) // 4
 
     def master(self, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
-        """Masters, where the compute parameters are not their own."""
+        """Returns the bytes of masters, where the compute parameters are not their own, and their formula."""
         total = sum(
             self.master_itemsize(bucket) * self.owned_numel(bucket)
             for bucket, placed in self._trained()
@@ -126,7 +126,7 @@ class MemoryFormula:
         return total, f"{size} x Psi / {self.owners}" if self.placement.shard_master else f"{size} x Psi"
 
     def master_tensors(self, state_itemsizes: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
-        """``(elements, bytes per element)`` of masters and states of a tier.
+        """Returns ``(elements, bytes per element)`` of masters and states of a tier.
 
         Args:
             state_itemsizes: For every state, its bytes per fp32 element.
@@ -141,13 +141,13 @@ class MemoryFormula:
         return found
 
     def optimizer(self, states: int, tier: Tier = Tier.DEVICE) -> tuple[int, str]:
-        """Optimizer state: ``states`` numbers per element (two for Adam), fp32 unless they are narrow."""
+        """Returns the bytes of optimizer state, ``states`` numbers per element (two for Adam), and their formula."""
         total = sum(n * size for n, size in self.master_tensors([4] * states, tier)) - self.master(tier)[0]
         size = 2 if self.placement.narrow_states else 4
         return total, f"{size * states} x Psi" + (f" / {self.owners}" if self.placement.shard_master else "")
 
     def shadow(self, states: int) -> tuple[int, str]:
-        """Second masters and optimizer states of host memory, and the compute parameters that are made with them."""
+        """Returns the bytes of the host's second masters, states and compute parameters, and their formula."""
         if not self.placement.speculates:
             return 0, "0"
         total = 0
@@ -169,7 +169,7 @@ class MemoryFormula:
         accumulate_itemsize: int = 4,
         tier: Tier = Tier.DEVICE,
     ) -> tuple[int, str]:
-        """Gradients between backward and step, or between micro-batches.
+        """Returns the gradients between backward and step, or between micro-batches.
 
         Args:
             accumulation: More than one micro-batch per update.

@@ -132,7 +132,7 @@ class BucketLayout:
         return any(tile.part is not None for tile in self.tiles)
 
     def slice_bounds(self, rank: int) -> tuple[int, int]:
-        """First and last-plus-one element of ``rank``'s slice in the buffer."""
+        """Returns the extent of ``rank``'s slice in the buffer."""
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def share_bounds(self, position: int, parts: int) -> tuple[int, int]:

@@ -62,7 +62,7 @@ class PartOwners:
         return whole
 
     def tile_of(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """This rank's tile of a whole value; padding is zero.
+        """Returns this rank's tile of a whole value; padding is zero.
 
         Args:
             whole: In the shape of the logical parameter.

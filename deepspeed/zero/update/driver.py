@@ -154,7 +154,7 @@ class UpdateDriver(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
 
 def gradient_factor(norm: float, *, scale: float, clip_grad: float) -> float | None:

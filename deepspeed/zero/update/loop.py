@@ -147,7 +147,7 @@ class UpdateStrategy:
         return [slice(0, chunk.numel)]
 
     def before_publish(self, master: MasterBucket) -> None:
-        """All chunks of ``master`` were stored; its compute tensor is about to be sent to other ranks."""
+        """Called when all chunks of ``master`` are stored and its compute tensor is about to be sent to other ranks."""
 
     def finish(self) -> None:
         """Waits for every transfer; also called when the update failed."""
@@ -322,7 +322,10 @@ def first_state(flat: FlatUpdate, group: dict[str, Any], dtype: torch.dtype = to
 
 
 def state_itemsizes(optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
-    """Bytes per element of every per-element state; empty if only the optimizer's ``step`` determines them."""
+    """Returns the bytes per element of every per-element state.
+
+    Empty if only the optimizer's ``step`` determines them.
+    """
     flat = None if optimizer is None else flat_updater(optimizer)
     if flat is None or optimizer is None:
         return ()

@@ -112,7 +112,7 @@ class MasterOptimizer(ZeROOptimizer):
             group["lr"] = lr
 
     def get_lr(self) -> float:
-        """Learning rate of the first param group."""
+        """Returns the learning rate of the first param group."""
         return self.param_groups[0]["lr"]
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -162,7 +162,7 @@ class MasterOptimizer(ZeROOptimizer):
             master.bucket.remember_values()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's runs; for a file that other world sizes can read, save a checkpoint."""
+        """Returns the state of this rank's runs. For a file that other world sizes can read, save a checkpoint."""
         return {
             "optimizer": torchs(self.optimizer.state_dict)(),
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
@@ -282,7 +282,10 @@ class MasterOptimizer(ZeROOptimizer):
             self.optimizer.attach_segments(*tables)  # type: ignore[attr-defined]
 
     def count_state(self) -> int:
-        """Bytes of the optimizer's state on this rank, in all tiers; also written into the memory tracker."""
+        """Returns the bytes of the optimizer's state on this rank, in all tiers.
+
+        Also written into the memory tracker.
+        """
         nbytes, seen = dict.fromkeys(Tier, 0), set[tuple[int, int]]()
         for master in self._masters:
             for run in master.runs:

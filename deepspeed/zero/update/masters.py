@@ -129,7 +129,7 @@ class MasterBucket:
         )
 
     def state_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """One per-element state of the whole master, in the master's tier; made at the first call."""
+        """Returns one per-element state of the whole master, in the master's tier; made at the first call."""
         if key not in self.states:
             numel = self.flat.numel()
             self.states[key] = self.memory.empty(numel, dtype, f"the state {key} of {self.bucket.label}")
@@ -175,7 +175,7 @@ class MasterBucket:
         ]
 
     def tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
-        """``(tile, start, stop)`` for each tile inside ``run``, padding included, in elements of the master."""
+        """Returns ``(tile, start, stop)`` for each tile inside ``run``, padding included, in elements of the master."""
         if run not in self._spans:
             self._spans[run] = self._find_tile_spans(run)
         return self._spans[run]
@@ -334,7 +334,7 @@ class PublishWork:
 
 
 def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:
-    """The optimizer state of ``new``, a part of ``old``: views of per-element tensors, copies of everything else."""
+    """Returns the optimizer state of ``new``, a part of ``old``: views of per-element tensors, copies of the rest."""
     offset, numel = new.span.start - old.span.start, new.span.numel
     made: dict[str, Any] = {}
     for key, value in state.items():
@@ -409,7 +409,7 @@ def _segments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Segm
 
 
 def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
-    """The trained tensors of a bucket; ``first`` is the number of its first one."""
+    """Yields the trained tensors of a bucket; ``first`` is the number of its first one."""
     bounds = range(0, layout.numel + 1, max(layout.slice_numel, 1))
     for number, (tile, start) in enumerate(zip(layout.tiles, layout.starts, strict=True)):
         if tile.param_group >= 0 and tile.numel:
@@ -453,7 +453,7 @@ def _scalar_state(state: dict[str, Any] | None) -> tuple[tuple[str, float], ...]
 
 
 def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], whole_tensors: bool) -> dict[str, Any]:
-    """State of a run, put together from the state of the parameters it holds."""
+    """Returns the state of a run, put together from the state of the parameters it holds."""
     made: dict[str, Any] = {}
     for fragment in master.fragments:
         if not run.span.start <= fragment.slice_start < run.span.stop:

@@ -274,7 +274,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             self._attach_segments()
 
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
-        """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
+        """Gives fp32 gradients to an optimizer without a flat update, and calls its ``step``."""
         for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
             grad = gradients.result
             for run in master.runs:
@@ -399,7 +399,7 @@ class StepAgreement:
         return [known + more for known, more in zip(squares, sums.cpu().tolist(), strict=True)], None
 
     def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
-        """Per bucket and parameter, whether any rank that shares it had a gradient.
+        """Returns, per bucket and parameter, whether any rank that shares it had a gradient.
 
         Args:
             rows: The packed flags of every peer.
@@ -441,7 +441,10 @@ class StepAgreement:
             )
 
     def first_offender(self) -> tuple[int, str]:
-        """Lowest rank and first parameter, in model order, whose gradient is not finite; the same on all ranks."""
+        """Returns the lowest rank and first parameter, in model order, with a non-finite gradient.
+
+        The same on all ranks.
+        """
         mine = first = 0
         names: list[str] = []
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
@@ -521,7 +524,7 @@ def _pack_flags(flags: list[bool]) -> list[float]:
 
 
 def _unpack_flags(rows: torch.Tensor, count: int) -> list[bool]:
-    """Bitwise or over the ranks."""
+    """Returns the bitwise or over the ranks."""
     flags: list[bool] = []
     for column in range(rows.shape[1]):
         bits = 0

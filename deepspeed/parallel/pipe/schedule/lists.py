@@ -106,7 +106,7 @@ class Schedule:
 
 
 def held(actions: tuple[Action, ...]) -> list[int]:
-    """After each computation, for how many micro-batches (of any chunk) the stage keeps what a forward left."""
+    """Returns, after each computation, for how many micro-batches (of any chunk) the stage keeps forward results."""
     counts, count = [], 0
     for action in actions:
         count += (action.kind is Kind.FORWARD) - action.kind.gives_weight_gradient
@@ -167,7 +167,7 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """1F1B in which stage s also holds chunks s + p, s + 2 p, ... (Narayanan et al. 2021).
+    """Returns 1F1B in which stage s also holds chunks s + p, s + 2 p, ... (Narayanan et al. 2021).
 
     Published are groups of p micro-batches, which cost extra where p does not divide m; groups of about equal size,
     none below p, reach (p - 1) (F + B) / v idle time for every m >= p.
@@ -185,7 +185,7 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """1F1B with split backwards; weights are done s backwards late, which fills the bubble at the end.
+    """Returns 1F1B with split backwards. Weights are computed s backwards late, which fills the bubble at the end.
 
     Idle are (p - 1) (F + B - 2 W) / v; no stage holds more than the first of 1F1B, for m >= p divided by p (Qi et al.
     2023, who have one chunk per stage).
@@ -195,7 +195,7 @@ def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Acti
 
 
 def _sizes(micro_batches: int, stages: int) -> tuple[int, ...]:
-    """Groups of about equal size, none below that of the stages unless there are fewer micro-batches."""
+    """Returns the groups of about equal size, none below that of the stages unless there are fewer micro-batches."""
     bounds = partition_uniform(micro_batches, max(1, micro_batches // stages))
     return tuple(end - start for start, end in pairwise(bounds))
 
@@ -210,7 +210,9 @@ def _in_turn(
     ahead: int,
     weights_late: int | None = None,
 ) -> list[Action]:
-    """A forward and a backward in turn; groups of micro-batches go through one chunk of the stage after the other.
+    """Returns a forward and a backward in turn.
+
+    Groups of micro-batches go through one chunk of the stage after the other.
 
     Args:
         forward_groups: Their sizes.
@@ -241,7 +243,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 def zbv(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """Split backwards on two chunks per stage, laid in a V, so that the first stage also computes the loss.
+    """Returns split backwards on two chunks per stage, placed in a V, so that the first stage also computes the loss.
 
     Each stage works without a gap from its first forward on if F = B / 2 = W, and holds 2 p chunk activations, as
     much as the first stage of 1F1B (Qi et al. 2024).
@@ -449,7 +451,7 @@ class StageSchedule(PipeSchedule):
         return max(held(self.schedule.actions[self.stage_id]), default=0)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per computation; in training one more for the update."""
+        """Yields one step per computation; in training one more for the update."""
         actions = self.schedule.actions[self.stage_id]
         first, last = _ends(actions)
         buffers = _Buffers(keep=self.schedule.is_training)

@@ -28,11 +28,11 @@ class TrainSchedule(PipeSchedule):
     """
 
     def num_pipe_buffers(self) -> int:
-        """Number of stages after this one plus 1, at least 2."""
+        """Returns the number of stages after this one plus 1, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """``2 (micro_batches + stages - 1)`` steps, empty ones among them."""
+        """Yields ``2 (micro_batches + stages - 1)`` steps, empty ones among them."""
         last = 2 * (self.micro_batches + self.stages - 1) - 1
         previous = -1
         for step in range(last + 1):
@@ -72,11 +72,11 @@ class InferenceSchedule(PipeSchedule):
     """Forwards only; micro-batch i on stage s is step i + s. Even stages send before they receive, odd ones after."""
 
     def num_pipe_buffers(self) -> int:
-        """One is computed on, one sent."""
+        """Returns 2: one is computed on, one is sent."""
         return 2
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """``micro_batches + stages - 1`` steps, empty ones among them."""
+        """Yields ``micro_batches + stages - 1`` steps, empty ones among them."""
         for step in range(self.micro_batches + self.stages - 1):
             micro_batch = step - self.stage_id
             buffer, before = self._buffer_idx(micro_batch), self._buffer_idx(micro_batch - 1)
@@ -101,11 +101,11 @@ class DataParallelSchedule(PipeSchedule):
     """Accumulation of gradients without a pipeline."""
 
     def num_pipe_buffers(self) -> int:
-        """One at a time."""
+        """Returns 1."""
         return 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per micro-batch."""
+        """Yields one step per micro-batch."""
         for micro_batch in range(self.micro_batches):
             commands: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             if micro_batch == self.micro_batches - 1:

@@ -39,7 +39,7 @@ class Times:
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
-        """Time of one computation."""
+        """Returns the time of one computation."""
         backward_input = self.backward - self.weight
         return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.BACKWARD_INPUT: backward_input}.get(
             kind, self.weight
@@ -75,7 +75,7 @@ class Timeline:
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     def idle(self, stage: int) -> float:
-        """Time in which the stage computes nothing."""
+        """Returns the time in which the stage computes nothing."""
         return self.makespan - sum(span.end - span.start for span in self.spans[stage])
 
 
@@ -209,7 +209,7 @@ class _Run:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each chunk meets each micro-batch once in each direction, on its stage, forward first and weights last."""
+    """Checks that each chunk meets each micro-batch once per direction, on its stage, in the right order."""
     whole = [[Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]]
     wanted = whole if schedule.is_training else [[Kind.FORWARD]]
     for stage, actions in enumerate(schedule.actions):
