@@ -186,7 +186,7 @@ class StepInfo:
         skipped: Updates skipped so far.
         lr: Learning rate of each param group, after the schedule has advanced.
         norm: Norm of the gradients before clipping; None if it was not computed.
-        loss_scale: Of fp16; None otherwise.
+        loss_scale: The loss scale under fp16; None otherwise.
         more: Name and value of further events.
     """
 
@@ -248,7 +248,7 @@ class StepTracker:
 
         Args:
             info: What is known of it.
-            loss: Of the update, 0-dim, on any device; None: not known on this rank, or not wanted.
+            loss: The loss of the update, 0-dim, on any device; None: not known on this rank, or not wanted.
         """
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class EngineHooks:
         """Called before each forward, on every rank alike.
 
         Args:
-            is_training: Of the model.
+            is_training: Whether the model is in training mode.
             global_steps: Updates so far.
             micro_steps: Micro-steps so far.
 
@@ -424,7 +424,7 @@ class EngineFeature:
         Args:
             setup: What was requested, with the model as it is now.
             runtime: The parameters of the model.
-            groups: Of the engine.
+            groups: The engine's groups.
             batch_size: Samples of an update, over all ranks.
         """
         return None

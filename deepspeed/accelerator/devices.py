@@ -73,7 +73,7 @@ class Device:
     """One kind of accelerator.
 
     Attributes:
-        name: Of ``--device`` and of :func:`find_device`.
+        name: The name of ``--device`` and of :func:`find_device`.
         memory: Bytes, as the driver reports them.
         flops: bf16 operations per second, dense.
         memory_bandwidth: Bytes per second of its own memory.

@@ -171,7 +171,7 @@ class ActivationShard:
 
     Attributes:
         values: 1-D; the parts of all ranks have equal lengths, the last ones may end in padding.
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         device: Where the whole tensor is needed.
     """
 

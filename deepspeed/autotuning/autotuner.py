@@ -408,10 +408,10 @@ def with_mapped(arguments: Sequence[str], mappings: Mapping[str, Any] | None, ch
     """Returns a script's arguments with the values that ``autotuning.arg_mappings`` carries over.
 
     Args:
-        arguments: Of the script.
+        arguments: The arguments of the script.
         mappings: From a key of the configuration (dotted below a section) to an argument such as
             ``--per_device_train_batch_size``.
-        changes: Of the candidate.
+        changes: The changes of the candidate.
 
     Raises:
         DeepSpeedConfigError: A mapping is no option.

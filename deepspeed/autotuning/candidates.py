@@ -25,7 +25,7 @@ class CandidateGroup:
     """A candidate without its micro-batch.
 
     Attributes:
-        stage: Of ZeRO.
+        stage: The ZeRO stage.
         changes: What is different from the user's configuration, batch sizes left out.
         words: What its name contains beside stage and batch sizes.
     """
@@ -45,8 +45,8 @@ class BatchLimits:
 
     Attributes:
         total: Samples of an update, over all ranks.
-        least: Of a micro-batch.
-        most: Of a micro-batch.
+        least: Smallest micro-batch.
+        most: Largest micro-batch.
     """
 
     total: int
@@ -60,8 +60,8 @@ class CandidateSpace:
     Args:
         config: The script's configuration with numbers for batch sizes.
         choices: Candidates by path; an empty list leaves a key open.
-        limits: Of batches.
-        ranks: Of the job.
+        limits: Limits of the batch sizes.
+        ranks: The ranks of the job.
         micro_batches: Those that may be tried; None: all that divide the batch.
         offloads: Whether host memory is another memory than the device's.
     """

@@ -24,10 +24,10 @@ class CandidatePlan:
     """A candidate and what is expected of it; ranks of the script plan it, the command chooses among them.
 
     Attributes:
-        name: Of its folder.
+        name: The name of its folder.
         changes: What is different from the script's configuration.
         fits: Whether memory suffices.
-        seconds: Of a step, predicted, wall time.
+        seconds: Predicted wall time of a step.
         device_bytes: Highest sum on a device.
         host_bytes: Highest sum in a node's host memory.
         usable_bytes: What a device offers.

@@ -34,11 +34,11 @@ class Experiment:
         kind: ``profile`` (hands the model to the tuner), ``trial`` (is measured), or ``run`` (trains).
         folder: For its files, as text.
         changes: What is different from the script's configuration.
-        choices: Of a profile: values that a key may have, by path; an empty list stands for ``"auto"``.
-        section: Of a profile: the section ``autotuning``.
+        choices: In a profile, values that a key may have, by path; an empty list stands for ``"auto"``.
+        section: In a profile, the section ``autotuning``.
         first_step: First update that is measured, from 1.
         last_step: Last update; the script ends behind it.
-        ranks_per_node: Of the job; 0: all ranks are on one node.
+        ranks_per_node: Ranks on each node of the job; 0: all ranks are on one node.
     """
 
     name: str

@@ -100,7 +100,7 @@ class CandidatePlanner:
 
     Attributes:
         model: The script's model, on ``meta``.
-        inputs: Of one micro-batch.
+        inputs: The inputs of one micro-batch.
         config: The script's configuration.
         machine: With measured rates.
         kind: Kind of device.
@@ -140,8 +140,8 @@ class CandidatePlanner:
         Python). What is left goes into one factor on all operations.
 
         Args:
-            changes: Of the step that was measured.
-            seconds: Of it, inside the engine.
+            changes: The changes of the step that was measured.
+            seconds: Its time inside the engine.
 
         Returns:
             Measured over predicted time, before the adjustment.
@@ -195,7 +195,7 @@ class CandidatePlanner:
         """Plans the candidates of some settings, and of those that need less memory where one does not fit.
 
         Args:
-            space: Of candidates.
+            space: The space of candidates.
             settings: Which.
             refine: Also plan the best of them with other bucket sizes, as far as these make a difference.
 

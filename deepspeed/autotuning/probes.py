@@ -23,7 +23,7 @@ def measure_device(dtype: torch.dtype, device: torch.device, memory: int) -> Dev
 
     Args:
         dtype: In which the model computes.
-        device: Of this rank.
+        device: The device of this rank.
         memory: Bytes that a rank has.
     """
     side = 512 if device.type == "cpu" else 4096

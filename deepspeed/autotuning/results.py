@@ -39,7 +39,7 @@ def results_table(queue: TrialQueue, *, samples: int) -> Table:
 
     Args:
         queue: The candidates and what was measured.
-        samples: Of an update, over all ranks.
+        samples: Samples of an update, over all ranks.
     """
     table = Table(title="Candidates, one update of the same global batch", title_justify="left")
     for heading in ("candidate", "predicted ms", "measured ms", "measured / predicted", "samples/s", "memory", ""):

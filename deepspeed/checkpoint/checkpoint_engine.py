@@ -51,7 +51,7 @@ class CheckpointEngine:
     """Base class of what stores state dicts by path. Rank-local: nothing here is a collective.
 
     Args:
-        config_params: Of a derived class.
+        config_params: Settings of a derived class.
     """
 
     def __init__(self, config_params: Any = None) -> None:
@@ -70,7 +70,7 @@ class CheckpointEngine:
 
         Args:
             state_dict: Tensors by name; those of ``save_checkpoint`` are in host memory.
-            path: Of the file: ``<folder>/<tag>/<name>.pt``.
+            path: The path of the file: ``<folder>/<tag>/<name>.pt``.
 
         Raises:
             NotImplementedError: In the base class.
@@ -81,7 +81,7 @@ class CheckpointEngine:
         """Returns what :meth:`save` stored under ``path``.
 
         Args:
-            path: Of the file.
+            path: The path of the file.
             map_location: Device of the tensors, as in ``torch.load``; None: the host.
 
         Raises:

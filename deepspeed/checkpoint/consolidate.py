@@ -172,7 +172,7 @@ def to_torch_tensor(
     """Reads the lazy entries of a state dict.
 
     Args:
-        state_dict: Of :func:`get_fp32_state_dict_from_zero_checkpoint` with ``lazy_mode``.
+        state_dict: The result of :func:`get_fp32_state_dict_from_zero_checkpoint` with ``lazy_mode``.
         return_empty_tensor: Return uninitialised tensors of the right shapes, to plan sizes.
         dtype: Convert floating tensors to it.
     """
@@ -204,7 +204,7 @@ def convert_zero_checkpoint_to_state_dict(
         checkpoint_dir: The folder of checkpoints.
         output_dir: A name ending in ``.bin`` or ``.safetensors`` is that one file; anything else is a folder, in which
             the files are called ``pytorch_model.bin`` or ``model.safetensors``, with an index if there are several.
-        dtype: Of floating tensors.
+        dtype: The dtype of floating tensors.
         max_shard_size: Largest file in bytes or as a text such as ``5GB``; None for one file.
         safe_serialization: Write safetensors into the folder instead of torch files.
         tag: Name of the checkpoint; None for the one that ``latest`` names.

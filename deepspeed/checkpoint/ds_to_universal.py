@@ -144,7 +144,7 @@ def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str
         state: Its small states.
         root: Folder of checkpoints.
         tag: Name of the new one.
-        version: Of this package.
+        version: The version of this package.
 
     Returns:
         The tag folder.

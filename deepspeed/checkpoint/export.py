@@ -112,7 +112,7 @@ def iter_weights(
     Args:
         run_state: The training run.
         exchange: The ranks.
-        dtype: Of floating parameters; None: their compute dtype.
+        dtype: The dtype of floating parameters; None: their compute dtype.
         exclude_frozen: Leave frozen parameters out.
         gathered_bytes: Most bytes that are gathered at once; a larger tensor is gathered alone.
 

@@ -123,7 +123,7 @@ class SavedRun:
         bucket: Index in the manifest's layout.
         start: First element.
         stop: One past the last.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         offset: First byte in the file.
     """
 
@@ -146,7 +146,7 @@ class NamedTensor:
     Attributes:
         name: Qualified name.
         shape: Its shape.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         offset: First byte in the file.
     """
 

@@ -27,7 +27,7 @@ class OptimizerFiller:
 
     Args:
         optimizer: The ZeRO optimizer.
-        masters: Of the same model.
+        masters: The masters of the same model.
         source: The checkpoint.
         state: Its small states.
         matches: Which of its parameters fills which of the model's.

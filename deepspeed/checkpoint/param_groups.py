@@ -32,7 +32,7 @@ class RankGroups(NamedTuple):
     """Param groups of one rank.
 
     Attributes:
-        hyperparameters: Of each group.
+        hyperparameters: The hyperparameters of each group.
         scheduled: What the learning-rate schedule keeps for each group, by place in its state.
     """
 
@@ -234,7 +234,7 @@ def schedule_for(
         state: As it was saved.
         present: What the schedule to be filled has now: for groups that no saved one fits.
         saved_count: Groups of the checkpoint.
-        choices: Of :func:`choose_groups`.
+        choices: The result of :func:`choose_groups`.
     """
     if saved_count == 0 or [choice.number for choice in choices] == list(range(saved_count)):
         return state

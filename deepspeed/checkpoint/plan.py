@@ -215,7 +215,7 @@ def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]
     Args:
         layout: The bucket as it is shared.
         rank: Whose slice.
-        matches: Of :func:`match`.
+        matches: The result of :func:`match`.
         kind: What to read; None for the best values of each parameter.
 
     Returns:

@@ -45,7 +45,7 @@ class Roster:
             axes on which their tiles are whole, are left out.
         aliases: Further names of tied parameters and buffers.
         buffers: Names of persistent buffers that this rank writes.
-        extra_state: Of modules that other ranks have, by state-dict key.
+        extra_state: The extra state of modules that other ranks have, by state-dict key.
     """
 
     listed: tuple[Listed, ...]

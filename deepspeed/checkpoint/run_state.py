@@ -35,7 +35,7 @@ class RunState:
         stage: ZeRO stage.
         dp_world_size: Ranks with the same part of the model, among which ZeRO shards.
         model_size: Ranks with other parts of one copy of the model.
-        version: Of this package.
+        version: The version of this package.
         token_schedule: How many tokens random-LTD keeps, or None.
         compression: The schedule of a compressed model, or None.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.

@@ -73,7 +73,7 @@ class _Job:
         shared: On rank 0 the small files that are the same for all ranks, by name.
         buffers: The model's buffers that this rank has for the others.
         private: What this rank keeps for itself, by name.
-        pace: Of a save in the background; None: it writes as fast as it can.
+        pace: Limits a save in the background; None: it writes as fast as it can.
     """
 
     options: SaveOptions

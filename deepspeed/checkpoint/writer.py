@@ -57,7 +57,7 @@ class ChunkedStream:
     """Writes bytes to a file and computes a CRC-32 for each chunk.
 
     Args:
-        descriptor: Of the file.
+        descriptor: The descriptor of the file.
         crc_pool: One thread, which computes checksums.
         note: Called with the number of bytes after each write, by the thread that writes; None: not reported.
     """
@@ -204,7 +204,7 @@ class FileTensor:
 
     Attributes:
         name: Its name in the file.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         shape: Its shape.
         values: Yields the elements in order, in parts.
     """

@@ -230,7 +230,7 @@ def sweep(
         nbytes: Size of a file.
         choices: Settings to try.
         loops: Passes; the fastest counts.
-        operations: Of ``write`` and ``read``.
+        operations: Some of ``write`` and ``read``.
         on_trial: Called after each choice.
 
     Raises:

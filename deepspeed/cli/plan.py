@@ -390,7 +390,7 @@ class Progress:
     """Reports progress on stderr: in one line that is rewritten on a terminal, in a line now and then in a file.
 
     Args:
-        name: Of the command.
+        name: The name of the command.
     """
 
     def __init__(self, name: str) -> None:

@@ -143,7 +143,7 @@ def run_prediction(
     """Predicts or searches, and prints.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
         shape: The model.
         machine: Where it runs.
         config: The configuration.

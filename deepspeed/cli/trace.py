@@ -78,7 +78,7 @@ class TraceRow:
     """One name in two traces.
 
     Attributes:
-        name: Of a range or an operation.
+        name: The name of a range or an operation.
         before: Milliseconds per step and rank in the first trace.
         after: The same in the second.
     """

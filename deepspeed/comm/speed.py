@@ -95,12 +95,12 @@ def measure_collectives(
     """Times operations between all ranks of the process group. Every rank must call it alike.
 
     Args:
-        operations: Of :data:`OPERATIONS`.
+        operations: Some of :data:`OPERATIONS`.
         nbytes: Size of the buffer, rounded up so that it can be cut into equal slices.
-        dtype: Of its elements.
+        dtype: The dtype of its elements.
         warmups: Calls before the first that counts; they open connections and touch memory.
         trials: Calls that count.
-        statistic: Of the trials' seconds.
+        statistic: Combines the trials' seconds, such as the median.
 
     Returns:
         A row per operation, the same on every rank.
@@ -135,10 +135,10 @@ def measure_sums(
 
     Args:
         sizes: Bytes of the summands.
-        dtype: Of their elements.
+        dtype: The dtype of their elements.
         warmups: Sums before the first that counts.
         trials: Sums that count.
-        statistic: Of the trials' seconds.
+        statistic: Combines the trials' seconds, such as the median.
 
     Returns:
         Seconds of the slowest rank by size, the same on every rank.

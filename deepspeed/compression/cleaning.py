@@ -28,7 +28,7 @@ class CompressionReport:
     """Reports how compression changed a model; the model's ``compression_report``.
 
     Attributes:
-        bytes_before: Of all parameters and buffers before compression.
+        bytes_before: Bytes of all parameters and buffers before compression.
         bytes_after: The same now.
         lines: A line for each compressed layer.
     """
@@ -274,7 +274,7 @@ class LayerPruner:
     Args:
         model: With plain layers, whose weights are final.
         kinds: The kind of each compressed layer, by name.
-        levels: Of the rounded weights, by the layer's name; changed in place, None where a cut destroys them.
+        levels: Levels of the rounded weights, by the layer's name; changed in place, None where a cut destroys them.
     """
 
     def __init__(self, model: nn.Module, kinds: dict[str, str], levels: dict[str, QuantizationLevels | None]) -> None:

@@ -47,11 +47,11 @@ class PowerIteration:
         """Returns the eigenvalue of largest magnitude of the Hessian with respect to ``parameters``, with its sign.
 
         Args:
-            gradients: Of the loss, with their graph, one for each of ``parameters``; None where there is none.
-            parameters: Of any shapes; at least one.
+            gradients: Gradients of the loss with their graph, one for each of ``parameters``; None where there is none.
+            parameters: At least one parameter, of any shape.
             scale: What the loss was multiplied by.
-            seed: Of the start vector, which is the same wherever the seed is.
-            mean: Of products over ranks, all of which must call it then; None: this process's loss alone.
+            seed: Seed of the start vector; equal seeds give equal vectors.
+            mean: Averages products over ranks, which must all call it then; None: this process's loss alone.
 
         Returns:
             The value, and the products it took; 0 where the loss is linear in the parameters or a product not finite.

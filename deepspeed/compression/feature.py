@@ -66,7 +66,7 @@ class CompressionHooks(EngineHooks):
     """The schedule of one engine's compressed model, and its measurements of eigenvalues.
 
     Args:
-        schedule: Of the model.
+        schedule: The schedule of the model.
         peers: The ranks that see other samples.
     """
 
@@ -317,7 +317,7 @@ class compression_scheduler:  # noqa: N801 - a published name
 
     Attributes:
         training_steps: Updates so far; skipped ones do not count.
-        pace: Of widths that fall by eigenvalues; None where all of them fall by the step alone.
+        pace: Schedule of widths that fall by eigenvalues; None where all of them fall by the step alone.
     """
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:

@@ -69,7 +69,7 @@ class Pace:
         section: The section ``eigenvalue``.
 
     Attributes:
-        eigenvalues: Of the blocks in order, as measured last; empty before.
+        eigenvalues: Latest eigenvalues of the blocks, in order; empty before a measurement.
     """
 
     def __init__(self, model: nn.Module, section: EigenvalueSection) -> None:

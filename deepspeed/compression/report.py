@@ -22,8 +22,8 @@ class LayerState:
 
     Attributes:
         name: Its name in the model.
-        bits: Of its weight; None: whole.
-        activation_bits: Of its input; None: whole.
+        bits: Bits of its weight; None: not rounded.
+        activation_bits: Bits of its input; None: not rounded.
         kept: By kind of pruning, the share that is kept, as counted in the mask.
     """
 

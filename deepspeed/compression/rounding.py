@@ -119,7 +119,7 @@ def largest(values: torch.Tensor, share: float) -> torch.Tensor:
 
     Args:
         values: Any shape.
-        share: Of the values that are kept, in (0, 1].
+        share: The share of the values that are kept, in (0, 1].
     """
     flat = values.detach().flatten()
     mask = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)

@@ -80,7 +80,7 @@ class SnipScores(nn.Module):
     Args:
         rows: Blocks along the outputs.
         columns: Blocks along the inputs.
-        device: Of the layer.
+        device: The device of the layer.
     """
 
     keeps_buffer_dtype = True  # in 16 bits small scores would vanish beside the sum
@@ -96,7 +96,7 @@ class SnipPruner:
     """Scores and masks of a model's layers.
 
     Args:
-        plan: Of all of them.
+        plan: The plan of all of them.
         layers: Those with the technique; several may share a weight.
     """
 

@@ -50,7 +50,7 @@ class Pruning:
         share: What is kept.
         offset: Updates before which nothing is pruned.
         heads: Number of heads, for the kind ``head``.
-        plan: Of ``snip_momentum``.
+        plan: The plan of ``snip_momentum``.
     """
 
     kind: Kind
@@ -83,14 +83,14 @@ class Techniques:
     Attributes:
         name: The layer's name in the model.
         is_transposed: Its weight is kept as ``[in, out]``.
-        rounding: Of the weight, or None.
+        rounding: How the weight is rounded, or None.
         prunings: By kind.
         related: By kind of pruning, the layers that lose inputs or outputs with this one.
         activation_offset: Updates before which activations are whole; None: they always are.
-        width: Of the weight now; None: whole.
+        width: Bits of the weight now; None: not rounded.
         acting: The kinds of pruning that act now.
         step: The update that stochastic rounding draws for.
-        original_class: Of the layer before compression, to go back to.
+        original_class: The layer's class before compression, to be restored.
     """
 
     name: str

@@ -128,7 +128,7 @@ def differences_from_scheduler(section: Elasticity, text: str) -> dict[str, str]
     """Returns a sentence for each key on which ``section`` and the scheduler's differ.
 
     Args:
-        section: Of the configuration.
+        section: The section of the configuration.
         text: Value of ``DEEPSPEED_ELASTICITY_CONFIG``.
 
     Raises:

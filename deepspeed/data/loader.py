@@ -385,7 +385,7 @@ def epoch_sampler_of(loader: Any) -> Any:
     """Returns the sampler of a loader whose order depends on an epoch (``set_epoch``), or None.
 
     Args:
-        loader: Of any library. The engine's own counts its passes itself and has none.
+        loader: A loader of any library. The engine's own counts its passes itself.
     """
     inner = inner_of(loader)
     batches = getattr(inner, "batch_sampler", None)

@@ -25,7 +25,7 @@ class LayerDrop:
 
     Args:
         num_blocks: Length of the row.
-        seed: Of the draws.
+        seed: The seed of the draws.
 
     Attributes:
         num_blocks: As given.
@@ -121,7 +121,7 @@ def progressive_layer_drop(
         blocks: The row of blocks, each of which takes hidden states of any shape as the first argument and returns new
             ones of that shape, alone or as the first of a tuple of nothing else: the name of a ``ModuleList`` or
             ``Sequential`` of the model, that module, or a list of modules.
-        seed: Of the draws.
+        seed: The seed of the draws.
 
     Returns:
         The draws, for programs without an engine: ``draw(theta, step)`` before each forward.

@@ -65,7 +65,7 @@ class RandomLayerTokenDrop(nn.Module):
         """Lets the layer drop tokens by a given schedule, without an engine.
 
         Args:
-            config: Of ``random_ltd``: ``model_mask_name`` and ``hidden_state_order`` are read.
+            config: The section ``random_ltd``: ``model_mask_name`` and ``hidden_state_order`` are read.
             scheduler: Its ``get_current_seq()`` is called at each call.
             random_ltd_layer_id: Accepted for programs of old.
         """
@@ -220,7 +220,7 @@ class Positions:
         """Returns the kept positions of something else that belongs to positions (their numbers, angles).
 
         Args:
-            table: Of any shape. Where no dimension is that of the positions it is returned unchanged.
+            table: A tensor of any shape, returned unchanged if no dimension is that of the positions.
         """
         shape, batch = table.shape, len(self.kept)
         if is_for_all_samples(table, self.length, batch, sequence_first=self.sequence_first):

@@ -44,9 +44,9 @@ class CopyLayout:
     """Describes the layout that the copies of one job share; equal on all of its ranks.
 
     Attributes:
-        epoch: Of the job.
+        epoch: The epoch of the job.
         owners: Numbers of its members, by rank.
-        buckets: Of the model.
+        buckets: The buckets of the model.
         left_out: Names of parameters that every rank has and that are not copied: frozen ones that are not sharded.
         frozen: Names of parameters without gradient.
         aliases: Further names of tied parameters.
@@ -118,7 +118,7 @@ def layout_of_parts(
 
     Args:
         run_state: The training run.
-        epoch: Of the job.
+        epoch: The epoch of the job.
         owners: Numbers of its members, by rank.
         model_parts: See :class:`CopyLayout`.
         transport: Between the ranks, over host memory.
@@ -173,7 +173,7 @@ class SmallStates:
     """States of one rank that are no large tensors.
 
     Attributes:
-        counters: Of the engine.
+        counters: The counters of the engine.
         optimizer: Name of the torch optimizer's class.
         groups: Hyperparameters of each param group, with the names of its parameters.
         scalars: Scalar optimizer states of this rank's runs, with the names of their parameters.
@@ -200,7 +200,7 @@ class StateCopy:
     Attributes:
         generation: The number of updates after which it was made.
         owner: Number of the member whose states they are.
-        layout: Of its job.
+        layout: The layout of its job.
         runs: Where each run lies in ``data``, by kind.
         small: Pickled :class:`SmallStates`.
         data: The values as bytes, in host memory.
@@ -218,9 +218,9 @@ class RankCopyBuffer:
     """The copies of one rank in one job that this process can see: two memories, written in turns.
 
     Args:
-        layout: Of the job.
+        layout: The layout of the job.
         owner: Number of the member whose states they are.
-        memories: Of its generations; another process may write to them.
+        memories: The memories of its generations; another process may write to them.
     """
 
     def __init__(self, layout: CopyLayout, owner: int, memories: Sequence[CopyMemory] = ()) -> None:
@@ -276,7 +276,7 @@ class CopyStore:
     """The copies that one process can see: its own, and those of a neighbour.
 
     Args:
-        number: Of this process among the members.
+        number: This process's number among the members.
     """
 
     def __init__(self, number: int) -> None:
@@ -434,7 +434,7 @@ def copy_states(
 
     Args:
         run_state: The training run, between two steps.
-        layout: Of the job.
+        layout: The layout of the job.
         owner: Number of this process.
         held: Gets the copy, and drops the one before the last.
         forward: See :func:`small_states`.
@@ -473,7 +473,7 @@ class BuddyLink:
     Args:
         transport: Over host memory.
         held: The copies of this process.
-        layout: Of the job.
+        layout: The layout of the job.
     """
 
     def __init__(self, transport: Transport, held: CopyStore, layout: CopyLayout) -> None:

@@ -91,7 +91,7 @@ class ElasticRun:
         members: Links and the plan of the present job.
         held: Copies of model states.
         recoveries: All changes of the ranks so far.
-        cost: Of the copies.
+        cost: The cost of the copies.
         checkpoints: The folder to go back to where copies are gone with their owners; None: the last one in ``used``.
         used: Folders that the run has saved to or loaded from, the last one last.
         engine: Whose states these are; None: it is gone.

@@ -111,7 +111,7 @@ class MemorySource(CheckpointReader):
     """Copies on the ranks of a job, as a :class:`~deepspeed.checkpoint.source.CheckpointSource`.
 
     Args:
-        layout: Of the job that made the copies.
+        layout: The layout of the job that made the copies.
         listed: All copies that the ranks of this job hold.
         mine: Those of this rank, by owner.
         rank: This rank.
@@ -211,7 +211,7 @@ def restore(
         run_state: What of it is filled.
         held: The copies of this process.
         key: Generation and epoch of those to take.
-        number: Of this process among the members.
+        number: This process's number among the members.
         transport: Between the ranks, over host memory.
         draws_alike: Numbers of the members that must draw the same random numbers, this process among them: ranks that
             share layers. They continue with the random states of the first of them that had any.

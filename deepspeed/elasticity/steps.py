@@ -37,7 +37,7 @@ def assign_micro_batches(micro_batches: int, ranks: int, rank: int) -> list[Assi
     multiple of the ranks, some run one again that counts nothing.
 
     Args:
-        micro_batches: Of the update, over all ranks.
+        micro_batches: Micro-batches of the update, over all ranks.
         ranks: How many there are.
         rank: Which of them.
     """
@@ -132,7 +132,7 @@ class ElasticSteps:
         total_steps: Updates of the run; those that the engine has made already (a loaded checkpoint) count.
         collate_fn: Makes a micro-batch of a list of samples; None: torch's ``default_collate``.
         shuffle: Take samples in a new random order in every epoch; otherwise in their order.
-        seed: Of the orders.
+        seed: The seed of the orders.
         checkpoints: A folder that the run saves to or has loaded from: where all that held some part of the states are
             lost at once, it continues from the last checkpoint there. None: the one that was used last.
 

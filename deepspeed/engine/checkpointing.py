@@ -31,7 +31,7 @@ class EngineCheckpoints:
     """Saving and loading of one engine.
 
     Args:
-        parts: Of the engine.
+        parts: The parts of the engine.
         progress: Takes times.
         run_state: Gives the engine's present state.
         resume: Called with what was loaded, so that the engine continues from there.
@@ -310,7 +310,7 @@ class EngineCheckpoints:
         A pipeline's layers have the names of its checkpoints.
 
         Args:
-            dtype: Of floating parameters; None: the compute dtype.
+            dtype: The dtype of floating parameters; None: the compute dtype.
             exclude_frozen_parameters: Leave parameters without gradient out (the base under an adapter).
             bucket_bytes: Most bytes gathered at once; a larger tensor is gathered alone. 1 gathers one at a time.
 

@@ -42,7 +42,7 @@ def compressed(groups: Groups, setup: EngineSetup, precision: PrecisionPolicy, *
     """Returns the groups with all that the configuration requests here. Every rank must call it.
 
     Args:
-        groups: Of the engine.
+        groups: The engine's groups.
         setup: What was requested.
         precision: Dtypes of what is sent as it is.
         has_warm_up: Gradients are sent in the warm-up of the optimizer only.
@@ -60,7 +60,7 @@ def with_codecs(
     """Returns the groups as ``communication_compression`` wants them. Every rank must call it.
 
     Args:
-        groups: Of the engine.
+        groups: The engine's groups.
         root: The configuration.
         precision: Dtypes of what is sent as it is.
         device: Where gradients are.
@@ -217,7 +217,7 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
     placement with neighbours. Each is independent of the others.
 
     Args:
-        groups: Of the engine.
+        groups: The engine's groups.
         zero: The section ``zero_optimization``, without contradictions.
     """
     if zero.stage < 3:

@@ -37,7 +37,7 @@ class EngineCompile:
         """Compiles the model in place by ``torch.compile``.
 
         Args:
-            backend: Of ``torch.compile``; None is torch's default.
+            backend: The backend of ``torch.compile``; None is torch's default.
             compile_kwargs: Further arguments.
             schedule: DeepCompile schedule; not supported.
             compiled_autograd_enabled: Compiled autograd; not supported.

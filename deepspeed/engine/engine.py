@@ -46,7 +46,7 @@ def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Ca
 
     Args:
         collaborator: Name of the attribute.
-        method: Of the collaborator's class.
+        method: The method of the collaborator's class.
     """
 
     @wraps(method)
@@ -61,7 +61,7 @@ def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
 
     Args:
         collaborator: Name of the attribute.
-        name: Of the collaborator's attribute.
+        name: The name of the collaborator's attribute.
         meaning: Its documentation.
     """
 
@@ -410,8 +410,8 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
             count: Tokens (or samples) that ``loss`` is a *sum* over, on this rank; a number or a tensor of one element.
                 The update then divides the sum of all losses by the sum of all counts, over ranks and micro-batches.
                 Gradients that are read before the step are not divided yet. None: ``loss`` is a mean.
-            gradients: Of each tensor of ``loss``, or None for one that got none: those of a loss that another part of
-                the model computed, scaled and divided already. Nothing of it is scaled or reported here.
+            gradients: One for each tensor of ``loss``, or None for a tensor that got none: those of a loss that another
+                part of the model computed, scaled and divided already. Nothing of it is scaled or reported here.
             micro_batch: The micro-batch of this backward, given by a schedule that runs several forwards before their
                 backwards; its last one is followed by one :meth:`step`. None: found by counting steps.
             **kwargs: Further arguments of ``Tensor.backward``.

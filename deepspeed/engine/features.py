@@ -76,7 +76,7 @@ class FeatureSet:
 
         Args:
             root: The configuration.
-            mesh: Of the job.
+            mesh: The mesh of the job.
             has_dtensors: The model has ``DTensor`` parameters, perhaps of one rank.
         """
         axes = {axis for axis, size in mesh.axes if size > 1} | ({TENSOR} if has_dtensors else set())
@@ -151,7 +151,7 @@ class FeatureSet:
         Args:
             setup: What was requested, with the model as it is now.
             runtime: The parameters of the model.
-            groups: Of the engine.
+            groups: The engine's groups.
             batch_size: Samples of an update, over all ranks.
         """
         made = {name: feature.hooks(setup, runtime, groups, batch_size) for name, feature in self._features.items()}

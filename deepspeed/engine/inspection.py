@@ -29,12 +29,12 @@ class EngineInspection:
         precision: Dtypes.
         placement: The row of ZeRO's table.
         groups: The ranks that share parameters, gradients and decisions.
-        buckets: Of parameters.
+        buckets: The buckets of parameters.
         memory_tracker: What is held, by kind and tier.
         updater: The ZeRO optimizer, or None.
         driver: What updates exchange.
         reducer: The buckets of gradients, and how they are reduced; None where nothing is trained.
-        interpreter: Of a pipeline stage, or None.
+        interpreter: The interpreter of a pipeline stage, or None.
     """
 
     root: Root

@@ -34,7 +34,7 @@ class IslandTraining:
 
     Attributes:
         inside: Where this rank stands on its island, as if that were all there is.
-        number: Of the island.
+        number: The number of the island.
     """
 
     def __init__(self, section: Islands, inside: RankCoordinates, number: int, across: Transport) -> None:
@@ -54,7 +54,7 @@ class IslandTraining:
         """Gives all islands the parameters and buffers of the first one. Every rank must call it.
 
         Args:
-            model: Of this rank.
+            model: This rank's model.
             device: Where the ranks communicate; values elsewhere are sent through it.
         """
         for tensor in (*model.parameters(), *model.buffers()):

@@ -29,7 +29,7 @@ class EngineLoading:
     """Makes the loaders of one engine.
 
     Args:
-        parts: Of the engine.
+        parts: The parts of the engine.
         batches: Its batch sizes.
         collate_fn: Gives what is used where a call names no function that makes a batch of samples.
     """
@@ -49,7 +49,7 @@ class EngineLoading:
         """Notes that a checkpoint was loaded, and warns of training data that start from the beginning.
 
         Args:
-            step: Of the checkpoint.
+            step: The step of the checkpoint.
             restored: The loader whose position checkpoints contain, or None.
         """
         self._resumed_at = 0 if restored is not None else step

@@ -53,7 +53,7 @@ class LossCounter:
 
         Args:
             count: Tokens in this rank's loss, as :func:`checked_count` returns them; None: the loss is a mean.
-            micro_batches: Of an update.
+            micro_batches: Micro-batches of an update.
 
         Returns:
             What the loss is to be divided by before its backward; 1 without a count.
@@ -107,7 +107,7 @@ class LossCounter:
         """Returns what the gradients are to be divided by.
 
         Args:
-            rows: Of every rank of the job: 2-D, fp64, :meth:`numbers` in the last columns.
+            rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last columns.
 
         Raises:
             DivergenceError: Losses of some ranks are sums with a count, of others means; the same on every rank.
@@ -133,7 +133,7 @@ class LossCounter:
         """Returns what the mean gradient of the divided sums is to be divided by.
 
         Args:
-            counts: Of every rank of the job, 1-D, fp64.
+            counts: The count of every rank of the job: 1-D, fp64.
         """
         assert self._updater is not None
         total = float(counts.sum()) / self._copies()
@@ -204,7 +204,7 @@ class PipelineLossCounter(LossCounter):
         """Returns the counts of the ranks whose losses are sums, 1-D; None where losses are means.
 
         Args:
-            rows: Of every rank of the job: 2-D, fp64, :meth:`numbers` in the last two columns.
+            rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last two columns.
 
         Raises:
             CallOrderError: Losses of some copies of the model are sums, of others means; the same on every rank.

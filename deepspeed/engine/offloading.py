@@ -21,7 +21,7 @@ class EngineOffload:
     """Moves the states of one engine.
 
     Args:
-        parts: Of the engine.
+        parts: The parts of the engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:

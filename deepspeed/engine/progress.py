@@ -35,7 +35,7 @@ class ProgressLog:
         root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
         monitor: Takes the events.
         is_rank_0: Whether this is rank 0.
-        trackers: Of features, on every rank.
+        trackers: The trackers of features, on every rank.
 
     Attributes:
         is_silent: Nothing is written or logged on this rank, so that :meth:`step` need not be called.
@@ -300,8 +300,8 @@ class _Interval:
 
     Attributes:
         samples: Over all ranks.
-        tokens: Of this rank.
-        micro_batches: Of this rank.
+        tokens: Tokens of this rank.
+        micro_batches: Micro-batches of this rank.
     """
 
     def __init__(self, since: float) -> None:

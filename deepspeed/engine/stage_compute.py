@@ -55,7 +55,7 @@ class PipelineCompute:
         pulls_data: Whether this stage needs items: it has the first or the last chunk.
         agg_train_loss: Mean loss of the last step over micro-batches and copies of the model: 0-dim, fp32.
         total_loss: Mean loss of the last step over micro-batches, on the last stage.
-        loss: Of the last micro-batch, on the last stage.
+        loss: The loss of the last micro-batch, on the last stage.
         fwd_outputs: What the last evaluation computed for each micro-batch, on the last stage.
         metrics: Means over micro-batches and copies of what the loss function returned beside the loss.
     """
@@ -386,7 +386,7 @@ class MicroBatchLosses:
     """Losses of one step on one rank, with what the loss function or the module gave beside them.
 
     Attributes:
-        losses: Of each micro-batch, the mean: 0-dim, fp32.
+        losses: Mean loss of each micro-batch: 0-dim, fp32.
         counts: By micro-batch, the tokens of a loss that is a sum; None for one that is a mean.
     """
 

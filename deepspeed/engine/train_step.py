@@ -255,7 +255,7 @@ class TrainStep:
             divides: Divide it by the accumulation steps.
             count: Tokens that the loss is a sum over; None: it is a mean. See :class:`LossCounter`.
             gradient: That of ``Tensor.backward``.
-            **options: Of ``torch.autograd.backward``.
+            **options: Further arguments of ``torch.autograd.backward``.
 
         Returns:
             The loss divided by the accumulation steps, without the loss scale; with ``count``, the mean over its
@@ -288,9 +288,9 @@ class TrainStep:
 
         Args:
             roots: A tensor or tensors that some forward returned.
-            gradients: Of each root, or None for one that got none; scaled and divided already.
+            gradients: One for each root, or None for a root that got none; scaled and divided already.
             micro_batch: The micro-batch of this backward; None: found by counting steps.
-            **options: Of ``torch.autograd.backward``.
+            **options: Further arguments of ``torch.autograd.backward``.
         """
         self._refuse_backward()
         tensors, given = paired_roots(roots, gradients)

@@ -49,7 +49,7 @@ def fill(
         checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or what such a
             file holds: an object whose ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and
             ``tp``.
-        dtype: Of floating tensors.
+        dtype: The dtype of floating tensors.
         base_dir: Folder that relative names start from.
         slices: Parameters on the meta device become slices, of which each rank reads its own; None: they become whole.
 

@@ -175,7 +175,7 @@ def save(model: nn.Module, folder: str, cut: CutModel | None, dtype: torch.dtype
         model: Cut by ``cut``, or whole.
         folder: Made where it is missing.
         cut: What was done to the model; None: nothing.
-        dtype: Of its weights, for the description.
+        dtype: Dtype of its weights, for the description.
 
     Raises:
         CheckpointError: A file cannot be written; on every rank that shares layers.

@@ -79,7 +79,7 @@ class ImportCache:
 
         Args:
             command: Program and arguments.
-            environment: Of the program.
+            environment: The environment of the program.
         """
         if self._environment is None or self._environment != _common_environment(environment) or not _can_fork():
             return False

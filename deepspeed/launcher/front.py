@@ -57,7 +57,7 @@ def check_reachable(hosts: Sequence[str], options: Sequence[str]) -> None:
 
     Args:
         hosts: The machines.
-        options: Of ssh.
+        options: Options of ssh.
 
     Raises:
         LauncherError: One cannot be reached; all of them are named.
@@ -81,7 +81,7 @@ def query_address(host: str, options: Sequence[str]) -> str:
 
     Args:
         host: The machine.
-        options: Of ssh.
+        options: Options of ssh.
 
     Raises:
         LauncherError: It does not reply.

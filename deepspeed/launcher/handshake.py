@@ -51,7 +51,7 @@ class LauncherInfo:
         host: Its machine.
         sizes: Ranks that each launcher of the run starts.
         master_port: Port of the rendezvous; distinguishes runs on the same machines.
-        version: Of this package.
+        version: The version of this package.
         run: Name of the run; empty where its launchers were started by hand.
         secret: The secret of the launchers of the run; empty if none was given. It is never sent.
     """

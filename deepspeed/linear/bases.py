@@ -35,7 +35,7 @@ def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
 
     Args:
         parameters: Before an engine takes them.
-        share: Of the bytes of all parameters of the model that were given the same share, the first ones; 0: none.
+        share: Share of the bytes of all parameters declared with this share that is offloaded; 0: none.
     """
     if share > 0:
         for parameter in parameters:

@@ -29,8 +29,8 @@ class OptimizedLinear(nn.Module):
         bias: Whether the layer has one.
         lora_config: Adapters; None: none.
         quantization_config: Width of the base weight; None: as ``dtype``.
-        device: Of the parameters; None: torch's default.
-        dtype: Of the parameters.
+        device: The device of the parameters; None: torch's default.
+        dtype: The dtype of the parameters.
         linear_cls: Class of the plain layer, which also gives the base its first values.
 
     Raises:

@@ -30,8 +30,8 @@ class QuantizedLayer:
 
     Attributes:
         name: Its name in the model.
-        bytes_before: Of its weight.
-        bytes_after: Of codes and scales.
+        bytes_before: Bytes of its weight.
+        bytes_after: Bytes of codes and scales.
         error: Norm of the difference by the norm of the weight; NaN for a model without values.
     """
 
@@ -49,7 +49,7 @@ class QuantizationReport:
         bits: Width of the weights.
         layers: Those that were replaced.
         kept: Linear layers that were not, by name, each with the reason.
-        bytes_before: Of all parameters and buffers of the model.
+        bytes_before: Bytes of all parameters and buffers of the model.
         bytes_after: The same afterwards.
     """
 

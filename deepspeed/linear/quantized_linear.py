@@ -27,7 +27,7 @@ class QuantizedLinear(nn.Module):
         output_dim: Output features.
         bias: Whether it has a bias, which trains as any other.
         quantization_config: Width and, at 4 bits, group size.
-        dtype: Of the bias, and of :attr:`weight`.
+        dtype: The dtype of the bias, and of :attr:`weight`.
 
     Attributes:
         codes: The weight's codes, a frozen parameter of whole numbers, so that ZeRO stage 3 can shard it.
@@ -94,7 +94,7 @@ class QuantizedLinear(nn.Module):
             how: The format.
             sizes: Output and input features.
             bias: Or None.
-            dtype: Of :attr:`weight`.
+            dtype: The dtype of :attr:`weight`.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -165,7 +165,7 @@ class QuantizedEmbedding(nn.Module):
         scales: As ``how`` makes them.
         how: A format whose rows can be read one by one.
         sizes: Number of embeddings and their dimension.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ def whole_for_packing(name: str, module: nn.Module, layer: nn.Module) -> Iterato
     Does nothing to a layer that is whole anyway. Every rank that shares the parameters must enter it.
 
     Args:
-        name: Of the layer.
+        name: The name of the layer.
         module: The plain layer, whose weight is given up.
         layer: What takes its place, with parameters ``codes`` and ``scales``; packed inside.
 

@@ -41,7 +41,7 @@ def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Ca
 
     Args:
         model: A model of the library. Its configuration is changed; see :func:`own_configurations`.
-        name: Of the implementation.
+        name: The name of the implementation.
         attention: Gets ``(layer, query, key, value, mask, **more)``; returns the result and probabilities or None.
         mask: Gets keyword arguments; returns what ``attention`` gets as its mask.
         what: Its purpose, for messages.
@@ -108,7 +108,7 @@ def check_wrapped_attention(model: Any, suffix: str, functions: AttentionFunctio
 
     Args:
         model: A Transformers model.
-        suffix: Of the names of wrapped implementations.
+        suffix: The suffix of the names of wrapped implementations.
         functions: See :data:`AttentionFunctions`.
         what: The setting, for error messages.
     """
@@ -123,7 +123,7 @@ def wrap_attention(model: nn.Module, suffix: str, functions: AttentionFunctions)
 
     Args:
         model: A Transformers model, what wraps it, or layers of one.
-        suffix: Of the names of wrapped implementations.
+        suffix: The suffix of the names of wrapped implementations.
         functions: See :data:`AttentionFunctions`.
     """
     own_configurations(model)
@@ -181,7 +181,7 @@ def call_attention(name: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the implementation ``name`` for a layer that has another one set.
 
     Args:
-        name: Of the implementation.
+        name: The name of the implementation.
         layer: The attention module; the number of groups of key/value heads is that of the tensors given here.
         *args: Query, key, value ``[batch, heads, tokens, width]``, mask.
         **kwargs: Further arguments.

@@ -32,7 +32,7 @@ class AttentionHeads:
     Attributes:
         query: Query heads.
         key_value: Key/value heads.
-        width: Of one head, or 0 where the module does not have it.
+        width: Width of one head, or 0 where the module does not have it.
     """
 
     query: int
@@ -45,7 +45,7 @@ def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
 
     Args:
         module: It counts as one if it has a number of heads, or is called so and has a configuration that does.
-        config: Of the model, or None.
+        config: The model's configuration, or None.
     """
     own = _first(module, QUERY_HEADS)
     if own is None and "attention" not in type(module).__name__.lower():

@@ -11,8 +11,8 @@ def text_config(config: Any) -> Any:
     """Returns the part of a configuration that describes the text model; the configuration itself where it is all text.
 
     Args:
-        config: Of a Transformers model; any other object, None too, is returned as it is, as is one that has several
-            such parts (MusicGen: a text encoder and a decoder of sound).
+        config: Configuration of a Transformers model. Any other object, None too, is returned as it is, as is one that
+            has several such parts (MusicGen: a text encoder and a decoder of sound).
     """
     if not is_library_config(config):
         return config

@@ -49,7 +49,7 @@ def forward_by_losses(
         model: See :func:`has_plain_head`; one that :func:`changes_behind_head` computes something else.
         losses_of: Computes the losses from hidden states.
         labels: ``[batch, tokens]``; shifted here. Or ``shift_labels``.
-        shift_labels: Of each token's next one.
+        shift_labels: Label of each token: the next token.
         num_items_in_batch: What the sum of losses is divided by; None: the labels that count.
         logits_to_keep: Not used, as there are no logits.
         return_dict: False: a tuple is returned.

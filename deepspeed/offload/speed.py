@@ -61,7 +61,7 @@ def measure_files(
         nbytes: Its size, rounded up to pages; a buffer of that size is held in memory.
         settings: Sizes and numbers of requests.
         loops: Passes; the fastest counts.
-        operations: Of ``write`` and ``read``.
+        operations: Some of ``write`` and ``read``.
         with_fio: Compare with fio, if it is installed.
 
     Raises:

@@ -39,7 +39,7 @@ class ParameterInterval:
     """Elements of one parameter that lie side by side in a run.
 
     Attributes:
-        name: Of the parameter.
+        name: The name of the parameter.
         first: Place of the first one in the flattened parameter.
         start: Place of the first one in the run.
         numel: How many.

@@ -36,7 +36,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     not always it. Among equals the one with the lighter heaviest part wins. With items enough no part is empty.
 
     Args:
-        weights: Of each item, 0 or more.
+        weights: Weight of each item, 0 or more.
         num_parts: How many parts.
 
     Returns:

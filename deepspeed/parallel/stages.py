@@ -33,7 +33,7 @@ def gather_from_stages(model: nn.Module, device: torch.device, mine: Any, *, lab
     Else this rank's only, and nothing is communicated.
 
     Args:
-        model: Of this rank. Every rank of the job must call it.
+        model: This rank's model. Every rank of the job must call it.
         device: Where it computes.
         mine: Anything small that JSON takes. Tuples arrive as lists.
         label: Names the operation in timeout messages.
@@ -59,7 +59,7 @@ def raise_for_all_stages(
     """Raises on every rank what is wrong with the layers of any stage.
 
     Args:
-        model: Of this rank. Every rank of the job must call it.
+        model: This rank's model. Every rank of the job must call it.
         device: Where it computes.
         count: What was found on this rank.
         problem: What is wrong with it.

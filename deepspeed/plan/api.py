@@ -46,7 +46,7 @@ class PlanOptions:
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
         fp8: Times are those of linear layers that multiply in fp8; memory and traffic stay as they are.
         rank: The simulated rank; None: the second, with a pipeline one of each kind of stage.
-        schedule: Of the pipeline; None: as configured, or ``1f1b``.
+        schedule: The schedule of the pipeline; None: as configured, or ``1f1b``.
         num_chunks: Chunks per stage; None: as configured, or as few as the schedule can have.
         longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the result, a
             multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.

@@ -51,8 +51,8 @@ class CodecCost:
     """Holds the cost of sending gradients with one codec.
 
     Attributes:
-        name: Of the codec, for tables.
-        bits: Of an element as it is sent, scales included; where all get the sum, the mean of both halves.
+        name: The name of the codec, for tables.
+        bits: Bits of a sent element, scales included; in an all-reduce, the mean of both halves.
         encode: Nanoseconds of one core to make an element ready.
         decode: Nanoseconds of one core to add an arrived element to a sum.
         launches: Seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU.
@@ -69,7 +69,7 @@ def plain_bits_sent(bits: int, ranks: int, *, whole: bool, native: bool = False)
     """Returns the bits of an element that is sent as it is, as :attr:`CodecCost.bits` counts them.
 
     Args:
-        bits: Of a gradient.
+        bits: Bits of a gradient's element.
         ranks: Among which it is summed.
         whole: All get the sum.
         native: By the backend's own collectives, not by gloo.
@@ -93,7 +93,7 @@ def exchange_seconds(numel: int, ranks: int, link: NetworkLink, way: CodecCost, 
     Args:
         numel: Elements.
         ranks: Among which they are summed.
-        link: Of each rank.
+        link: The link of each rank.
         way: How they are sent.
         whole: All get the sum; otherwise the owner of a slice does.
     """
@@ -134,7 +134,7 @@ class PlannedSum:
         members: The ranks whose gradients are summed, the planned one among them.
         rank: The planned one.
         whole: All get the sum; otherwise the owner of a slice does.
-        bits: Of an element that is sent as it is.
+        bits: Bits of an element without a codec.
         times: How often in a step.
         kept: Elements of the error that a rank keeps where codes feed back.
     """
@@ -154,7 +154,7 @@ class CodedCost:
 
     Attributes:
         name: ``plain`` or a codec's.
-        bits: Of an element; of ``plain``, as it is.
+        bits: Bits of an element; under ``plain``, those without a codec.
         nbytes: Sent.
         link_seconds: On the links, at least.
         codec_seconds: To encode and decode.
@@ -180,8 +180,8 @@ def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches
     Args:
         engine: The engine.
         rank: The rank that it stands for.
-        ranks: Of the job.
-        micro_batches: Of a step.
+        ranks: The ranks of the job.
+        micro_batches: Micro-batches of a step.
     """
     if engine.reducer is None:
         return []
@@ -215,7 +215,7 @@ def coded_costs(
     """Returns the cost of each codec per rank and step, plain first; empty if nothing is sent or the speed is unknown.
 
     Args:
-        sums: Of the step.
+        sums: The reductions of the step.
         machine: Its links, and what encodes.
         native: Sums that are sent as they are, by the backend's own collectives, not by gloo.
         may_skip: What codes lose is kept twice.

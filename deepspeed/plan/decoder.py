@@ -37,7 +37,7 @@ class DecoderShape:
         kv_heads: K; None: as many as heads.
         intermediate: F; None: two thirds of 4 H, rounded up to a multiple of 256.
         experts: Experts of each block, of which each has this F; 0: one dense feed-forward layer instead.
-        experts_per_token: Of them, those that a token goes to.
+        experts_per_token: Number of them that a token goes to.
         expert_ranks: Ranks that share the experts.
         head_size: D; None: H / A.
         is_gated: The feed-forward layer has a gate (SwiGLU) and norms are RMSNorm; otherwise it is two layers around a

@@ -240,7 +240,7 @@ class SimulatedPart:
         rank: The simulated one.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         autocast: Forward runs under ``torch.autocast``.
-        stage: Of the pipeline; None: there are no stages.
+        stage: The stage of the pipeline; None: there are no stages.
     """
 
     config: dict[str, Any]

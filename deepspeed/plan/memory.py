@@ -63,7 +63,7 @@ class _Storage(weakref.ref[Any]):
     Attributes:
         key: See ``storage_key``.
         nbytes: Counted as other; 0 where a memory tracker counts it.
-        totals: Of the tier where it is.
+        totals: Totals of its tier.
         pinned: Bytes of locked pages.
     """
 
@@ -91,7 +91,7 @@ class MemoryCount(TorchDispatchMode):
     """Counts while it is active as a context.
 
     Args:
-        device_type: Of the tensors that count.
+        device_type: The device type of the tensors that count.
 
     Attributes:
         moment: The phase and module of the step; set by the code that runs the step.

@@ -197,7 +197,7 @@ def sweep_svg(points: Sequence[Point]) -> str:
     Both axes are logarithmic.
 
     Args:
-        points: Of a sweep; those that were refused are left out.
+        points: The points of a sweep; those that were refused are left out.
     """
     planned = [point for point in points if point.plan is not None]
     if not planned:

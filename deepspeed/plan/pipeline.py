@@ -95,7 +95,7 @@ class PlannedCut:
 
     Attributes:
         bounds: Chunk i has the layers from ``bounds[i]`` up to ``bounds[i + 1]``.
-        contents: Of each chunk, what it holds, to be compared: chunks with equal contents compute the same.
+        contents: Content of each chunk; chunks with equal contents compute the same.
     """
 
     bounds: tuple[int, ...]
@@ -146,7 +146,7 @@ class PipelineBubble:
 
     Attributes:
         seconds: From the first forward to the last backward, transfers included.
-        busy: Of these, what the busiest stage computes.
+        busy: The part of these that the busiest stage computes.
     """
 
     seconds: float
@@ -169,8 +169,8 @@ def idle_time(
 
     Args:
         pipeline: Stages and schedule.
-        times: Of each chunk, in seconds and for one micro-batch; with ``processors``, while all stages compute.
-        micro_batches: Of a step.
+        times: Seconds of each chunk for one micro-batch; with ``processors``, while all stages compute.
+        micro_batches: Micro-batches of a step.
         processors: How many stages can compute at once without slowing each other; None: all.
     """
     chunks = [times[chunk] for chunk in range(len(pipeline.stage_of))]
@@ -196,7 +196,7 @@ def simulate_shared(schedule: Schedule, times: Sequence[Times], processors: floa
 
     Args:
         schedule: What the stages compute.
-        times: Of each chunk, in seconds and for one micro-batch, while all stages compute.
+        times: Seconds of each chunk for one micro-batch, while all stages compute.
         processors: How many stages can compute at once without slowing each other.
     """
     alone = min(1.0, processors / schedule.stages)

@@ -71,9 +71,9 @@ class PlannedPart:
         simulated: What was counted.
         activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; what was not planned
             is missing.
-        layers: Of each stage of this content, by chunk, the first of the model's layers that it holds and the one after
-            its last; empty without stages.
-        in_flight: Of each of them, for how many micro-batches (of any chunk) it keeps activations, at most.
+        layers: For each stage of this content, by chunk, the first of the model's layers that it holds and the one
+            after its last; empty without stages.
+        in_flight: For each of them, the most micro-batches (of any chunk) whose activations it keeps.
     """
 
     kind: RankKind

@@ -249,7 +249,7 @@ def times_table(title: str, step: StepTimes, error: str = "") -> Table:
     Args:
         title: Stands above.
         step: The step.
-        error: Of the step, as text; stands beside it.
+        error: Error of the predicted step, as text; shown beside it.
     """
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(justify="left")

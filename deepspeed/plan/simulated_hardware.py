@@ -39,7 +39,7 @@ class SimulatedStream(torch.Stream):
 
     Args:
         trace: Records it.
-        number: Of the stream.
+        number: The number of the stream.
     """
 
     def __new__(cls, trace: StepRecording, number: int) -> SimulatedStream:
@@ -189,7 +189,7 @@ class _SimulatedTransfer(Transfer):
 
     Args:
         trace: Records it.
-        number: Of its start.
+        number: Number of its start.
     """
 
     def __init__(self, trace: StepRecording, number: int) -> None:

@@ -51,8 +51,8 @@ class Stage:
         stage: Its number, from 0.
         pipeline: All of them.
         row: The whole model.
-        bounds: Of the chunks, in the row.
-        micro_batches: Of a step that shows all that happens in a longer one.
+        bounds: Bounds of the chunks among the layers.
+        micro_batches: Micro-batches of a step that shows all that happens in a longer one.
         checkpointing: Layers keep their inputs only.
     """
 
@@ -87,8 +87,8 @@ class StageCost:
     """Holds the costs of a stage's computations.
 
     Attributes:
-        flops: Of each of its chunks, in order, and each kind of computation: operations for one micro-batch.
-        kept: Of each of its chunks, bytes that a forward keeps for backward, with what it received.
+        flops: Operations for one micro-batch, of each of its chunks in order and each kind of computation.
+        kept: For each of its chunks, bytes that a forward keeps for backward, received inputs included.
         middle: What a group of micro-batches in the middle of a step moved and computed.
         rest: Everything else of the step.
     """
@@ -184,7 +184,7 @@ class SimulatedStage:
     """Makes the steps of a stage.
 
     Args:
-        engine: Of the stage; its instructions are measured from now on.
+        engine: The stage's engine; its instructions are measured from now on.
         stage: What it is.
         items: Inputs and labels of a micro-batch.
         flow: What has passed so far.

@@ -20,8 +20,8 @@ class SimulatedStep:
 
     Attributes:
         parameters: Elements of the model's parameters, experts of all ranks included.
-        trained: Of those, the trained ones.
-        repeated: Of those, the ones that an earlier stage has too.
+        trained: Number of those that are trained.
+        repeated: Number of those that an earlier stage has too.
         peaks: By tier, the highest sum of everything and what it was made of.
         tops: By tier, device and host, the highest sum at each moment.
         kind_peaks: Most bytes of each kind, by tier.
@@ -30,10 +30,10 @@ class SimulatedStep:
         pinned: Most bytes of locked host memory.
         file_bytes: Size of the rank's files.
         flow: What the step moved and computed.
-        chunk_flops: Of each chunk of a stage and each kind of computation, operations for one micro-batch.
-        chunk_activations: Of each chunk of a stage, bytes that forward keeps for backward, with what it received.
+        chunk_flops: Operations for one micro-batch, of each chunk of a stage and each kind of computation.
+        chunk_activations: For each chunk of a stage, bytes that forward keeps for backward, received inputs included.
         members: By axis of the traffic counters, the ranks along it.
-        sums: Of gradients, of a whole step.
+        sums: Reductions of gradients of a whole step.
         codec: How gradients travel, or what the optimizer exchanges instead of them; None: as they are.
         is_codec_fixed: The optimizer decides on the codec, not the configuration.
         may_skip: An update may be skipped.

@@ -28,10 +28,10 @@ class PlannedTransfer:
     """One collective of a step, per device.
 
     Attributes:
-        name: Of the collective.
+        name: The name of the collective.
         axis: Along which it goes.
         calls: How often.
-        nbytes: Of the full buffers, an all-reduce counted twice.
+        nbytes: Bytes of the full buffers, an all-reduce counted twice.
         inside: Bytes that each device receives (or sends) inside the node, at least.
         between: Bytes that each device receives (or sends) over the network, at least.
     """

@@ -179,7 +179,7 @@ class OperationCount(MemoryCount):
     """Counts memory and arithmetic of operations on ``meta`` tensors.
 
     Args:
-        kind: Of the simulated device.
+        kind: The kind of the simulated device.
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention so far.
@@ -247,7 +247,7 @@ def arithmetic_of(
         args: Its arguments.
         kwargs: Its arguments by keyword.
         result: What it gave.
-        device_type: Of the tensors that count.
+        device_type: The device type of the tensors that count.
     """
     formula = _formula(func)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -34,7 +34,7 @@ class TimeRow:
         phase: A name of :data:`PHASES`.
         axis: Ranks that were waited for; empty: computing, not waiting.
         seconds: Per step.
-        share: Of the sum of all rows.
+        share: Share of the sum of all rows.
     """
 
     phase: str
@@ -93,7 +93,7 @@ class RunSummary:
         shares: Where the time of a step went, largest first.
         slow: Ranks that are slower than :data:`SLOW`, slowest first.
         moments: Steps that took :data:`OUTLYING` times as long as the median step, longest first.
-        moments_share: Of the time of all steps, what these took beyond the median step.
+        moments_share: Share of all steps' time that these took beyond the median step.
         advice: What to change first, a sentence each, most valuable first.
         unfinished: Ranks that wrote no end: they run, or were killed.
         failures: What ended the latest start of the program, first cause first: ``rank``, ``time``, ``text``, ``step``.

@@ -177,7 +177,7 @@ class StragglerWatch:
         """Compares the ranks if it is time to: logs those that have become slow, and writes them as events.
 
         Args:
-            recorder: Of rank 0.
+            recorder: The recorder of rank 0.
             step: The latest one.
         """
         started = self._seconds()
@@ -218,7 +218,7 @@ class RankFileReader:
     """Reads the latest steps of ranks from their files, as far as this machine sees them.
 
     Args:
-        folder: Of the run. It may be one of this machine, or of all.
+        folder: The folder of the run, on this machine or shared by all.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -255,9 +255,9 @@ class StepBoard:
 
     Args:
         store: A torch ``Store`` that all ranks share.
-        rank: Of this process.
+        rank: The rank of this process.
         world_size: Ranks of the job.
-        facts: Of this rank, see :class:`~deepspeed.run_report.run_data.RankRun`.
+        facts: Facts of this rank, see :class:`~deepspeed.run_report.run_data.RankRun`.
         seconds: The clock of the watch.
 
     Attributes:
@@ -283,7 +283,7 @@ class StepBoard:
         """Posts, or compares, if it is time to.
 
         Args:
-            recorder: Of this rank.
+            recorder: The recorder of this rank.
             step: The latest one.
         """
         # The store ends with the rank that holds it, and a rank that ends normally may be the last one.

@@ -402,7 +402,7 @@ def time_beside_plan(run: RunData, step_seconds: float) -> list[Row]:
 
     Args:
         run: The run.
-        step_seconds: Of a step, the median.
+        step_seconds: Median seconds of a step.
     """
     rows = []
     if (bound := _number(run.plan, "step_seconds_at_least")) is not None:

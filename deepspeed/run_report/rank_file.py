@@ -26,7 +26,7 @@ class RankFile:
     """Appends lines to the file of one rank.
 
     Args:
-        folder: Of the run; made if it is missing.
+        folder: The folder of the run; made if it is missing.
         rank: Number of the rank in the job.
 
     Raises:
@@ -63,7 +63,7 @@ class RecentSteps:
         count: Steps that are kept.
 
     Attributes:
-        lines: Of steps, the latest last.
+        lines: The lines of steps, the latest last.
     """
 
     def __init__(self, count: int) -> None:

@@ -22,7 +22,7 @@ class RankRun:
 
     Attributes:
         rank: Its number.
-        facts: Of the latest start.
+        facts: The facts of the latest start.
         starts: Times of all starts, in seconds since the epoch.
         steps: By number; of a step that ran again after a restart, the latest.
         events: In order of time.

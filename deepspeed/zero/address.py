@@ -69,7 +69,7 @@ class BucketBase:
 
     Attributes:
         layout: Where each parameter lies.
-        dtype: Of the parameters.
+        dtype: The dtype of the parameters.
         device: Where they compute.
         group: The ranks that share them.
         is_sharded: Whether a rank keeps only its slice between uses.
@@ -133,7 +133,7 @@ class BucketBase:
         """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
 
         Args:
-            fragment: Of this rank.
+            fragment: The fragment of this rank.
             values: 1-D, of that fragment.
         """
         master = self.owner.master_of(self) if self.owner is not None else None

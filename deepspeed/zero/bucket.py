@@ -429,7 +429,7 @@ class Bucket(BucketBase):
         """Returns the shard's new values for the full buffer: its own, where the buffer was not written.
 
         Args:
-            fragment: Of this rank.
+            fragment: The fragment of this rank.
             values: 1-D, of that fragment.
         """
         if not self.is_decoded:
@@ -510,7 +510,7 @@ class GatherCount:
         """Notes that a bucket changes its state.
 
         Args:
-            index: Of the bucket.
+            index: The index of the bucket.
             numel: Elements of it.
             before: Its state until now.
             after: Its state from now on.

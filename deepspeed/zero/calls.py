@@ -19,7 +19,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     Every one of them must call it; a rank that never does is found out by ``comm.watch.watchdog``.
 
     Args:
-        transport: Of the group, or of a part of it.
+        transport: Transport of the group, or of a part of it.
         words: The call with everything that must be equal: the text is compared and shown when it differs.
         numbers: Further numbers to send to the others; they may differ. As many on every rank.
 
@@ -58,7 +58,7 @@ def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
     abandoned work.
 
     Args:
-        transport: Of the group, or of a part of it.
+        transport: Transport of the group, or of a part of it.
         where: The point, in words.
         is_mixed: See ``GradientReducer.is_mixed``.
 

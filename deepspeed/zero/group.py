@@ -59,7 +59,7 @@ class BucketGroup:
         early_codec: How gradients are sent until the updates that ``reduce_codec`` is for; None: as they are.
         reduce_codec: How gradients are sent, between the ranks that share slices and then between those with the same
             slices; None: as they are.
-        reduces_rows: Of gradients only the rows are sent that are not all zeros.
+        reduces_rows: Only the nonzero rows of gradients are sent.
     """
 
     name: str

@@ -345,7 +345,7 @@ def first_values(
     rank ever holds more of a sharded bucket than its slice.
 
     Args:
-        layout: Of the bucket to fill.
+        layout: The layout of the bucket to fill.
         params: Its parameters, in layout order.
         group: The ranks that share the bucket.
         device: Where the result shall be.

@@ -220,7 +220,7 @@ class Placement:
         Args:
             layout: In which it is trainable already.
             placed: The placements until now.
-            index: Of the bucket.
+            index: The index of the bucket.
         """
         trained = moved = 0
         for bucket, at in zip(layout.buckets, placed, strict=True):

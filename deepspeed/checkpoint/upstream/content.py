@@ -70,7 +70,7 @@ class CheckpointValues:
     """Holds the values that the reader of one layout has found.
 
     Attributes:
-        shapes: Of every parameter.
+        shapes: The shapes of every parameter.
         values: By kind and parameter.
         frozen: Parameters that had no gradient.
         buffers: Persistent buffers.

@@ -304,7 +304,7 @@ def take_unsharded(content: CheckpointValues, state: Mapping[str, Any], trained:
 
     Args:
         content: Gets them; it has the shapes.
-        state: Of the optimizer.
+        state: The state of the optimizer.
         trained: Parameter names by param group.
 
     Raises:
@@ -399,7 +399,7 @@ def numbered_among_all(shapes: Shapes, place: int) -> dict[str, tuple[int, ...]]
 
     Args:
         shapes: Under the names that every rank uses.
-        place: Of the rank among those that share the experts.
+        place: Position of the rank among those that share the experts.
     """
     numbers = [int(found[0]) for name in shapes if (found := _NUMBER.search(name))]
     local = max(numbers, default=-1) + 1

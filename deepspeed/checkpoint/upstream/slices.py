@@ -54,7 +54,7 @@ class SlicedParam:
     """Describes which slices make up a parameter.
 
     Attributes:
-        shape: Of the whole.
+        shape: Shape of the whole tensor.
         runs: Together all of it, each element once; empty: every rank has all of it.
         is_mean: The whole is the mean of what the ranks have.
     """
@@ -130,7 +130,7 @@ def join_slices(contents: Sequence[CheckpointValues], info: Mapping[str, Any] | 
     """Returns what all model-parallel ranks saved, as if one had.
 
     Args:
-        contents: Of every rank.
+        contents: What each rank's files contain.
         info: The checkpoint's description of the slices.
         where: For messages.
 
@@ -171,8 +171,8 @@ def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any]
     """Returns how the slices of a parameter fit together.
 
     Args:
-        name: Of the parameter.
-        shapes: Of the slices, by rank.
+        name: The name of the parameter.
+        shapes: The shapes of the slices, by rank.
         info: The checkpoint's description of the slices.
         where: For messages.
 

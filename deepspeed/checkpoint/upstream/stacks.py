@@ -33,7 +33,7 @@ def put_together(content: CheckpointValues, module: Mapping[str, Any], where: st
     """Gives a content the stacks and routers that the model has, in the place of what the files have.
 
     Args:
-        content: Of a folder; changed. Others than such models are left alone.
+        content: The content of a folder; changed in place. Other models are left alone.
         module: The names in the model-states file.
         where: For messages.
 

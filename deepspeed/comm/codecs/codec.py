@@ -157,7 +157,7 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
     """Writes the codes of ``values + error``.
 
     Args:
-        codec: Of the codes.
+        codec: The codec that made the codes.
         values: 1-D, floating, of any length; or 2-D, one row for each slice. Unchanged.
         error: fp32 in the shape of ``values``, replaced by what the codes lose; None: nothing is added or kept.
         codes: 1-D bytes, :func:`coded_nbytes` of them; or 2-D, as many in each row. A row may have more.
@@ -179,7 +179,7 @@ def decode_add(
     """Computes ``out += factor * decoded``, where ``decoded`` is what the codes stand for.
 
     Args:
-        codec: Of the codes.
+        codec: The codec that made the codes.
         codes: 1-D bytes, :func:`coded_nbytes` of them. Or 2-D, the codes of several summands as rows, which are added
             in their order. There may be more bytes.
         out: 1-D fp32 or fp64.

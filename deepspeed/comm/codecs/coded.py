@@ -200,11 +200,11 @@ def _encode(
     """Writes the codes of consecutive slices, and after those of each which of its rows are zeros.
 
     Args:
-        codec: Of the codes, fitted.
+        codec: The codec that made the codes, fitted.
         values: ``[slices, elements]``; unchanged.
         error: fp32 in the shape of ``values``, replaced by what the codes lose; None: nothing is added or kept.
         codes: Bytes ``[slices, those of the codes and of rows]``.
-        rows: Of the buffer; None: no zeros are marked.
+        rows: The rows of the buffer; None: no zeros are marked.
         first: Number of the first slice.
     """
     if rows is None:

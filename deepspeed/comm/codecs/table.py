@@ -336,7 +336,7 @@ class CodecWork:
     """Gives the costs of a codec: of encoding, then of decoding.
 
     Attributes:
-        nanoseconds: Of one core of a CPU, per element; as ``benchmarks/compression.py codec`` measures them.
+        nanoseconds: Time per element on one CPU core, as ``benchmarks/compression.py codec`` measures it.
         kernels: Started on a device per batch of ``comm.codecs.codec.DEVICE_ELEMENTS`` elements.
         nbytes: That these read and write in the device's memory, per element.
     """

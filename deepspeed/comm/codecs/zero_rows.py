@@ -51,7 +51,7 @@ class ZeroRows:
 
         Args:
             first: Number of the first of these slices.
-            values: Of them, 2-D ``[slices, elements]``.
+            values: Their values, 2-D ``[slices, elements]``.
             error: What is added to them, in the same shape; None: nothing.
             flags: Bytes, ``[slices, nbytes]``.
 
@@ -95,7 +95,7 @@ class ZeroRows:
         """Returns the masks of one slice, of which several ranks wrote flags.
 
         Args:
-            index: Of the slice.
+            index: The index of the slice.
             flags: ``[ranks, nbytes]``.
 
         Returns:
@@ -132,7 +132,7 @@ class ZeroRows:
         """Returns where the elements of these rows are in the whole buffer, int64, row after row.
 
         Args:
-            numbers: Of rows, int64, 1-D.
+            numbers: The numbers of rows, int64, 1-D.
         """
         lengths = self._lengths[numbers]
         starts = (torch.cumsum(self._lengths, 0) - self._lengths)[numbers]
@@ -157,8 +157,8 @@ def row_starts(starts: Sequence[int], shapes: Sequence[Sequence[int]], numel: in
     A tensor of two or more dimensions has rows along its first one; any other is one row.
 
     Args:
-        starts: Of the tensors, in ascending order.
-        shapes: Of the tensors.
+        starts: Where the tensors start, in ascending order.
+        shapes: The shapes of the tensors.
         numel: Length of the buffer.
     """
     found = [0]

@@ -418,8 +418,8 @@ class GlooTransport(Transport):
         Args:
             rows: ``[ranks, elements]``, of which this rank's row is written and the others are received.
             queue: To the other ranks.
-            tag: Of the messages; equal on all ranks.
-            ticket: Of the watch.
+            tag: The tag of the messages; equal on all ranks.
+            ticket: The ticket that the watch issued.
             label: What is exchanged, for error messages.
 
         Returns:

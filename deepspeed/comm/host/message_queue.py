@@ -82,7 +82,7 @@ class MessageQueue:
 
         Args:
             peer: The rank that it is from.
-            tag: Of the message.
+            tag: The tag of the message.
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Raises:
@@ -105,7 +105,7 @@ class MessageQueue:
 
         Args:
             peer: The rank that it is from.
-            tag: Of the message.
+            tag: The tag of the message.
             buffer: Memory of bytes, as long as the message must be; receives it.
 
         Returns:
@@ -144,7 +144,7 @@ class MessageQueue:
         """Requests the next message with a tag from each of some ranks, ahead of the wait for them.
 
         Args:
-            tag: Of all of the messages.
+            tag: The tag of all messages.
             buffers: By rank, as of :meth:`take`.
 
         Returns:

@@ -123,7 +123,7 @@ class _Exchange:
     """An exchange on its way.
 
     Attributes:
-        number: Of the round.
+        number: The number of the round.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class _SharedSum:
     """A sum on its way.
 
     Attributes:
-        number: Of the sum.
+        number: The number of the sum.
     """
 
     def __init__(self, host: SameHost, mine: torch.Tensor, out: torch.Tensor | None, label: str, words: bytes) -> None:

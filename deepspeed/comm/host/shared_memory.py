@@ -161,7 +161,7 @@ class Round(Protocol):
     """A round that this rank has begun.
 
     Attributes:
-        number: Of the round.
+        number: The number of the round.
     """
 
     number: int
@@ -249,7 +249,7 @@ class SameHost:
         """Returns the error for a ``peer`` that has started another operation; closes the connections.
 
         Args:
-            number: Of the round.
+            number: The number of the round.
             peer: The other rank.
             mine: What this rank began.
             doing: A verb for it.

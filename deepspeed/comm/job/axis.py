@@ -23,8 +23,8 @@ class Axis:
 
     Args:
         name: As ``comm.job.mesh`` names it, for the traffic counters.
-        record: Of their process group; None: there are no process groups.
-        ranks: Of the job.
+        record: The record of their process group; None: there are no process groups.
+        ranks: The ranks of the job.
         connector: Makes its transports.
         device: Where buffers live where a call does not pass one; None: see :meth:`Connector.create`.
     """

@@ -27,7 +27,7 @@ class Defined:
         divisor: What makes a mean of the sum of gradients over one of them; None: the number of all data-parallel
             ranks, as gradients of experts are made of the samples of all of them.
         spans_stages: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
-        is_cut: Of copies: tensor-parallel ranks have different parts of them.
+        is_cut: Whether tensor-parallel ranks have different parts of the copies.
         is_whole: Tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts.
         lasts: The program declared it, and it stays as long as the job. Others were declared for a model, whose engines
             own them: they are forgotten with the last of these.
@@ -76,7 +76,7 @@ class DeclaredGroups:
     """The groups that are declared in one job.
 
     Args:
-        ranks: Of the job.
+        ranks: The ranks of the job.
         process_groups: Makes its process groups.
         connector: Makes its transports.
     """
@@ -199,7 +199,7 @@ class DeclaredGroups:
             use: What is sent, in words.
             device: Where the buffers live.
             timeout: Time limit of a communicator that is made.
-            owner: Of that communicator.
+            owner: Who closes that communicator.
 
         Raises:
             DeepSpeedConfigError: Ranks of the group make other calls.

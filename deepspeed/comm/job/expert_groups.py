@@ -105,7 +105,7 @@ class ExpertGroups:
     """The groups of the expert-parallel layers of one job.
 
     Args:
-        ranks: Of the job.
+        ranks: The ranks of the job.
         watched: Its process groups in use.
         process_groups: Makes further ones.
         connector: Makes its transports.
@@ -142,7 +142,7 @@ class ExpertGroups:
 
         Args:
             ep_size: Ranks that share the experts of a layer.
-            mesh: Of the job; None: see ``dense``.
+            mesh: The job's mesh; None: see ``dense``.
             dense: Lists of the ranks that hold the same part of the rest of the model; empty: all ranks do.
             data_first: See :func:`cut`; None: as declared before, or else False.
 

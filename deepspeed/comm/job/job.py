@@ -151,9 +151,9 @@ class Job:
         """Returns the ranks along axes of the mesh, among which is this one. Every rank must call it, in one order.
 
         Args:
-            names: Of ``comm.job.mesh``, in any order.
-            size: Of "expert": how many ranks share the experts of a layer, which may differ between layers; the groups
-                of that size must have been declared (``ExpertGroups.declare``).
+            names: Axis names of ``comm.job.mesh``, in any order.
+            size: With "expert": how many ranks share the experts of a layer, which may differ between layers; the
+                groups of that size must have been declared (``ExpertGroups.declare``).
             device: Where buffers live where a call does not pass one.
 
         Raises:
@@ -168,7 +168,7 @@ class Job:
 
         Args:
             group: A torch process group; None: of all ranks.
-            name: Of the axis, for the traffic counters. None: "data", or "job" where ranks of the group
+            name: The name of the axis, for the traffic counters. None: "data", or "job" where ranks of the group
                 hold different parts of the model.
         """
         record = self.watched.record_of(group) if self.ranks.is_initialized() else None
@@ -200,11 +200,11 @@ class Job:
 
         Args:
             lists: The members of all groups of the axis; every rank of the job is in exactly one.
-            name: Of the axis.
+            name: The name of the axis.
             why: What its groups are for, in words, shown if a rank waits in vain.
             device: Where the buffers live, which decides the backend.
             timeout: For transfers in a group that is made now; None: torch's.
-            backend: Of the groups; None: that for ``device``.
+            backend: The backend of the groups; None: that for ``device``.
         """
         usual = self.ranks.backend_for(self.ranks.world, device)
         backend = usual if backend is None else backend

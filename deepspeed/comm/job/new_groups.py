@@ -84,7 +84,7 @@ class ProcessGroups:
     """The process groups that a job makes.
 
     Args:
-        ranks: Of the job.
+        ranks: The ranks of the job.
         watched: Its groups in use; a group that is destroyed is forgotten there.
     """
 
@@ -126,11 +126,11 @@ class ProcessGroups:
 
         Args:
             groups: The members of all groups of the axis; every rank of the job is in exactly one.
-            backend: Of the groups. Gloo's are made once, whatever their owner.
+            backend: The backend of the groups. Gloo's are made once, whatever their owner.
             timeout: For their transfers; None: torch's.
             why: What they are for, in words, shown if a rank waits in vain; equal words are one purpose.
-            owner: Of groups of other backends. Those of an engine or the job are made unless all ranks have equal ones
-                that may be used.
+            owner: The owner of groups of other backends. Those of an engine or the job are made unless all ranks have
+                equal ones that may be used.
 
         Raises:
             CallOrderError: They are an engine's, and no lease is open.

@@ -46,7 +46,7 @@ class JobManager:
     """Starts the process groups of a run whose ranks change, one after the other.
 
     Args:
-        links: Of this process.
+        links: The links of this process.
     """
 
     def __init__(self, links: MemberLinks) -> None:

@@ -30,7 +30,7 @@ class RunMembership:
     Attributes:
         links: To the other members.
         starter: Starts the next job.
-        plan: Of the present job.
+        plan: The plan of the present job.
         elastic: What the engine keeps from job to job; None: there was no engine yet.
     """
 

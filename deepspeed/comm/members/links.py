@@ -87,7 +87,7 @@ class MemberLinks:
     Attributes:
         address: Where this process listens: host and port.
         token: As given.
-        number: Of this process among the members; -1: it has none yet.
+        number: This process's number among the members; -1: it has none yet.
         on_loss: Called in the watching thread when a member is lost; None: not reported.
     """
 
@@ -201,7 +201,7 @@ class MemberLinks:
         Args:
             members: All, this process included.
             me: Number of this process.
-            epoch: Of their job.
+            epoch: The epoch of their job.
         """
         kept = {member.number for member in members}
         with self._changed:
@@ -317,7 +317,7 @@ class MemberLinks:
 
         Args:
             peer: The socket.
-            number: Of the member.
+            number: The number of the member.
             received: Bytes of messages that were read from the socket already.
         """
         link = _Link(prepared(peer), number, received)

@@ -27,7 +27,7 @@ class ReadyMember:
     """The message of a member that is ready for another job.
 
     Attributes:
-        epoch: Of the last plan that it has taken.
+        epoch: The epoch of the last plan that it has taken.
         held: Copies that it holds, as ``elasticity.copies`` lists them.
         join_requests: Processes that want to join through it.
     """
@@ -63,8 +63,8 @@ class Regroup:
     """One agreement on the next job.
 
     Args:
-        links: Of this process.
-        epoch: Of the last plan that this process has taken.
+        links: The links of this process.
+        epoch: The epoch of the last plan that this process has taken.
         held: Copies that this process holds.
         choose: Called on the leader.
         served: Numbers of the members that have ranks while this process is a spare; empty: it has one.

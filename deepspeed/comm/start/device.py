@@ -128,8 +128,8 @@ def start_world_group(backend: str, device: torch.device | None, **arguments: An
     starts over: ranks of which some have failed to start a group would otherwise wait at different keys.
 
     Args:
-        backend: Of the group.
-        device: Of this process; None: the group serves host memory only.
+        backend: The backend of the group.
+        device: The device of this process; None: the group serves host memory only.
         **arguments: Further ones of ``torch.distributed.init_process_group``.
     """
     bound_to = device if device is not None and device.type == _BINDS else None

@@ -75,7 +75,7 @@ def query_pmi(descriptor: int, rank: int, mine: str) -> str:
 
     Args:
         descriptor: Open connection to the process manager.
-        rank: Of this process.
+        rank: The rank of this process.
         mine: What rank 0 publishes.
 
     Raises:

@@ -391,8 +391,8 @@ def choose_interface(environ: MutableMapping[str, str], store: Any, place: Place
     Args:
         environ: The environment, for the variable.
         store: The run's own.
-        place: Of this rank.
-        facts: Of all ranks, on rank 0; empty on the others.
+        place: The place of this rank.
+        facts: The facts of all ranks, on rank 0; empty on the others.
     """
     if place.rank == 0:
         here = facts[0].host

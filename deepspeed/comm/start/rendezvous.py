@@ -37,7 +37,7 @@ def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
 
     Args:
         url: A torch rendezvous URL; None for the environment's.
-        place: Of this process, which must have been exported into the environment.
+        place: The place of this process, which must have been exported into the environment.
         timeout: How long to wait for the process that serves the store, and then for each answer.
 
     Raises:

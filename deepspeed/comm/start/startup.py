@@ -41,7 +41,7 @@ class RankInfo:
         local_rank: Its rank on the machine.
         device: Kind of its accelerator.
         device_count: Devices it sees.
-        version: Of this package.
+        version: The version of this package.
         backend: Backend and device of the group.
         address: Address of its machine that rank 0's machine sees; empty where there is no route.
         named_address: The first address that its host name means, at which gloo listens; empty for an unknown name.

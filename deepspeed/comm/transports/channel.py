@@ -107,7 +107,7 @@ class Channel:
         """Returns memory to compute a summand in, so that :meth:`sum` need not copy it.
 
         Args:
-            shape: Of the summand.
+            shape: The shape of the summand.
             like: Has its dtype and device.
 
         Returns:

@@ -38,7 +38,7 @@ class Connector:
     """Makes the transports of a job.
 
     Args:
-        ranks: Of the job.
+        ranks: The ranks of the job.
         watched: Its process groups.
         process_groups: Makes further ones.
     """
@@ -67,7 +67,7 @@ class Connector:
             timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers
                 of two transports do not wait for each other.
             axis: Along which the ranks lie, as ``comm.job.mesh`` names it.
-            owner: Of that communicator.
+            owner: Who closes that communicator.
         """
         if not self._ranks.is_initialized():
             return LocalTransport()

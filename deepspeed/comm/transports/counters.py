@@ -104,7 +104,7 @@ class WaitClock:
 
     Attributes:
         is_running: Whether waits are timed.
-        seconds: Of all waits so far.
+        seconds: Seconds of all waits so far.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class NativeWork:
     Args:
         work: The work.
         transport: What issued it.
-        ticket: Of its channel.
+        ticket: The transfer's number on its channel.
         label: What is transferred.
         finish: Called after it; where the transport has a stream for that, at once, to queue what it does there.
         keep: Tensors that must live until then.

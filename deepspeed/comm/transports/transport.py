@@ -197,7 +197,7 @@ def start_p2p(transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, tag
         transfer: The method.
         tensor: Contiguous, any shape.
         peer: The other rank in the group.
-        tag: Of the transfer.
+        tag: The tag of the transfer.
     """
     try:
         return transfer([tensor], peer, tag)
@@ -434,7 +434,7 @@ class Transport:
         Args:
             numel: Elements for all other ranks together; what they get lies there in their order.
             like: Has the dtype and device.
-            label: Of the exchange.
+            label: The label of the exchange.
 
         Returns:
             1-D, with any values.

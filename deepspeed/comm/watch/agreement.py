@@ -27,7 +27,7 @@ class Agreement:
     """The view of one rank on the agreed order.
 
     Args:
-        transport: Of the group that gathers.
+        transport: The transport of the group that gathers.
         describe: Turns a bucket index into words for messages.
         serves: Different wishes are no error (``zero_optimization.agreement``); see :meth:`collect`.
 

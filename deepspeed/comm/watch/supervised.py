@@ -100,7 +100,7 @@ def between(
         tensor: What is sent, of any shape.
         peer: The other rank, by its number in the job.
         sends: Whether this rank is the one that sends.
-        tag: Of the transfer.
+        tag: The tag of the transfer.
     """
     work = start()
     watched = _watching(group, tensor)

@@ -34,7 +34,7 @@ class WaitRecord:
     """Describes the transfer that a rank waits for.
 
     Attributes:
-        channel: Of the transfer.
+        channel: The channel of the transfer.
         index: Its number on the channel.
         members: The ranks that take part in it.
         label: In words, with or without :func:`with_advice`.

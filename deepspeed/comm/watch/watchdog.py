@@ -199,7 +199,7 @@ class Watch:
         """Counts a transfer that this rank takes part in now; returns its number on the channel.
 
         Args:
-            channel: Of the transfer.
+            channel: The channel of the transfer.
             key: Equal on all ranks for this transfer; None: its number identifies it.
         """
         self._issued[channel] += 1
@@ -235,7 +235,7 @@ class Watch:
 
         Args:
             blocking: Waits.
-            channel: Of the transfer.
+            channel: The channel of the transfer.
             index: Its number on the channel.
             label: What is transferred.
             members: The ranks that take part in it; none if any may.
@@ -270,7 +270,7 @@ class Watch:
 
         Args:
             reached: Recorded on the stream, behind its wait for the transfer.
-            channel: Of the transfer.
+            channel: The channel of the transfer.
             index: Its number on the channel.
             label: What is transferred.
             members: The ranks that take part in it.

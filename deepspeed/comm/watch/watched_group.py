@@ -152,7 +152,7 @@ class WatchedGroups:
     """The process groups of one job that are in use, and the watch over waits in them.
 
     Args:
-        ranks: Of the job.
+        ranks: The ranks of the job.
     """
 
     def __init__(self, ranks: Ranks) -> None:

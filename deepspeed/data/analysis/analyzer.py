@@ -37,7 +37,7 @@ class DataAnalyzer:
         num_threads_reduce: Threads that write index files, metric by metric.
         specific_threads: Only these shares of the process, from 0; empty: all.
         batch_size: Samples given to a metric function at a time.
-        metric_names: Of the metrics.
+        metric_names: The metric names of the metrics.
         metric_functions: For each a function of a batch that gives integers, as tensor or array.
         metric_types: For each ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
         metric_dtypes: Accepted for programs of old: index files have the smallest type that holds their values.
@@ -166,7 +166,7 @@ class Metrics:
     """Holds the metrics that the analyzer computes of every batch.
 
     Attributes:
-        names: Of the metrics.
+        names: The names of the metrics.
         functions: For each a function of a batch that gives integers.
         kinds: For each ``single_value_per_sample`` or ``accumulate_value_over_samples``.
     """
@@ -244,7 +244,7 @@ class DistributedDataAnalyzer:
         num_threads: Accepted for programs of old: a rank goes through its share by itself.
         worker_id: Which share; None: that of the rank.
         batch_size: Samples given to a metric function at a time.
-        metric_names: Of the metrics.
+        metric_names: The metric names of the metrics.
         metric_functions: For each a function of a batch that gives integers, as tensor or array.
         metric_types: For each ``single_value_per_sample`` or ``accumulate_value_over_samples`` (a vector).
         save_path: Folder of the results, which rank 0 writes.
@@ -349,7 +349,7 @@ class MetricValues:
         Args:
             answer: A tensor or array of integers.
             samples: The numbers of the batch's samples; for a single value as many as the answer has rows.
-            name: Of the metric.
+            name: The name of the metric.
 
         Raises:
             ValueError: It is not one integer per sample, or not of one length.
@@ -387,8 +387,8 @@ def write_metric(folder: Path, name: str, kind: str, parts: Sequence[dict[str, N
 
     Args:
         folder: Where; made if it is not there.
-        name: Of the metric.
-        kind: Of the metric.
+        name: The name of the metric.
+        kind: The kind of the metric.
         parts: What each part of the analysis has collected.
 
     Raises:

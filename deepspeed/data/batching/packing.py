@@ -31,7 +31,7 @@ def batch_by_seqlens(
 
     Args:
         seqlens: Tokens of each sequence.
-        max_tokens: Of a micro-batch, padding not counted.
+        max_tokens: Most tokens of a micro-batch, padding not counted.
         sequence_ids_per_mb: The number of each sequence in the dataset; None: its place in ``seqlens``.
         min_batch_size: Fewest sequences of a micro-batch.
         max_batch_size: Most sequences of a micro-batch; None: as many as fit.
@@ -39,7 +39,7 @@ def batch_by_seqlens(
         effective_batch_size: Micro-batches of one batch: ranks times accumulation steps.
         required_microbatches_of_same_size: All micro-batches of a batch have equally many sequences (pipelines).
         verbose: Log each batch.
-        seed: Of the random order.
+        seed: The seed of the random order.
 
     Returns:
         ``(number of the batch, sequences)`` of each micro-batch; sequences of each batch; longest of each batch.

@@ -248,7 +248,7 @@ class MetricOrder:
     """The samples of a dataset in the order of one measure of difficulty, easiest first.
 
     Args:
-        name: Of the metric, for messages.
+        name: The name of the metric, for messages.
         samples: Their numbers in that order.
         values: The distinct values that occur, rising; None where only the order counts.
         ends: For each value, how many samples have it or a lower one.
@@ -276,7 +276,7 @@ class MetricOrder:
         """Reads the index files that an analysis has written (:mod:`deepspeed.data.analysis`).
 
         Args:
-            name: Of the metric.
+            name: The name of the metric.
             sample_path: ``..._index_to_sample``: for each value a row of samples.
             metric_path: ``..._index_to_metric``: the values; not needed for percentiles.
             max_difficulty: As above.
@@ -318,7 +318,7 @@ class Clusters:
 
     Args:
         metrics: Those that decide; none: all samples are one group.
-        num_samples: Of the dataset.
+        num_samples: The num samples of the dataset.
 
     Attributes:
         members: The numbers of the samples of each group.

@@ -155,7 +155,7 @@ class MMapIndexedDatasetBuilder:
 
     Args:
         out_file: The ``.bin`` file, with its ending; what is in it is lost.
-        dtype: Of the values.
+        dtype: The dtype of the values.
         for_megatron: Write the type as Megatron's readers understand it, which differs for 16-bit tokens.
 
     Raises:
@@ -242,7 +242,7 @@ def write_dataset(prefix: str | Path, values: NDArray[Any], sizes: NDArray[Any])
 
     Args:
         prefix: Name of both files without ending.
-        values: Of all items, item after item; its type is that of the dataset.
+        values: Values of all items, item after item; their dtype is that of the dataset.
         sizes: Values of each item.
     """
     assert int(sizes.sum()) == len(values)

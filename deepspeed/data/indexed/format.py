@@ -98,7 +98,7 @@ class Index:
     """Holds the content of an ``.idx`` file; arrays that were read stay in the file (memory-mapped).
 
     Attributes:
-        dtype: Of the values.
+        dtype: The dtype of the values.
         sizes: int32, values per item.
         offsets: int64, bytes before each item.
         documents: int64, the items at which documents begin, and the number of items.
@@ -122,7 +122,7 @@ def write_index(
 
     Args:
         path: With its ending.
-        dtype: Of the values.
+        dtype: The dtype of the values.
         sizes: Values per item.
         documents: The items at which documents begin, and the number of items.
         for_megatron: As Megatron's readers understand the type.

@@ -49,7 +49,7 @@ class LogitRecord:
 
     Attributes:
         heads: Query heads.
-        largest: Of each head: fp32, 1-D; None before a forward.
+        largest: Largest logit of each head: fp32, 1-D; None before a forward.
         rows: By head, the rows of projections that depend on it: name of the projection, first row, last row plus one,
             and the power of the factor. None before a forward.
         is_on: Whether forwards are measured.
@@ -197,7 +197,7 @@ def _hidden(mask: Any, places: Tensor, keys: int, *, is_causal: bool, window: in
 
     Args:
         mask: See :func:`largest_logits`.
-        places: Of the queries, ``[queries, 1]``.
+        places: Positions of the queries, ``[queries, 1]``.
         keys: Number of keys.
         is_causal: See :func:`largest_logits`.
         window: See :func:`largest_logits`.
@@ -326,8 +326,8 @@ def factors(records: Mapping[str, LogitRecord], largest: Tensor, threshold: floa
     """Returns the factors of rows of weights and biases, by parameter name.
 
     Args:
-        records: Of the attention layers, by name.
-        largest: Of each head of each of them, in that order: 1-D.
+        records: Records of the attention layers, by name.
+        largest: Largest logit of each head of each layer, in that order: 1-D.
         threshold: Logits above it are brought down to it.
     """
     found: dict[str, list[ScaledRows]] = {}

@@ -87,8 +87,8 @@ class OneBitAdam(ElementwiseOptimizer):
         weight_decay: Decoupled weight decay.
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient.
         amsgrad: Must be False.
-        cuda_aware: Of no use: messages are tensors of the process group's own backend.
-        comm_backend_name: Of no use: the process group is the engine's.
+        cuda_aware: Not used: messages are tensors of the process group's own backend.
+        comm_backend_name: Not used: the process group is the engine's.
         precondition: Divide momentum by the root of the variance before it is sent, and multiply what arrives, so that
             what a sign gets wrong is of one size in all weights; and bound what is sent, with what is still owed, by
             what Adam could move at most (``phases.largest_update``), so that an element whose frozen variance is far

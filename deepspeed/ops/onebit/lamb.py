@@ -54,8 +54,8 @@ class OneBitLamb(FusedLamb):
         max_coeff: Greatest trust ratio of the warm-up.
         min_coeff: Least trust ratio of the warm-up.
         amsgrad: Must be False.
-        cuda_aware: Of no use.
-        comm_backend_name: Of no use: the process group is the engine's.
+        cuda_aware: Not used.
+        comm_backend_name: Not used: the process group is the engine's.
         coeff_beta: Decay of the average of trust ratios.
         factor_max: Greatest factor.
         factor_min: Least factor.

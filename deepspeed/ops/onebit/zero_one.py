@@ -132,7 +132,7 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
     """Returns what movements are divided by, in the shape of ``variance``.
 
     Args:
-        variance: Of some elements, any shape.
+        variance: Variance of some elements, any shape.
         group: The param group of the elements.
         updates: Updates of the variance so far, at least 1.
         out: Receives the result; None: a new tensor.
@@ -193,8 +193,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
         local_step_scaler: After so many updates of the ranks' own the gap between exchanges doubles.
         local_step_clipper: Largest gap between exchanges.
         amsgrad: Must be False.
-        cuda_aware: Of no use.
-        comm_backend_name: Of no use: the process group is the engine's.
+        cuda_aware: Not used.
+        comm_backend_name: Not used: the process group is the engine's.
         precondition: See :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound is that of one step times the learning
             rates since ranks came together, and holds for the ranks' own steps in between too.
 

@@ -18,7 +18,7 @@ class OpBuilder:
     """Stands for one operator.
 
     Attributes:
-        NAME: Of the operator, a key of ``deepspeed.ops.__compatible_ops__``.
+        NAME: Name of the operator, a key of ``deepspeed.ops.__compatible_ops__``.
         MODULE: The module that does its work here; empty if there is none.
         INSTEAD: What to use where there is none.
     """

@@ -103,7 +103,7 @@ class GroupCodes(PackedFormat):
 
     Args:
         bits: 1, 2, 4 or 8.
-        in_features: Of the weight.
+        in_features: Input features of the weight.
         groups: Equal parts of a row with scales of their own.
         least: What the code 0 stands for.
         has_offset: Whether there are offsets.
@@ -391,7 +391,7 @@ def packed_linear(
         x: ``[..., in_features]``, bfloat16, float16 or float32; the product is computed in this dtype.
         codes: As ``how`` makes them.
         scales: As ``how`` makes them.
-        out_features: Of the weight.
+        out_features: Output features of the weight.
         how: The format.
         bias: ``[out_features]`` or None.
 

@@ -37,8 +37,8 @@ def attend(
         query: ``[batch, heads, length, width]``, any floating dtype.
         key: In the shape of ``query``.
         value: In the shape of ``query``.
-        plan: Of a layout of this length and these heads (or of one head, for all), on the tensors' device.
-        scale: Of the scores; ``1 / sqrt(width)`` by default.
+        plan: Plan of a layout of this length and these heads (or of one head, for all), on the tensors' device.
+        scale: The scale of the scores; ``1 / sqrt(width)`` by default.
         key_bias: ``[batch, length]``, added to the scores of a key; ``-inf`` hides it.
         bias: ``[batch or 1, heads or 1, length, length]``, added to the scores; it may require a gradient.
         is_causal: No token sees one after it.
@@ -110,7 +110,7 @@ def _spread(bias: torch.Tensor, samples: int, count: int, queries: int) -> torch
 
     Args:
         bias: ``[samples or 1, heads or 1, tiles or 1, queries or 1, keys]``.
-        samples: Of the stack.
+        samples: The samples of the stack.
         count: Samples times heads, n.
         queries: Rows of a tile.
     """

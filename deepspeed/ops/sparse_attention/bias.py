@@ -19,7 +19,7 @@ class Bias:
         of_scores: ``[batch or 1, heads or 1, length, length]``, or None.
         is_causal: No token sees one after it.
         block: Tokens of a block's side.
-        dtype: Of the scores.
+        dtype: The dtype of the scores.
     """
 
     of_keys: torch.Tensor | None
@@ -97,7 +97,7 @@ def position_bias(rpe: torch.Tensor, scores: tuple[int, int, int, int], dtype: t
     Args:
         rpe: ``[queries, keys]`` with heads, or batch and heads, before; the sizes of heads and batch may be 1.
         scores: ``(batch, heads, queries, keys)``.
-        dtype: Of the scores.
+        dtype: The dtype of the scores.
 
     Raises:
         ValueError: The shape does not fit.
@@ -118,10 +118,10 @@ def additive(mask: torch.Tensor, mode: str, name: str, dtype: torch.dtype) -> to
     """Returns what a mask adds to scores.
 
     Args:
-        mask: Of any shape.
+        mask: A mask of any shape.
         mode: ``add``: its values; ``mul``: minus infinity where it is 0, nothing elsewhere.
-        name: Of the argument, for the warning about a boolean mask that is added.
-        dtype: Of the scores.
+        name: The name of the argument, for the warning about a boolean mask that is added.
+        dtype: The dtype of the scores.
     """
     if mode == "mul":
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask == 0, float("-inf"))

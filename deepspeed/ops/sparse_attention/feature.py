@@ -84,7 +84,7 @@ def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
 
     Args:
         section: ``sparse_attention``.
-        num_heads: Of the model.
+        num_heads: Number of heads of the model.
 
     Raises:
         ValueError: The numbers do not go together.

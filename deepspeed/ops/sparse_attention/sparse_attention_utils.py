@@ -103,7 +103,7 @@ class SparseAttentionUtils:
         """Exchanges ``layer.attention.self`` of each layer; its three linear layers are kept.
 
         Args:
-            config: Of the model: ``hidden_size``, ``num_attention_heads``, ``max_position_embeddings``.
+            config: The model's configuration: ``hidden_size``, ``num_attention_heads``, ``max_position_embeddings``.
             layers: Changed in place.
             sparsity_config: The pattern.
 
@@ -137,7 +137,7 @@ class SparseAttentionUtils:
         """Pads a batch at its end to a multiple of the block size.
 
         Args:
-            block_size: Of the pattern.
+            block_size: The block size of the pattern.
             input_ids: ``[batch, length]``, or None with ``inputs_embeds``.
             attention_mask: Last dimension of the length: 0 and 1 (or bool), or values that are added to scores, which
                 are padded with their dtype's least; None where nothing is to be padded, else made.

@@ -165,8 +165,8 @@ class Layouts:
 
     Args:
         config: The pattern.
-        seed: Of random blocks, so that all ranks and all runs draw the same without communication. None: they are
-            drawn from Python's ``random`` as it is, and all ranks take rank 0's.
+        seed: The seed of random blocks, so that all ranks and all runs draw the same without communication. None: they
+            are drawn from Python's ``random`` as it is, and all ranks take rank 0's.
     """
 
     def __init__(self, config: SparsityConfig, seed: int | None = None) -> None:
@@ -264,7 +264,7 @@ class BertSparseSelfAttention(nn.Module):
 
         Args:
             hidden_states: ``[batch, length, hidden]``.
-            attention_mask: Of keys, ``[batch, length]`` or with dimensions of 1 between; added to the scores.
+            attention_mask: Mask of keys, ``[batch, length]`` or with dimensions of 1 between; added to the scores.
 
         Returns:
             ``[batch, length, hidden]``.

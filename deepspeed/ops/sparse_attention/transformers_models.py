@@ -36,7 +36,7 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
     Args:
         model: A ``PreTrainedModel``.
         sparsity_config: The pattern, for the model's number of attention heads.
-        seed: Of random blocks; the same on all ranks.
+        seed: The seed of random blocks; the same on all ranks.
 
     Raises:
         DeepSpeedConfigError: The model cannot be switched, attends across sequences, or has other heads.
@@ -118,9 +118,9 @@ def _attention(
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key heads, keys, width]``.
         value: As ``key``.
-        attention_mask: Of :func:`_mask`, or a 4-D one of the caller's: where it is False is hidden, or values to add.
-        scaling: Of the scores.
-        dropout: Of the probabilities.
+        attention_mask: The result of :func:`_mask`, or a 4-D mask of the caller's: False hides, floats are added.
+        scaling: The scaling of the scores.
+        dropout: Dropout of the probabilities.
         is_causal: None: as in the layer.
         position_bias: Added to the scores.
         **kwargs: What does not change the scores.

@@ -161,7 +161,7 @@ def count_each(values: torch.Tensor, size: int) -> torch.Tensor:
 
     Args:
         values: ``[R]`` int64, all in the range.
-        size: Of the range.
+        size: The size of the range.
     """
     return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
 

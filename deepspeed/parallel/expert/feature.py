@@ -105,7 +105,7 @@ def save_loads_picture(model: nn.Module, path: str | PathLike[str]) -> None:
 
     Args:
         model: See :func:`expert_balances`. The routes are those of this rank.
-        path: Of the file.
+        path: The path of the file.
     """
     Path(path).write_text(loads_svg(expert_balances(model)), encoding="utf-8")
 

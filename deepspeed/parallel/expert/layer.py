@@ -48,7 +48,7 @@ class MOELayer(nn.Module):
             dropped.
         balance: Where the routes of the last forward went; None before the first.
         time_moe: Milliseconds of the host in the last forward, while ``wall_clock_breakdown``.
-        time_falltoall: Of these, in the exchange of tokens sent to experts.
+        time_falltoall: The part of them in the exchange of tokens sent to experts.
         time_salltoall: And in that of what experts made of them.
     """
 

@@ -45,7 +45,7 @@ def from_pretrained(
     Args:
         folder: With ``config.json`` and ``*.safetensors``, as ``save_pretrained`` writes it or as the hub has it.
         config: The configuration that ``initialize`` gets, with ``expert_parallel`` enabled.
-        dtype: Of floating weights; None: as in the folder.
+        dtype: The dtype of floating weights; None: as in the folder.
         model_class: A class of the library; None: ``AutoModelForCausalLM``.
 
     Returns:
@@ -107,8 +107,8 @@ class _ModelFiller:
 
     Args:
         model: Its experts are cut.
-        files: Of weights.
-        dtype: Of floating weights.
+        files: The files of weights.
+        dtype: The dtype of floating weights.
         shard: Called with every module that owns weights once all of them are there; None: nothing is.
     """
 

@@ -38,7 +38,7 @@ class Spread:
     """Describes how a module's experts are spread over ranks.
 
     Attributes:
-        num_experts: Of all ranks together.
+        num_experts: Number of experts of all ranks together.
         ep_size: Ranks that share them.
         takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
         grouped: Use grouped products where they are faster.

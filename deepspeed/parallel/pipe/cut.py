@@ -47,8 +47,8 @@ class Cut:
 
     Attributes:
         bounds: Chunk c holds the layers from ``bounds[c]`` up to ``bounds[c + 1]``.
-        step_time: Of one step, in the unit of the layers' times.
-        peak_bytes: Of each stage, states and the activations in flight.
+        step_time: Time of one step, in the unit of the layers' times.
+        peak_bytes: Bytes of each stage: states and the activations in flight.
     """
 
     bounds: tuple[int, ...]

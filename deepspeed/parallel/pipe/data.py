@@ -238,7 +238,7 @@ def different_samples(rows: Sequence[tuple[int, int, bool]], mesh: Mesh) -> str 
     round; both together are other samples.
 
     Args:
-        rows: Of each rank: the numbers of its inputs and labels, and whether it has items.
+        rows: One row per rank: the numbers of its inputs and labels, and whether it has items.
         mesh: How the ranks are laid out.
     """
     last = mesh.size(PIPE) - 1

@@ -200,7 +200,7 @@ def svg(titled: Sequence[tuple[str, Schedule, Timeline]], width: int = 900) -> s
 
     Args:
         titled: Title, schedule and its timeline of each.
-        width: Of the drawing, in pixels.
+        width: The width of the drawing, in pixels.
     """
     scale = (width - _LABEL - 8) / max(timeline.makespan for _, _, timeline in titled)
     kinds = {span.action.kind for _, _, timeline in titled for spans in timeline.spans for span in spans}

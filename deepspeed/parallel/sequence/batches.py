@@ -45,7 +45,7 @@ class BatchDescription:
         others: Entries that are no tensors, and those of towers, in host memory.
         has_images: It has entries of towers, so that the model numbers positions.
         adds_positions: Its ``position_ids`` are not the loader's.
-        digest: Of the tokens, to see whether ranks have different ones.
+        digest: The digest of the tokens, to see whether ranks have different ones.
         padded: Tokens that padding has added.
     """
 
@@ -232,7 +232,7 @@ class UlyssesSPDataLoaderAdapter:
 
         Args:
             batches: How many.
-            skip: Of a loader and a number, that loader without its first batches: Accelerate's.
+            skip: Accelerate's function that returns a loader without its first batches, given their number.
         """
         whole, rest = divmod(batches, self.sp_world_size)
         made = UlyssesSPDataLoaderAdapter(

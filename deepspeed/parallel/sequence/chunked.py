@@ -36,7 +36,7 @@ def chunked_attention(
         offload: False: they stay on the device, and only the computation is in chunks.
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
-        scale: Of the scores; None: one over the root of the width.
+        scale: The scale of the scores; None: one over the root of the width.
 
     Returns:
         As ``query``, with the width of ``value``.

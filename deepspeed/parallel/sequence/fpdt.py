@@ -86,9 +86,9 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         config: Has ``hidden_size``, ``num_attention_heads``, ``num_key_value_heads``, ``kv_channels`` (width of a head)
             and ``attention_dropout``, which must be 0.
         first_weight: ``[(heads + 2 key heads) * kv_channels, hidden]``: queries, then keys, then values.
-        first_bias: Of it, or None.
+        first_bias: Its bias, or None.
         second_weight: ``[hidden, heads * kv_channels]``.
-        second_bias: Of it, or None.
+        second_bias: Its bias, or None.
         sequence_process_group: Torch process group of the ranks that share a sequence.
         gather_idx: Axis of tokens; 0.
         scatter_idx: Axis of heads; 2.

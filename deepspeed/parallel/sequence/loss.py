@@ -37,7 +37,7 @@ def mean_loss(
     Args:
         loss: This rank's: a mean over its counted tokens (0-dim; of no meaning, also NaN, where none counts), or one
             value per label.
-        labels: Of this rank's tokens (``shift_labels``), of any shape; what equals ``ignore_index`` does not count.
+        labels: Labels of this rank's tokens (``shift_labels``), of any shape; ``ignore_index`` does not count.
         group: Torch process group of the ranks that share a sequence; None: the job's.
         ignore_index: See ``labels``.
         own_share: Back-propagate only this rank's share (``sequence_parallel.loss: "own_share"``). Otherwise the
@@ -74,7 +74,7 @@ def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False)
     Every rank of the group must call it; so must they run its backward, unless ``own_share``.
 
     Args:
-        values: Of equal shape and dtype on all ranks.
+        values: A tensor of equal shape and dtype on all ranks.
         group: Torch process group.
         own_share: See :func:`mean_loss`.
     """

@@ -50,7 +50,7 @@ class MaskRule:
     Attributes:
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
-        scale: Of the scores.
+        scale: The scale of the scores.
     """
 
     is_causal: bool
@@ -121,7 +121,7 @@ class Slopes:
 
     Attributes:
         query: As the forward had it.
-        gradient: Of the result, in fp32.
+        gradient: The gradient of the result, in fp32.
         lse: What the forward found.
         delta: Sum of gradient times result along the width.
         of_query: What is requested; the sum so far.

@@ -51,7 +51,7 @@ def ring_attention(
             nothing; None: one.
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
-        scale: Of the scores; None: one over the root of the width.
+        scale: The scale of the scores; None: one over the root of the width.
 
     Returns:
         As ``query``, with the width of ``value``.

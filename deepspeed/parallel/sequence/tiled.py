@@ -78,7 +78,7 @@ class TiledMLP:
         """Computes the result.
 
         Args:
-            fn: Of the module and a tile; pure, and of each token by itself.
+            fn: Called with the module and a tile; pure, and computes each token by itself.
             self: The module.
             x: ``[..., tokens, width]``.
             shards: How many tiles.
@@ -104,8 +104,8 @@ class TiledFusedLogitsLoss:
         """Returns the loss of hidden states whose logits exist for one tile at a time.
 
         Args:
-            fn: Of the module, a tile of ``x``, one of ``y`` and, where there is a mask, one of that: 0-dim, the mean
-                (or sum) over what counts in the tile. Tiles are rows of all sequences: ``[tokens, width]``,
+            fn: Called with the module, a tile of ``x``, one of ``y`` and, where there is a mask, one of that: 0-dim,
+                the mean (or sum) over what counts in the tile. Tiles are rows of all sequences: ``[tokens, width]``,
                 ``[tokens]``.
             self: The module, with the head.
             x: Hidden states ``[batch, tokens, width]``.
@@ -177,7 +177,7 @@ def sequence_tiled_compute(
         grad_requiring_tensor_key: Name of the argument that has a gradient; all that require one get theirs.
         compute_params: Accepted and not needed.
         output_unshard_dimension: Axis along which the tiles' results are put together; of 0-dim results it is not read.
-        output_reduction: Of 0-dim results: their sum, or their mean weighted by the tokens of each tile.
+        output_reduction: For 0-dim results: their sum, or their mean weighted by the tokens of each tile.
 
     Raises:
         DeepSpeedConfigError: An argument has other than ``seqlen`` tokens, or the reduction is unknown.

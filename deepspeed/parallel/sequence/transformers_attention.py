@@ -65,7 +65,7 @@ class AttentionCall:
         value: As ``key``.
         seen: Which tokens see which.
         positions: Position ids of whole sequences, ``[batch or 1, all tokens]``; None: one document per sequence.
-        padding: Of whole sequences, ``[batch, all tokens]``, True for tokens that count; None: all do.
+        padding: Mask of whole sequences, ``[batch, all tokens]``, True for tokens that count; None: all do.
         scale: Factor of the scores; None: one over the root of the width.
         dropout: Probability with which attention probabilities are dropped.
         more: Further keyword arguments of the layer.
@@ -136,7 +136,8 @@ def attention(
         scaling: Factor of the scores; None: one over the root of the width.
         dropout: Probability with which attention probabilities are dropped.
         is_causal: None: as in the layer.
-        position_ids: Of this rank's tokens, ``[batch or 1, tokens]``; a document begins wherever they begin again.
+        position_ids: Positions of this rank's tokens, ``[batch or 1, tokens]``; a document begins wherever they
+            restart.
         **kwargs: For the implementation that attends.
 
     Returns:
@@ -393,8 +394,8 @@ def attend(
         documents: Who sees whom; None: every sequence is one document.
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
-        scale: Of the scores; None: one over the root of the width.
-        dropout: Of the probabilities.
+        scale: The scale of the scores; None: one over the root of the width.
+        dropout: The dropout of the probabilities.
 
     Returns:
         ``[batch, heads, tokens, width of value]``.

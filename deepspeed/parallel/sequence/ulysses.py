@@ -204,7 +204,7 @@ def adopt_model(
     Args:
         model: The model.
         group: Torch process group of the ranks that share a sequence.
-        mesh: Of the job.
+        mesh: The mesh of the job.
         mode: ``sequence_parallel.mode``.
         evaluation: ``sequence_parallel.evaluation``.
         recompute_exchange: ``sequence_parallel.recompute_exchange``.

@@ -88,12 +88,12 @@ def vocab_sequence_parallel_cross_entropy(
         vocab_parallel_logits: ``[this rank's tokens, batch, this rank's vocabulary]``.
         target: ``[this rank's tokens, batch]``, numbers in the whole vocabulary.
         sp_group: Torch process group of the ranks that share a sequence.
-        tp_group: Of the ranks that share the vocabulary; None: each has all.
+        tp_group: Group of the ranks that share the vocabulary; None: each has all.
         vocab_start_index: First word of this rank; None: equal parts in the order of the ranks.
         vocab_end_index: One behind its last word; only checked.
         ignore_index: Targets that do not count; their loss is 0.
         reduction: ``none``: one loss per token; else over the tokens that count.
-        gather_sequence_loss: Of all tokens, ``[tokens, batch]``; else of this rank's.
+        gather_sequence_loss: Return the losses of all tokens, ``[tokens, batch]``; else those of this rank's.
         backend: Only ``torch``.
         own_share: Back-propagate only this rank's share of the mean.
 

@@ -36,7 +36,7 @@ class _ForwardRecord:
 
     Attributes:
         rows: By rank, the numbers that it gave, on the host.
-        names: Of the arguments.
+        names: The names of the arguments.
         shown: The arguments in words.
         event: Reached when ``rows`` are there; None: they are.
     """

@@ -18,7 +18,7 @@ def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) 
     """Returns the channel along the tensor axis of a mesh. Every rank of the job must call it, in the same order.
 
     Args:
-        mesh: Of the job.
+        mesh: The mesh of the job.
         device: Where activations live.
         timeout: Time limit of a communicator that is made; None: torch's.
     """
@@ -33,7 +33,7 @@ def connect_lists(
     Models whose lists and words are equal share a communicator, as layers exchange in the order of the program.
 
     Args:
-        lists: Of ranks of the job, each in exactly one.
+        lists: Lists of ranks; each rank of the job is in exactly one.
         why: What is sent, in words.
         device: Where activations live.
         timeout: Time limit of a communicator that is made; None: torch's.

@@ -129,7 +129,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     Args:
         model: Whole on every rank, or sharded by ``zero.Init``. Values of the first rank of a tensor group win.
         section: The configuration.
-        mesh: Of the job.
+        mesh: The mesh of the job.
         device: Where the model will compute.
 
     Returns:
@@ -435,7 +435,7 @@ class ConsistencyCheck:
     Attributes:
         inputs: Keyword arguments of its forward.
         output: What it gave.
-        gradients: Of parameters that stay whole, by name.
+        gradients: The gradients of parameters that stay whole, by name.
     """
 
     inputs: dict[str, Any]

@@ -59,7 +59,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
 
     Args:
         model: Changed in place.
-        mesh: Of the job.
+        mesh: The mesh of the job.
         device: Where the model will compute.
 
     Returns:

@@ -36,7 +36,7 @@ class ParameterCut:
 
     Attributes:
         name: Qualified.
-        shape: Of the whole.
+        shape: Shape of the whole tensor.
         dim: That is cut.
         split: How.
     """
@@ -55,7 +55,7 @@ class LayerCut:
         name: Qualified.
         way: The way.
         source: Where the rule comes from.
-        split: Of the dimension that is cut; None where none is.
+        split: How the dimension is split; None where none is cut.
         parameters: Those of which every rank gets a part.
         adapters: Adapter layers beside it, with their ways.
         note: Why it differs from the rule, or empty.
@@ -77,7 +77,7 @@ class Layout:
     Attributes:
         size: Ranks that share a layer.
         layers: In the order of the model.
-        heads: Of the attention modules whose heads are divided, by name, with what they were.
+        heads: The attention modules whose heads are divided, by name, with their original numbers.
     """
 
     size: int

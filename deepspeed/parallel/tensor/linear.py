@@ -50,8 +50,8 @@ class CutLinear:
     Attributes:
         channel: The ranks.
         shared_inputs: Where inputs of column-parallel layers enter.
-        split: Of the output features (column) or the input features (row).
-        name: Of the layer, for messages.
+        split: How the output features (column) or the input features (row) are split.
+        name: The name of the layer, for messages.
         is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
         is_gathered: A column-parallel layer gives all output features; a row-parallel one takes all input features.
         replicas: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
@@ -219,7 +219,7 @@ def take_part(
         dim: Dimension that is cut.
         place: This rank's place among the ranks of the layer.
         size: How many they are.
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
         is_part: It has this rank's part already.
         blocks: Equal tensors that are packed along the dimension; of each, this rank takes its part.
 
@@ -304,7 +304,7 @@ class ColumnLinear(_MadeFromLinear):
         module: The whole layer, ``[out, in]``. Its parameters become this layer's, and keep this rank's rows.
         mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
         skip_partition: ``module`` has this rank's rows already, as many as on the other ranks.
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
         is_gathered: Gives all output features.
         blocks: Equal tensors that are packed in the rows, such as gate and up: each rank has its part of each.
 
@@ -338,7 +338,7 @@ class RowLinear(_MadeFromLinear):
             columns, the bias stays whole and is added once.
         mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
         skip_partition: ``module`` has this rank's columns already, as many as on the other ranks.
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
         is_gathered: Takes all input features and uses this rank's.
         blocks: Equal tensors that are packed in the columns: each rank has its part of each.
 
@@ -398,7 +398,7 @@ class PackedColumnLinear(ColumnLinear):
         mp_group: As for :class:`ColumnLinear`.
         shape: View of the weight: its first entry is the number of packed tensors, as in ``(3, -1)``.
         partition_dim: 0.
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
 
     Raises:
         TypeError: ``module`` is not a whole linear layer.
@@ -432,7 +432,7 @@ class PackedRowLinear(RowLinear):
         mp_group: As for :class:`RowLinear`.
         shape: View of the weight: its second entry is the number of packed tensors, as in ``(-1, 2)``.
         partition_dim: 1.
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
 
     Raises:
         TypeError: ``module`` is not a whole linear layer.

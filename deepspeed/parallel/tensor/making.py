@@ -198,7 +198,7 @@ def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
     Args:
         module: Whole on all ranks.
         channel: The ranks.
-        name: Of the module, for messages.
+        name: The name of the module, for messages.
     """
     give_base(module, _SumsOwnGradients).__dict__["gradients_summed"] = channel, name
 

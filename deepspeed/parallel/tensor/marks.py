@@ -35,8 +35,8 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Notes which part of a logical parameter each marked parameter is. Every rank of the job must call it.
 
     Args:
-        model: Of the program; nothing in it moves.
-        mesh: Of the job.
+        model: The program's model; nothing in it is moved.
+        mesh: The mesh of the job.
         device: Where the model will compute.
 
     Raises:

@@ -100,7 +100,7 @@ class SplitParts:
     """Parts along the last dimension as in a :class:`Split`, uneven or not contiguous.
 
     Attributes:
-        split: Of the last dimension.
+        split: How the last dimension is split.
     """
 
     split: Split

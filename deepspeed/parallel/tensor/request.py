@@ -27,7 +27,7 @@ class TensorParallelRequest:
         size: Ranks that share a layer.
         dtype: The model's type.
         config: A ``tensor_parallel`` section or a whole configuration, or None.
-        ranks: Of the given process group, or None.
+        ranks: The ranks of the given process group, or None.
     """
 
     size: int

@@ -140,7 +140,7 @@ class Split:
         """Returns even parts of a dimension, or of each of several packed tensors of equal extent.
 
         Args:
-            extent: Of the dimension.
+            extent: Extent of the dimension.
             size: Ranks.
             grain: Indices that stay together; what is left over goes to the last rank that has any.
             parts: Packed tensors.

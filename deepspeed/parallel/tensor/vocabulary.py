@@ -28,8 +28,8 @@ class CutEmbedding:
 
     Attributes:
         channel: The ranks.
-        split: Of the vocabulary, or of the width.
-        name: Of the layer, for messages.
+        split: How the vocabulary, or the width, is split.
+        name: The name of the layer, for messages.
         padding_index: The row without a gradient, in the whole vocabulary; None: all rows have one.
         projection: How a head with the same weight is cut.
     """
@@ -80,7 +80,7 @@ class VocabularyEmbedding(_MadeFromEmbedding):
     Args:
         module: The whole embedding. Its weight becomes this layer's, and keeps this rank's rows.
         mp_group: Torch process group of the ranks that share it; None: this rank has it alone.
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
 
     Attributes:
         tensor_cut: How it is cut.

@@ -34,9 +34,9 @@ class ProbeSizes:
 
     Attributes:
         shape: The decoder whose block is timed; one layer, vocabulary and head are not used.
-        tokens: Of a sample.
+        tokens: Tokens of a sample.
         micro_batches: Samples of the two runs, the smaller first.
-        dtype: Of parameters and activations.
+        dtype: The dtype of parameters and activations.
         trials: Runs of each that count.
     """
 
@@ -100,7 +100,7 @@ def probe_block(sizes: ProbeSizes, device: torch.device, half_size: float, barri
     Args:
         sizes: What is run.
         device: Where.
-        half_size: Of the device's efficiency; see ``DeviceEfficiency``.
+        half_size: Parameter of the device's efficiency; see ``DeviceEfficiency``.
         barrier: Called before every run. All ranks of a machine must call this function together, since they share
             its memory and, on processors, its cores.
     """
@@ -126,7 +126,7 @@ def block_runner(sizes: ProbeSizes, samples: int, device: torch.device) -> Calla
 
     Args:
         sizes: What is run.
-        samples: Of the micro-batch.
+        samples: Samples of the micro-batch.
         device: Where.
     """
     block: nn.Module = layers_of(sizes.shape)[1].build().to(device, sizes.dtype)
@@ -145,7 +145,7 @@ def predict_block(sizes: ProbeSizes, samples: int, where: torch.device, device: 
 
     Args:
         sizes: What is run.
-        samples: Of the micro-batch.
+        samples: Samples of the micro-batch.
         where: The block runs there once, to list its operations.
         device: Its figures.
     """

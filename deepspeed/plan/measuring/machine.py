@@ -43,7 +43,7 @@ def measure_device(sizes: ProbeSizes | None = None) -> Device:
     cores, so what is measured holds for as many ranks per node.
 
     Args:
-        sizes: Of the block that is timed; None: those for processors, or for devices.
+        sizes: Sizes of the block that is timed; None: those for processors, or for devices.
 
     Raises:
         DeepSpeedConfigError: The ranks are on several nodes.

@@ -117,7 +117,7 @@ class BlockCost:
         layout: How ranks share it.
         device: Turns operations into seconds.
         network: Turns collectives into seconds.
-        tokens: Of a sample.
+        tokens: Tokens of a sample.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class BlockCost:
         once for each pass; this engine computes with the buffer.
 
         Args:
-            elements: Of the parameters that this rank computes with.
+            elements: The elements of the parameters that this rank computes with.
         """
         layout = self._layout
         gathered = 4 * elements if layout.is_fsdp and layout.stage == 3 else 0.0

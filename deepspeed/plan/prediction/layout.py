@@ -30,7 +30,7 @@ class ParallelLayout:
         tensor: Ranks that share layers.
         pipe: Stages of a pipeline.
         chunks: Chunks of each stage.
-        schedule: Of the pipeline.
+        schedule: The schedule of the pipeline.
         context: Ranks that share sequences.
         is_ring: They send keys and values round; otherwise they exchange tokens for heads.
         balances_ring: Tokens are assigned so that all ranks of the ring have as many scores of a causal attention.
@@ -50,7 +50,7 @@ class ParallelLayout:
         overlaps_data: Gradients are sent while backward runs.
         overlaps_gather: At stages 1 and 2 updated parameters are gathered while the next forward runs, as in Megatron.
             This engine waits for them.
-        gradient_bytes: Of an element of the gradients that are exchanged.
+        gradient_bytes: Bytes of an element of the exchanged gradients.
         lighter_ends: Layers that the first and the last chunk have less than the others; None: as few as need be.
         imbalance: Rows of the busiest rank's experts over those of the mean.
         offload: Optimizer states are in host memory, which updates them; at stages 2 and 3 shards of gradients too.
@@ -63,7 +63,7 @@ class ParallelLayout:
             gradients wait for it.
         keeps_outputs: The last stage of a pipeline keeps the logits of all micro-batches until the step ends, as
             ``torch.distributed.pipelining`` does unless it is set not to return them.
-        summed_bytes: Of an element of the gradients that are kept until the update; None: ``gradient_bytes``.
+        summed_bytes: Bytes of an element of the gradients kept until the update; None: ``gradient_bytes``.
         is_megatron: What Megatron's kernels do otherwise than torch's: with ``recompute="full"`` blocks run again to
             their end; with ``is_fp8``, weights are cast once per step; with ``cuts_norms``, tokens come before samples,
             so that gathered parts are in order.

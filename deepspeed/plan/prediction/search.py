@@ -72,8 +72,8 @@ def search_layouts(
     Args:
         shape: The model.
         machine: Its ranks are all used.
-        tokens: Of a sample.
-        samples: Of a step, over all ranks.
+        tokens: Tokens of a sample.
+        samples: Samples of a step, over all ranks.
         base: Has what is not searched: fp8, compilation, cuts along the sequence and so on.
         count: How many of the best are returned.
 

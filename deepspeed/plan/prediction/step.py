@@ -190,7 +190,7 @@ class DataExchangeTimes:
     Attributes:
         gather: The gather of parameters.
         reduce: The reduction of gradients.
-        gather_wait: Of ``gather``, what computation waits for; not used for a block.
+        gather_wait: The part of ``gather`` that computation waits for; not used for a block.
         reduce_wait: The same of ``reduce``.
         is_beside: They run beside computation, which they slow.
     """

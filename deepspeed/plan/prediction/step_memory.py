@@ -209,10 +209,10 @@ class StepMemory:
         """Returns the memory by part when each chunk begins its backwards; that of the last one is given.
 
         Args:
-            number: Of the stage.
+            number: The number of the stage.
             share: The stage.
             gradients: Bytes of all its gradients.
-            moments: Of the last chunk.
+            moments: The moments of the last chunk.
         """
         found: list[dict[str, float]] = []
         behind = share.parameters

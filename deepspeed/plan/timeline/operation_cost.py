@@ -28,12 +28,12 @@ class OperationCost:
     """One operation.
 
     Attributes:
-        name: Of torch.
-        kind: Of its kernel.
+        name: Torch's name of the operation.
+        kind: The kind of its kernel.
         flops: Floating-point operations, as torch counts them.
         nbytes: Bytes read and written.
         sides: m, n, k and number of matrix products; zeros otherwise.
-        head_size: Of attention; 0 otherwise.
+        head_size: Head size of attention; 0 otherwise.
         is_causal: Half of attention's operations count.
         is_backward: A kernel of the backward.
     """
@@ -101,7 +101,7 @@ def cost_of(
         kwargs: Its arguments by keyword.
         result: What it gave.
         flops: By torch's formula; 0 where there is none.
-        device_type: Of the tensors that count; an operation without any costs nothing.
+        device_type: The device type of the tensors that count; an operation without any costs nothing.
     """
     name = func._schema.name.removeprefix("aten::")
     given, made = list(tensors_of((args, kwargs))), list(tensors_of(result))

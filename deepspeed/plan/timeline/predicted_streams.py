@@ -51,9 +51,9 @@ class StageTimeline:
     """The computations of a stage at their times in the schedule.
 
     Attributes:
-        spans: Of all of them, and the waits between them.
+        spans: Spans of all of them, and the waits between them.
         flows: Dependencies between the spans.
-        ends: Of each action, the first and the last span on the compute stream.
+        ends: First and last span of each action on the compute stream.
     """
 
     spans: list[StreamSpan] = field(default_factory=list)
@@ -92,7 +92,7 @@ def place_passes(
     """Returns a stage's computations at their times in the schedule; gaps become waits for other stages.
 
     Args:
-        timeline: Of the schedule.
+        timeline: The timeline of the schedule.
         stage: Number of the stage.
         passes: Streams in a computation of one micro-batch, by (chunk, kind of computation).
         start: Time at which the schedule begins, in seconds.

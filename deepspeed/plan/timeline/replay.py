@@ -53,7 +53,7 @@ class SpanFlow(NamedTuple):
     """A dependency between two spans: the second one starts after the first one has ended.
 
     Attributes:
-        name: Of the dependency.
+        name: The name of the dependency.
         source: The first span.
         target: The second span.
         source_rank: Name of the rank of the first span; empty: there is one rank.

@@ -82,7 +82,7 @@ def time_step(events: Sequence[TraceEvent], machine: Machine, accumulation: int,
     """Returns the time of a step without stages.
 
     Args:
-        events: Of the micro-batches that were simulated: all, or the first and the last.
+        events: The events of the micro-batches that were simulated: all, or the first and the last.
         machine: On which they run.
         accumulation: Micro-batches of the step.
         is_asynchronous: The device works beside the host.
@@ -119,7 +119,7 @@ class PipelineTimes:
     """Replays each kind of stage of a pipeline once, for the time of a step and for its picture.
 
     Args:
-        traces: Of the stages.
+        traces: The traces of the stages.
         machine: On which they run.
         accumulation: Micro-batches of the step.
         is_asynchronous: The device works beside the host.
@@ -181,7 +181,7 @@ class _TimedStage:
     Attributes:
         passes: All of them.
         tail: What comes after them.
-        times: Of its chunks, for one micro-batch.
+        times: Times of its chunks for one micro-batch.
         parts: By chunk and phase, one micro-batch.
     """
 
@@ -194,7 +194,7 @@ class _TimedStage:
         """Returns the streams in one computation; a whole backward may have been recorded in two halves.
 
         Args:
-            place: Of the chunk, among those of the stage.
+            place: Position of the chunk among those of the stage.
             kind: The computation.
         """
         chunk = sorted({chunk for chunk, _ in self.parts})[place]

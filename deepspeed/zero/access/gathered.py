@@ -448,7 +448,7 @@ def keep_full(address: Address, values: torch.Tensor) -> None:
     """Writes new values of one parameter, equal on all ranks, into this rank's master, shard and full copies.
 
     Args:
-        address: Of the parameter.
+        address: The address of the parameter.
         values: All of it, in its shape and in the bucket's dtype.
     """
     bucket, tile = address.bucket, address.tile

@@ -42,7 +42,7 @@ class Source:
     Attributes:
         flat: 1-D, aligned with this rank's slice of ``layout``.
         layout: How the quantity is cut; ``num_slices`` 1 where every rank has all of it.
-        transport: Of the ranks that share it.
+        transport: The transport of the ranks that share it.
         label: For messages.
         device: Where the whole is put together: that of the transport, as ``flat`` may be offloaded.
     """
@@ -95,7 +95,7 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
         runtime: The model's.
         bucket: One of its buckets.
         kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
-        dtype: Of a state, for ranks that own nothing of it.
+        dtype: Dtype of a state, for ranks that own nothing of it.
     """
     label = f"{kind} of {bucket.label}"
     master = runtime.master_of(bucket)
@@ -255,7 +255,7 @@ def tile_windows(layout: BucketLayout, tiles: set[int], itemsize: int, limit: in
     """Yields groups of neighbouring tiles of at most ``limit`` bytes: the whole bucket if it fits.
 
     Args:
-        layout: Of the bucket.
+        layout: The layout of the bucket.
         tiles: Numbers of the tiles that are wanted.
         itemsize: Bytes of an element.
         limit: Most bytes of a group; a larger tile is a group of its own. None: the whole bucket.

@@ -62,7 +62,7 @@ class Init:
         config_dict_or_path: The configuration; only the ZeRO, offload, precision and dtype sections are read.
         config: Old name of ``config_dict_or_path``.
         enabled: False: do nothing.
-        dtype: Of floating parameters; None: bf16 or fp16 as configured, else fp32; without a configuration
+        dtype: The dtype of floating parameters; None: bf16 or fp16 as configured, else fp32; without a configuration
             each keeps its own.
         mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
@@ -265,8 +265,8 @@ def constructor_patches(
     """Returns the patches that one ``zero.Init`` context applies to torch's constructors, as these are now.
 
     Args:
-        dtype: Of floating tensors.
-        device: Of tensors.
+        dtype: The dtype of floating tensors.
+        device: Device of the tensors.
         overrides: Which of the two are overridden.
     """
     dtype = dtype if DeepSpeedTensorOverride.dtype in overrides else None

@@ -74,7 +74,7 @@ class Construction:
     Args:
         groups: The ranks that share parameters.
         device: Where they compute.
-        dtype: Of floating parameters; None keeps each one's own.
+        dtype: The dtype of floating parameters; None keeps each one's own.
         shard_device: Device of the shards.
         patches: Further replacements that hold while the context is active.
     """

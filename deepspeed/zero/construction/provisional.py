@@ -155,7 +155,7 @@ def shard_parameters(
         names: For messages; equal on all ranks.
         group: The ranks that share them.
         device: Where they shall compute.
-        dtype: Of floating parameters from now on; None keeps each one's own.
+        dtype: The dtype of floating parameters from now on; None keeps each one's own.
         shard_device: Where the shards are kept; None: on ``device``.
         gatherer: Makes one of them full for code that uses it outside ``GatheredParameters``.
     """

@@ -27,7 +27,7 @@ class SlicesFromFiles:
     """Parameters that go from the meta device to slices on all ranks. Nothing is communicated.
 
     Args:
-        dtype: Of floating parameters.
+        dtype: The dtype of floating parameters.
         on_host: Slices wait for ``initialize`` in host memory.
     """
 

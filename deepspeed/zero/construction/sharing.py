@@ -38,7 +38,7 @@ class ProvisionalGroups:
         """Returns the group of a parameter. Every rank must call it, with the same one.
 
         Args:
-            name: Of the parameter, for messages.
+            name: The name of the parameter, for messages.
             parameter: The parameter, of any shape; only its marks are read.
 
         Raises:

@@ -74,7 +74,7 @@ class ReductionPolicy:
         """Returns the factors on a gradient before it is sent, and on the sum over ranks.
 
         Args:
-            divisor: Of the bucket's group.
+            divisor: The divisor of the bucket's group.
         """
         mean = 1.0 / divisor if self.is_mean else 1.0
         before = mean if self.divides_first else 1.0 / self.predivide

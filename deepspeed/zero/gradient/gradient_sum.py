@@ -51,20 +51,20 @@ class GradientSum:
     """The sums of one bucket.
 
     Attributes:
-        dtype: Of sums over micro-batches; sums over ranks are kept in it where each micro-batch is reduced.
+        dtype: The dtype of sums over micro-batches; sums over ranks are kept in it where each micro-batch is reduced.
         local: 1-D, the whole bucket, or None.
         partial: 1-D, aligned with the slice of this rank or with the bucket, or None.
         reduced: As ``partial``; it may lie in the buffer into which gradients are packed.
         used: Per parameter, whether a gradient arrived since the last update.
-        squares: Of ``reduced``, where they were taken as it was made; else None.
+        squares: Sum of squares of ``reduced``, if it was computed with it; else None.
         takes_squares: The update follows, so that the squares of what is made now are worth taking.
 
     Args:
         packed: The buffer into which gradients are packed.
         starts: Where in the bucket each parameter begins.
-        shapes: Of each parameter.
+        shapes: Shape of each parameter.
         dtype: See the attribute.
-        device: Of sums that have not landed.
+        device: The device of sums that have not landed.
         destination: Brings reduced gradients to where the update reads them.
         memory_tracker: Counts the memory.
     """
@@ -293,9 +293,9 @@ def pack_and_square(
     """Copies part by part, and takes the squares of each while it is in the cache.
 
     Args:
-        layout: Of the bucket.
+        layout: The layout of the bucket.
         flat: 1-D, the whole buffer; where no gradient goes, it is zero already.
-        views: Of every tile in it.
+        views: A view of every tile in it.
         grads: By index of the tile, in its shape.
         squares: Receives the squares of all of ``flat``.
     """
@@ -358,7 +358,7 @@ class GradientDestination:
         Args:
             result: What :meth:`to_destination` or this method returned.
             reduced: What is added.
-            dtype: Of the sum.
+            dtype: The dtype of the sum.
             squares: Receives the squares of the sum, once :meth:`wait` has returned.
 
         Returns:
@@ -404,7 +404,7 @@ class Squares:
     """The sum of squares of a buffer, added up while its parts are in the cache anyway.
 
     Args:
-        device: Of the buffer.
+        device: The device of the buffer.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -281,7 +281,7 @@ class GradientReducer:
         the transfers, only their completion shows it, for which the host waits for a while.
 
         Args:
-            position: Of the bucket.
+            position: Index of the bucket.
             is_over: No backward of this rank is running, so peers need nothing of it but reductions.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -307,7 +307,7 @@ class GradientReducer:
         that this rank has yet to issue, so a stream that waited for it would wait for ever.
 
         Args:
-            position: Of the bucket that is about to be sent.
+            position: Index of the bucket that is about to be sent.
         """
         backward = self._opened
         if not backward.is_patient:
@@ -565,7 +565,7 @@ class GradientReducer:
         """Called when an update is over, or was skipped.
 
         Args:
-            number: Of the update, from 1; equal on all ranks, also after a checkpoint was loaded.
+            number: Number of the update, from 1; equal on all ranks, also after a checkpoint was loaded.
         """
         if self.policy.forget_every and number % self.policy.forget_every == 0:
             self.scale_feedback(0.0)

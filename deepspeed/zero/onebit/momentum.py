@@ -43,7 +43,7 @@ class MomentumExchange(MeanGradient):
         buckets: One for each master, in their order.
 
     Args:
-        optimizer: Of the 1-bit family.
+        optimizer: An optimizer of the 1-bit family.
     """
 
     reported_codec = WholeSignCodec()
@@ -198,7 +198,7 @@ class Sketch:
 
     Args:
         group: The ranks whose gradients are averaged.
-        seed: Of the signs; equal on all ranks, and another one at every update.
+        seed: The seed of the signs; equal on all ranks, and another one at every update.
     """
 
     def __init__(self, group: BucketGroup, seed: int) -> None:
@@ -247,7 +247,7 @@ def sketches(entries: Sequence[tuple[BucketGroup, int, torch.Tensor | None, floa
     Args:
         entries: For each bucket its group and what :meth:`Sketch.add` takes: elements, gradient (1-D or None), factor.
             The order is the same on all ranks.
-        seed: Of the random signs; equal on all ranks, and another one at every update.
+        seed: The seed of the random signs; equal on all ranks, and another one at every update.
     """
     found: dict[int, Sketch] = {}
     for group, numel, gradient, factor in entries:

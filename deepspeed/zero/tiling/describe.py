@@ -57,7 +57,7 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
     """Reads the marks of a parameter.
 
     Args:
-        name: Of the parameter, for messages.
+        name: The name of the parameter, for messages.
         parameter: The parameter, of any shape; the group of :func:`in_group` is noted on it.
 
     Raises:
@@ -94,7 +94,7 @@ def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
 
     Args:
         parameters: The parameters.
-        name: Of a group; see ``comm.job.declared_groups.define_group``.
+        name: The name of a group; see ``comm.job.declared_groups.define_group``.
     """
     for parameter in parameters:
         setattr(parameter, _MARK, name)
@@ -114,7 +114,7 @@ def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
     """Raises for a parameter that torch's tensor parallelism has cut already.
 
     Args:
-        name: Of the parameter, for the message.
+        name: The name of the parameter, for the message.
         parameter: The parameter, of any shape.
 
     Raises:

@@ -26,7 +26,7 @@ class PartOwners:
 
     Attributes:
         transport: Between them; they call it in one order.
-        parts: Of each, by its place among them. Parts may be equal, then these ranks hold copies.
+        parts: Part of each rank, by its position among them. Ranks with equal parts hold copies.
     """
 
     transport: Transport
@@ -66,7 +66,7 @@ class PartOwners:
 
         Args:
             whole: In the shape of the logical parameter.
-            shape: Of the tile.
+            shape: The shape of the tile.
         """
         tile = whole.new_zeros(shape)
         for region in self.mine.regions:
@@ -99,7 +99,7 @@ def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torc
 
     Args:
         name: Qualified name in the model.
-        shape: Of all that this rank's model has of it.
+        shape: Shape of all that this rank's model has of it.
         param_group: Index of the optimizer param group, or -1 for none.
         parameter: Its mark, if it has one, gives the part.
 
@@ -125,7 +125,7 @@ def part_of_placements(
     cuts: all of the first's length but the last ones, which may be shorter or empty.
 
     Args:
-        name: Of the logical parameter.
+        name: The name of the logical parameter.
         global_shape: Shape of the ``DTensor``.
         mesh: Ranks along each axis.
         coordinate: The rank's place on each axis.

@@ -56,7 +56,7 @@ class TilePart:
     """Describes which part of its logical parameter a tile is.
 
     Attributes:
-        name: Of the logical parameter; the same for all of its tiles.
+        name: The name of the logical parameter; the same for all of its tiles.
         global_shape: Its shape.
         regions: What of it lies in the tile; they do not overlap, neither there nor in the logical parameter.
     """
@@ -75,7 +75,7 @@ class TilePart:
         """Returns the part of a tile that holds, one after the other along ``dim``, some intervals of it.
 
         Args:
-            name: Of the logical parameter.
+            name: The name of the logical parameter.
             global_shape: Its shape.
             dim: The dimension that is cut.
             intervals: First and last-plus-one index; empty ones are left out.

@@ -57,7 +57,7 @@ class ExchangeResult:
     """Holds what the ranks agree on in the exchange before an update.
 
     Attributes:
-        norm: Of the mean gradient, unscaled, before clipping.
+        norm: Norm of the mean gradient, unscaled, before clipping.
         factor: Multiplier of what the update reads in each bucket; None for exactly 1.
         used: By bucket and parameter, whether it is updated.
     """
@@ -73,7 +73,7 @@ class PrivateState:
 
     Attributes:
         kind: Its name in a checkpoint, or the beginning of it where it belongs to a bucket.
-        layout: Of the bucket; None where it belongs to the rank's place alone.
+        layout: Layout of the bucket; None where it belongs to the rank's place alone.
         tensor: The live tensor.
         what: What it is, for messages.
     """

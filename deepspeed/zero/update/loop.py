@@ -100,7 +100,7 @@ class UpdateStrategy:
 
         Args:
             chunk: What was updated.
-            operands: Of it.
+            operands: The chunk's operands.
             updated: The parts of the chunk that the kernel worked on; of the others a staging tensor for compute
                 parameters holds nothing.
         """
@@ -116,7 +116,7 @@ class UpdateStrategy:
 
         Args:
             chunk: The whole master.
-            operands: Of it; ``out`` has all new compute parameters.
+            operands: The chunk's operands; ``out`` has all new compute parameters.
             updated: The parts that the update worked on.
 
         Returns:
@@ -195,7 +195,7 @@ class ChunkUpdater:
             factor: Multiplier of the gradient; None is exactly 1.
             publish: Called when a master is complete and its compute tensor written.
             store: For masters whose update has been computed already: takes it over.
-            number: Of the update, equal on all ranks; decides how 16 bits are rounded.
+            number: The number of the update, equal on all ranks; decides how 16 bits are rounded.
         """
         self._number = number
         self._keep_states(work)
@@ -268,9 +268,9 @@ def update_chunk(
         groups: Hyperparameters, by number of the param group.
         states: By run; changed.
         chunk: What is updated.
-        operands: Of it.
+        operands: The chunk's operands.
         factor: Multiplier of the gradient; None is exactly 1.
-        number: Of the update, where results of 16 bit are rounded stochastically; None: to nearest.
+        number: The number of the update, where results of 16 bit are rounded stochastically; None: to nearest.
 
     Returns:
         The parts of the chunk that the runs fill.
@@ -313,8 +313,8 @@ def first_state(flat: FlatUpdate, group: dict[str, Any], dtype: torch.dtype = to
 
     Args:
         flat: The update of the optimizer.
-        group: Of the run.
-        dtype: Of the master.
+        group: The group of the run.
+        dtype: The dtype of the master.
     """
     probe: dict[str, Any] = {}
     flat.init_flat_state(group, torch.zeros(64, dtype=dtype), probe)

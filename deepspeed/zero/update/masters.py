@@ -42,7 +42,7 @@ class MasterBucket:
     Attributes:
         bucket: The compute side.
         layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
-        transport: Of the ranks that share it so, numbered as the layout is cut.
+        transport: Transport of the ranks that share it, numbered as the layout is cut.
         rank: Position of this rank in that sharing.
         whole_tensors: Whether each run is one parameter in its shape.
         flat: 1-D master.
@@ -140,7 +140,7 @@ class MasterBucket:
 
         Args:
             run: One of ``runs``.
-            state: Of the run, in the optimizer; changed.
+            state: The state of the run, in the optimizer; changed.
             initial: What a new run starts with, see ``update.loop.first_state``.
         """
         for key, first in initial.items():
@@ -313,7 +313,7 @@ class PublishWork:
     """The transfers by which masters that changed reach all ranks that have their parameters.
 
     Args:
-        masters: Of this rank, whether they change or not.
+        masters: This rank's masters, whether they change or not.
     """
 
     def __init__(self, masters: Sequence[MasterBucket]) -> None:

@@ -304,7 +304,7 @@ class StepAgreement:
 
     Args:
         masters: What is updated; the list may grow.
-        reducer: Of the gradients.
+        reducer: The reducer of the gradients.
         groups: The ranks that share them.
         agreement: Keeps the checksum of the order of gathers.
     """

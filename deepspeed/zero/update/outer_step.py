@@ -37,7 +37,7 @@ class OuterState:
     Attributes:
         master: Whose.
         anchor: Its values after the last outer step.
-        momentum: Of the outer steps.
+        momentum: The momentum of the outer steps.
     """
 
     master: MasterBucket

@@ -349,7 +349,7 @@ class SpeculativeUpdater:
         """Begins the update of a master if all that it needs is there.
 
         Args:
-            position: Of a bucket whose reduction has just been finished.
+            position: Index of a bucket whose reduction has just finished.
         """
         shadow, gradients = self._shadows.get(position), self._reducer.buckets[position]
         if shadow is None or self._pause or position in self._open or not gradients.is_final:

@@ -77,7 +77,7 @@ class Schedule:
         name: How the program chose it.
         micro_batches: How many micro-batches the step has.
         stage_of: The stage of each chunk.
-        actions: Of each stage, its computations in order.
+        actions: The computations of each stage, in order.
     """
 
     name: str
@@ -374,9 +374,9 @@ def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | 
     """Returns what all stages compute in a training step.
 
     Args:
-        name: Of the schedule.
+        name: The name of the schedule.
         stages: Pipeline stages.
-        micro_batches: Of a step, 1 or more.
+        micro_batches: Micro-batches of a step, 1 or more.
         num_chunks: Chunks per stage; None: as few as the schedule can have.
 
     Raises:

@@ -62,8 +62,8 @@ class Timeline:
     """A step, computation by computation.
 
     Attributes:
-        spans: Of each stage, in order.
-        held: Of each stage, for how many micro-batches and chunks it keeps activations at once, at most.
+        spans: The spans of each stage, in order.
+        held: For each stage, the most activations (of micro-batches and chunks) that it keeps at once.
     """
 
     spans: tuple[tuple[TimedAction, ...], ...]
