@@ -81,6 +81,7 @@ _EXIT_NOTICE_TIMEOUT = timedelta(seconds=1)  # the longest a program's end may t
 _LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
 _VERDICT = "verdict"
 _FAILURE = "failure"
+_ABORT_SECONDS = 30.0  # the longest that aborting all groups may take
 _REMEMBERED = 4096  # latest transfers of a channel whose keys are known
 
 
@@ -355,8 +356,7 @@ class Watch:
 
     def _abort_all(self) -> None:
         self._has_aborted = True
-        for abort in list(self.aborts.values()):
-            abort()
+        run_together(list(self.aborts.values()), _ABORT_SECONDS)
         for reference in self._connections.valuerefs():
             if (connection := reference()) is not None:
                 connection.close()
@@ -554,6 +554,27 @@ def _post_exit_notice(reference: weakref.ref[Watch]) -> None:
     watch = reference()
     if watch is not None:
         watch.post_exit_notice()
+
+
+def run_together(actions: Sequence[Callable[[], None]], seconds: float) -> None:
+    """Runs all actions at once, each in a thread, and returns when they are done or the time is up.
+
+    NCCL aborts a communicator by calls that wait for the whole device. A kernel of another communicator may run there,
+    which waits for a lost rank and ends only when its own communicator is aborted. One after the other they would wait
+    for each other.
+
+    Args:
+        actions: Independent of each other.
+        seconds: After which those that are not done are left behind, with a line that states how many.
+    """
+    deadline = time.monotonic() + seconds
+    threads = [threading.Thread(target=action, daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    if left := sum(thread.is_alive() for thread in threads):
+        logger.warning(f"{left} of {len(threads)} process group(s) were not aborted within {seconds:g} s")
 
 
 def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:

@@ -280,6 +280,34 @@ def test_the_end_of_the_program_waits_for_a_look_that_has_begun():
     assert not mine._thread.is_alive()
 
 
+def test_groups_are_aborted_together():
+    """NCCL's abort of one communicator returns when the kernel of another one has ended, which its abort ends."""
+    _, (mine, other) = pair_of_watches()
+    has_ended_kernel, aborted = threading.Event(), threading.Event()
+
+    def abort_of_an_idle_one():
+        assert has_ended_kernel.wait(20), "the communicator with the kernel was not aborted"
+        aborted.set()
+
+    mine.aborts = {0: abort_of_an_idle_one, 1: has_ended_kernel.set}
+    other.post_exit_notice()
+
+    def wait():
+        assert aborted.wait(60), "nobody aborted the wait"
+        broken()
+
+    with pytest.raises(CommunicationError, match="rank 1 has ended"):
+        mine.wait(wait, "gathers", 1, "the gather of a", BOTH)
+
+
+def test_groups_that_cannot_be_aborted_are_left_behind_with_a_line(monkeypatch):
+    lines, never = [], threading.Event()
+    monkeypatch.setattr(watch_module.logger, "warning", lines.append)
+    watch_module.run_together([lambda: None, lambda: bool(never.wait(20))], 0.05)
+    never.set()
+    assert lines == ["1 of 2 process group(s) were not aborted within 0.05 s"]
+
+
 def test_one_number_for_two_transfers():
     """Both have issued something under the number that the other waits for, but not the same."""
     aborted, (mine, other) = pair_of_watches()
