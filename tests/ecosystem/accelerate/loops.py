@@ -68,7 +68,7 @@ def accelerated(accelerator: Any, model: Any, optimizer: Any, batches: Any, sche
     for x, y in batches:
         with accelerator.accumulate(model):
             rate = optimizer.param_groups[0]["lr"]
-            loss = F.mse_loss(model(x.to(_input_dtype(accelerator))).float(), y)
+            loss = F.mse_loss(model(x.to(input_dtype(accelerator))).float(), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
@@ -82,7 +82,8 @@ def accelerated(accelerator: Any, model: Any, optimizer: Any, batches: Any, sche
     return record
 
 
-def _input_dtype(accelerator: Any) -> torch.dtype:
+def input_dtype(accelerator: Any) -> torch.dtype:
+    """Returns the dtype that a prepared model takes: the engine casts its weights, not what it is given."""
     return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
 
