@@ -117,15 +117,23 @@ def _experts(settings: Settings, report: Report) -> None:
 
 
 def _attention(settings: Settings, report: Report) -> None:
-    from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseSelfAttention
+    """Times attention forward, and forward with backward: dense, and with two patterns."""
+    from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention
 
-    heads, length, width = (2, 64, 16) if settings.dry else (16, 8192, 64)
-    query, key, value = (
-        torch.randn(1, heads, length, width, device=settings.device, dtype=torch.bfloat16) for _ in range(3)
-    )
-    table = report.table("Attention", ["who", "tokens", "ms"])
-    dense = _seconds(settings, lambda: functional.scaled_dot_product_attention(query, key, value))
-    report.row(table, "dense, scaled_dot_product_attention", length, 1e3 * dense)
-    block = 16 if settings.dry else 64
-    sparse = SparseSelfAttention(FixedSparsityConfig(heads, block=block), max_seq_length=length)
-    report.row(table, "sparse, fixed pattern", length, 1e3 * _seconds(settings, lambda: sparse(query, key, value)))
+    heads, length, width, block = (2, 64, 16, 16) if settings.dry else (16, 8192, 64, 64)
+    operands = [
+        torch.randn(1, heads, length, width, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    table = report.table("Attention", ["who", "tokens", "shown", "forward (ms)", "forward and backward (ms)"])
+
+    def row(name: str, shown: float, attend: Callable[..., torch.Tensor]) -> None:
+        seconds = _seconds(settings, lambda: attend(*operands))
+        whole = _seconds(settings, lambda: torch.autograd.grad(attend(*operands).sum(), operands))
+        report.row(table, name, length, shown, 1e3 * seconds, 1e3 * whole)
+
+    row("dense, scaled_dot_product_attention", 1.0, functional.scaled_dot_product_attention)
+    patterns = {"fixed": FixedSparsityConfig(heads, block), "BigBird": BigBirdSparsityConfig(heads, block)}
+    for name, pattern in patterns.items():
+        sparse = SparseSelfAttention(pattern, max_seq_length=length).to(settings.device)
+        row(f"sparse, {name}", float(sparse.get_layout(length).float().mean()), sparse)

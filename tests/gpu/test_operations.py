@@ -12,7 +12,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.offload.pinned import page_buffer
+from deepspeed.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    FixedSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 from tests.gpu.places import on_both, run_at
+from tests.ops.sparse_attention.definitions import fused_beside_dense
 
 NUMEL = 3 * 2048 + 64
 
@@ -66,3 +73,36 @@ def _bytes_after_a_fork() -> int:
 @on_both
 def test_locked_pages_are_those_that_the_host_writes_after_a_fork(place):
     assert run_at(place, _bytes_after_a_fork) == 0
+
+
+_PATTERNS: dict[str, tuple[SparsityConfig, int]] = {
+    "blocks smaller than a tile": (FixedSparsityConfig(3, 16), 1024),
+    "heads that differ, an unfilled last tile": (BigBirdSparsityConfig(3, 24, True, 2), 600),
+    "rows that see nothing": (
+        VariableSparsityConfig(3, 32, local_window_blocks=[], global_block_indices=[2], attention="unidirectional"),
+        256,
+    ),
+}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+
+
+def _attention(name: str) -> dict[str, float]:
+    """The largest error of the output and of each gradient, relative to their largest value, by dtype and options."""
+    config, length = _PATTERNS[name]
+    device = get_accelerator().current_device_name()
+    errors = {}
+    for dtype in _TOLERANCE:
+        for is_causal, is_biased in ((False, False), (True, True)):
+            found, exact = fused_beside_dense(config, length, dtype, device, is_causal=is_causal, is_biased=is_biased)
+            for part, ours, theirs in zip(("output", "query", "key", "value"), found, exact, strict=True):
+                error = (ours.double() - theirs).abs().max() / theirs.abs().max()
+                errors[f"{dtype}, causal {is_causal}, biased {is_biased}, {part}"] = float(error)
+    return errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*_PATTERNS])
+def test_sparse_attention_in_one_kernel_is_masked_dense_attention(name):
+    for case, error in run_at("gpu", _attention, name).items():
+        allowed = _TOLERANCE[torch.float32 if "float32" in case else torch.bfloat16]
+        assert error < allowed, f"{case}: {error:.2g}"

@@ -1,9 +1,14 @@
-"""Block-sparse attention in plain torch: gather, attend, put back.
+"""Block-sparse attention in torch's kernels.
 
-Two ways through the same plan. On the host the stacks are small enough for a core's cache, torch's fused kernel does
-each, and what backward needs is gathered again instead of kept: memory grows with the length, not with the layout's
-entries. Elsewhere, and where the bias wants a gradient or probabilities are dropped, autograd records the same steps
-with ``scaled_dot_product_attention``.
+There are three ways to the same values:
+
+- On a GPU one kernel does all (``fused``).
+- On the host the plan's stacks of tiles are gathered, attended to by torch's fused kernel, and put back. Each stack is
+  small enough for a core's cache. Backward gathers its operands again, so that they need not be kept.
+- Where a bias needs a gradient, probabilities are dropped, or no such kernel runs, autograd records the same stacks
+  with ``scaled_dot_product_attention``.
+
+In the first two, memory grows with the length of the sequence, not with the entries of the layout.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops.sparse_attention.bias import Bias, split_dead
+from deepspeed.ops.sparse_attention.fused import attend_fused, fits
 from deepspeed.ops.sparse_attention.plan import STACK_TOKENS, HeadPlan, LayoutPlan, TileStack
 
 
@@ -52,15 +58,14 @@ def attend(
     """
     _check(query, key, value, plan)
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    added = Bias(
-        None if key_bias is None else key_bias.to(query.dtype),
-        None if bias is None else bias.to(query.dtype),
-        is_causal,
-        plan.block,
-        query.dtype,
-    )
-    if _fits_kernel(query, bias, key_bias, dropout):
-        return _Fused.apply(query.contiguous(), key.contiguous(), value.contiguous(), plan, added, scale)
+    key_bias = None if key_bias is None else key_bias.to(query.dtype)
+    bias = None if bias is None else bias.to(query.dtype)
+    is_plain = not _needs_autograd(bias, key_bias, dropout)
+    if is_plain and fits(query):
+        return attend_fused(query, key, value, plan, scale=scale, key_bias=key_bias, bias=bias, is_causal=is_causal)
+    added = Bias(key_bias, bias, is_causal, plan.block, query.dtype)
+    if is_plain and _fits_host(query):
+        return _HostAttention.apply(query.contiguous(), key.contiguous(), value.contiguous(), plan, added, scale)
     return _recorded(query, key, value, plan, added, scale, dropout)
 
 
@@ -79,10 +84,14 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: La
         )
 
 
-def _fits_kernel(query: torch.Tensor, bias: torch.Tensor | None, key_bias: torch.Tensor | None, dropout: float) -> bool:
-    needs_gradient = any(added is not None and added.requires_grad for added in (bias, key_bias))
+def _needs_autograd(bias: torch.Tensor | None, key_bias: torch.Tensor | None, dropout: float) -> bool:
+    """Whether something is asked for that the fused kernels lack: gradients of biases, or dropped probabilities."""
+    return dropout > 0 or any(added is not None and added.requires_grad for added in (bias, key_bias))
+
+
+def _fits_host(query: torch.Tensor) -> bool:
     is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and is_known and not needs_gradient and dropout == 0 and _HAS_KERNEL
+    return query.device.type == "cpu" and is_known and _HAS_KERNEL
 
 
 def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:
@@ -145,7 +154,7 @@ def _stack_parts(plan: LayoutPlan, batch: int, heads: int) -> Iterator[tuple[Til
                         yield stack, slice(sample, sample + 1), slice(head, min(head + at_once, group.stop))
 
 
-class _Fused(torch.autograd.Function):
+class _HostAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -8,7 +8,8 @@ attend, put the rows back. No entry of the layout that is 0 is ever computed.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -64,12 +65,16 @@ class LayoutPlan:
         blocks: Blocks of the sequence.
         num_heads: Heads of the layout.
         by_heads: The work; each head is in one entry.
+        visible: Bool, ``[heads, blocks, blocks]``, the layout.
+        masks: The layout as the fused kernel takes it, by whether it is causal; filled by ``fused.block_mask``.
     """
 
     block: int
     blocks: int
     num_heads: int
     by_heads: tuple[HeadPlan, ...]
+    visible: torch.Tensor
+    masks: dict[bool, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -82,7 +87,7 @@ class LayoutPlan:
             HeadPlan(part.heads, tuple(stack.to(device) for stack in part.stacks), part.empty_rows.to(device))
             for part in self.by_heads
         )
-        return LayoutPlan(self.block, self.blocks, self.num_heads, moved)
+        return LayoutPlan(self.block, self.blocks, self.num_heads, moved, self.visible.to(device))
 
 
 def compile_layout(layout: torch.Tensor, block: int) -> LayoutPlan:
@@ -104,7 +109,7 @@ def compile_layout(layout: torch.Tensor, block: int) -> LayoutPlan:
     for head in range(visible.size(0)):
         alike[visible[head].numpy().tobytes()].append(head)
     parts = tuple(_plan_heads(tuple(heads), visible[heads[0]], block) for heads in alike.values())
-    return LayoutPlan(block, visible.size(1), visible.size(0), parts)
+    return LayoutPlan(block, visible.size(1), visible.size(0), parts, visible)
 
 
 def _plan_heads(heads: tuple[int, ...], visible: torch.Tensor, block: int) -> HeadPlan:

@@ -7,6 +7,9 @@ import random
 
 import torch
 
+from deepspeed.ops.sparse_attention import compile_layout
+from deepspeed.ops.sparse_attention.fused import attend_fused
+
 
 def layout_of(config, seq_len):
     """The layout by the definition of each pattern: loops over rows and columns."""
@@ -133,7 +136,36 @@ def masked_dense(query, key, value, layout, block, *, scale=None, key_bias=None,
         scores = scores + key_bias[:, None, None]
     hidden = ~visible
     if is_causal:
-        hidden = hidden | torch.ones(scores.shape[-2:]).triu(1).bool()
+        hidden = hidden | torch.ones(scores.shape[-2:], device=scores.device).triu(1).bool()
     scores = scores.masked_fill(hidden, float("-inf"))
     dead = torch.isneginf(scores.amax(-1, keepdim=True))
     return torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0) @ value
+
+
+def fused_beside_dense(config, length, dtype, device, *, is_causal=False, is_biased=False):
+    """Returns the fused kernel's output and three gradients, and those of dense attention in fp64, as two lists.
+
+    On the CPU only the outputs: ``flex_attention`` has no backward there.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    layout = config.make_layout(length)
+    shape = 2, config.num_heads, length, 16
+    has_backward = device != "cpu"
+    query, key, value = (torch.randn(shape).to(device, dtype).requires_grad_(has_backward) for _ in range(3))
+    gradient = torch.randn(shape).to(device, dtype)
+    added = {}
+    if is_biased:
+        added = {"bias": torch.randn(1, 1, length, length), "key_bias": torch.zeros(2, length)}
+        added["key_bias"][0, length // 2 :] = float("-inf")
+        added = {name: tensor.to(device, dtype) for name, tensor in added.items()}
+    plan = compile_layout(layout, config.block).to(torch.device(device))
+    ours = attend_fused(query, key, value, plan, scale=0.3, is_causal=is_causal, **added)
+    exact = [tensor.detach().double().requires_grad_(has_backward) for tensor in (query, key, value)]
+    added = {name: tensor.double() for name, tensor in added.items()}
+    dense = masked_dense(*exact, layout.to(device), config.block, scale=0.3, is_causal=is_causal, **added)
+    found, expected = [ours], [dense]
+    if has_backward:
+        found += torch.autograd.grad(ours, [query, key, value], gradient)
+        expected += torch.autograd.grad(dense, exact, gradient.double())
+    return [tensor.detach().cpu() for tensor in found], [tensor.detach().cpu() for tensor in expected]
