@@ -206,7 +206,7 @@ SCHEDULE = "schedule"
 
 
 class StepTracker:
-    """Takes note of what one rank does and when; the methods of this class do nothing.
+    """Records what one rank does and when; the methods of this class do nothing.
 
     Attributes:
         uses_loss: Whether :meth:`end_step` has a use for the loss.
@@ -216,10 +216,10 @@ class StepTracker:
     uses_loss = uses_events = False
 
     def begin(self, phase: str) -> None:
-        """Takes note that a phase begins (forward, backward, step, ...); one may lie inside another."""
+        """Records that a phase begins (forward, backward, step, ...); one may lie inside another."""
 
     def end(self, phase: str) -> None:
-        """Takes note that a phase has ended."""
+        """Records that a phase has ended."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -238,7 +238,7 @@ class StepTracker:
         """Takes the number of tokens of one more micro-batch of this rank."""
 
     def event(self, name: str, **values: Any) -> None:
-        """Takes note of something that is no step, such as a save."""
+        """Records something that is no step, such as a save."""
 
     def take_memory(self, rows: Callable[[], Sequence[tuple[str, int, int, str]]]) -> None:
         """Called after each update with what returns the rows of ``engine.memory_report()``."""
@@ -275,7 +275,7 @@ class EngineHooks:
     """Base class of the hooks of a feature in the steps of one engine; its methods do nothing.
 
     Attributes:
-        tracker: Takes note of the engine's phases and steps on this rank; None: nothing does.
+        tracker: Records the engine's phases and steps on this rank; None: nothing does.
     """
 
     tracker: StepTracker | None = None
@@ -344,7 +344,7 @@ class EngineHooks:
         """Gives back what belongs to the process. Called when the engine is destroyed; may be called twice."""
 
     def resume(self, global_steps: int, skipped_steps: int) -> None:
-        """Goes to the moment after so many updates; called when a checkpoint was loaded."""
+        """Goes to the moment after this many updates; called when a checkpoint was loaded."""
 
     def events(self) -> Sequence[tuple[str, float]]:
         """Returns names and values for the monitors."""
@@ -406,7 +406,7 @@ class EngineFeature:
         return {}
 
     def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
-        """Returns the groups and ties parameters, once all features have changed the model. Every rank must call it.
+        """Groups and ties parameters, once all features have changed the model. Every rank must call it.
 
         Returns:
             Groups of parameters that are sharded by themselves, by name: whether this rank counts among those that

@@ -50,7 +50,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return nullcontext()
 
     def set_device(self, index: int) -> None:
-        """Does nothing: there is one device, whatever the local rank."""
+        """Does nothing: there is one device, regardless of the local rank."""
 
     def current_device(self) -> int:
         """Returns 0."""

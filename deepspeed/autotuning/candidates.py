@@ -130,7 +130,7 @@ class CandidateSpace:
         """Returns the micro-batches of a setting, largest first.
 
         Raises:
-            DeepSpeedConfigError: The batch cannot be shared by so many ranks.
+            DeepSpeedConfigError: The batch cannot be shared by this many ranks.
         """
         own = self._samples_of_rank(setting)
         allowed = self._micro_batches or self._choices.get(MICRO) or range(1, own + 1)

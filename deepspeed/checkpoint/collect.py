@@ -2,7 +2,7 @@
 
 Along axes on which tiles are whole, one rank writes them (``BucketGroup.is_primary_replica``) and the others nothing.
 Sharded states are written by their owner. Replicated ones are divided alike: each rank writes its share of each bucket
-(``Bucket.share``), whatever the placement, so that every byte is written once and all ranks write equally much.
+(``Bucket.share``), regardless of the placement, so that every byte is written once and all ranks write equally much.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SaveOptions:
         client_state: The caller's own state.
         save_latest: Let ``latest`` name it.
         exclude_frozen: Leave frozen parameters out.
-        in_background: Write beside training.
+        in_background: Write concurrently with training.
         engine: The program's own checkpoint engine, which stores the tensors; None: they go to files.
     """
 
@@ -66,7 +66,7 @@ class SaveOptions:
 
 @dataclass
 class _Job:
-    """Everything that the writing needs, so that it can run beside training.
+    """Everything that the writing needs, so that it can run concurrently with training.
 
     Attributes:
         apart_is_meant: Not all ranks see one folder, and this is configured.

@@ -373,7 +373,7 @@ class LayerPruner:
 
 
 def _blocks(index: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the places of whole blocks of so many columns."""
+    """Returns the places of whole blocks of this many columns."""
     return (index[:, None] * length + torch.arange(length, device=index.device)).flatten()
 
 

@@ -41,7 +41,7 @@ class PacedWidthSchedule(WidthSchedule):
         return self.offset + (self.falls[-1][1] if self.falls else self.period)
 
     def advance(self, step: int, share: float) -> None:
-        """Lets bits fall where that is due after so many updates.
+        """Lets bits fall where that is due after this many updates.
 
         Args:
             step: Updates so far.
@@ -52,7 +52,7 @@ class PacedWidthSchedule(WidthSchedule):
             self.falls.append((step - self.offset, 2 * (due - self.offset) * (1 + math.floor(4 * share))))
 
     def at(self, step: int) -> BitWidth | None:
-        """Returns the width after so many updates, as far as it is known; None: whole."""
+        """Returns the width after this many updates, as far as it is known; None: whole."""
         count = step - self.offset
         if count < 0:
             return None
@@ -133,7 +133,7 @@ class Pace:
             log_dist(f"eigenvalues: {', '.join(lines)}")
 
     def advance(self, step: int) -> None:
-        """Lets bits fall where that is due after so many updates."""
+        """Lets bits fall where that is due after this many updates."""
         shares = as_shares(self.eigenvalues) or [0.0] * len(self._blocks)
         for width in self.widths.values():
             width.advance(step, shares[width.block])

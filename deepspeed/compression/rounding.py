@@ -44,7 +44,7 @@ class RoundedGroups(NamedTuple):
 def round_groups(
     groups: torch.Tensor, bits: int, *, symmetric: bool = True, generator: torch.Generator | None = None
 ) -> RoundedGroups:
-    """Rounds each row of ``groups`` to codes of so many bits.
+    """Rounds each row of ``groups`` to codes of this many bits.
 
     A row of zeros stays zero, and asymmetrically every row of equal values stays as it is: where the published scale
     would be zero, 1 takes its place.

@@ -63,14 +63,14 @@ class SnipPlan:
         return rows % self.block[0] == 0 and columns % self.block[1] == 0
 
     def share_after(self, step: int) -> float | None:
-        """Returns what is kept by the pruning after so many updates; None where none is due."""
+        """Returns what is kept by the pruning after this many updates; None where none is due."""
         past = step - self.offset
         if past < 0 or step > self.end or past % self.stride:
             return None
         return float(self.share ** ((past // self.stride + 1) / self.prunings))
 
     def is_over(self, step: int) -> bool:
-        """Returns whether scores are not needed any more after so many updates."""
+        """Returns whether scores are not needed any more after this many updates."""
         return step >= self.offset + (self.prunings - 1) * self.stride
 
 

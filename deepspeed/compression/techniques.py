@@ -105,7 +105,7 @@ class Techniques:
     original_class: Any = None
 
     def at(self, step: int) -> None:
-        """Goes to what acts after so many updates."""
+        """Goes to what acts after this many updates."""
         if self.rounding is not None:
             self.width = self.rounding.schedule.at(step)
             self.step = step if self.rounding.stochastic else 0

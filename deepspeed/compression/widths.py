@@ -38,7 +38,7 @@ class WidthSchedule:
     mixing: float | None = None
 
     def at(self, step: int) -> BitWidth | None:
-        """Returns the width after so many updates; None: whole."""
+        """Returns the width after this many updates; None: whole."""
         count = step - self.offset
         if count < 0:
             return None

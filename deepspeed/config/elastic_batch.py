@@ -16,7 +16,7 @@ from deepspeed.config.sections.elasticity import Elasticity
 from deepspeed.errors import ElasticityError, ElasticityIncompatibleWorldSize
 
 _FACTORS = (2, 3, 5, 7, 11, 13)
-# Larger batches than this times a micro-batch are multiplied by it all the same.
+# Larger batches than this times a micro-batch are multiplied by it anyway.
 _LARGEST = 720_720
 
 

@@ -302,7 +302,7 @@ _REQUIRED = {
 """What each group's ``params`` must hold, by technique."""
 _OF_SNIP = {"block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end", "excluded_modules"}
 LEAST_LEVELS = 3
-"""From so many bits on codes are levels between two ends; below, they are signs."""
+"""From this many bits on codes are levels between two ends; below, they are signs."""
 
 
 def check_compression(root: Root, findings: ConfigMessages) -> None:

@@ -86,7 +86,7 @@ class LayerDropHooks:
         self._forwards = 0  # since then
 
     def at(self, global_steps: int) -> None:
-        """Goes to the keep ratio after so many updates."""
+        """Goes to the keep ratio after this many updates."""
         self.theta.update_state(max(global_steps - 1, 0))
 
     def keep_all(self) -> None:

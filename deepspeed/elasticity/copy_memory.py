@@ -126,7 +126,7 @@ class CopyMemory:
         return self._raw[HEADER : HEADER + sum(self.lengths)]
 
     def begin(self, data: int = 0, tail: int = 0) -> torch.Tensor:
-        """Drops the copy in it, and returns the place of a further one of so many bytes, 1-D uint8."""
+        """Drops the copy in it, and returns the place of a further one of this many bytes, 1-D uint8."""
         self._words[_GENERATION] = _NOTHING
         self._words[_DATA], self._words[_TAIL] = data, tail
         return self.content

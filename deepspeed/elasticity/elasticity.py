@@ -217,7 +217,7 @@ class ElasticityConfig:
 
     @property
     def ignore_non_elastic_batch_info(self) -> bool:
-        """Whether batch keys elsewhere are let pass."""
+        """Whether batch keys elsewhere are skipped."""
         return self.section.ignore_non_elastic_batch_info
 
     def repr(self) -> dict[str, Any]:

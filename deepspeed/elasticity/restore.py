@@ -1,7 +1,7 @@
 """Rebuilds an engine on another number of ranks and fills it from the copies in host memory.
 
 The engine stays the same object with the same model; its ranks hold other slices. The copies of several ranks are read
-as a checkpoint (:class:`MemorySource`): the loader requests intervals by name, whatever the layout
+as a checkpoint (:class:`MemorySource`): the loader requests intervals by name, regardless of the layout
 (``checkpoint.plan``). Which copies have them is arithmetic; what lies on other ranks is fetched in one exchange before
 anything is changed.
 """

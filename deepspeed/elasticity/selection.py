@@ -33,7 +33,7 @@ class RunShape:
     sharing: int = 1
 
     def holders(self, counts: Sequence[int]) -> int:
-        """Returns how many ranks hold each part in the largest job of so many processes of each part."""
+        """Returns how many ranks hold each part in the largest job of this many processes of each part."""
         return min(counts) // self.multiple * self.multiple
 
     def choose(

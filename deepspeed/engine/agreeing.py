@@ -1,4 +1,4 @@
-"""What the ranks agree on before anything is changed: who there is, the configuration, and what it requests."""
+"""The agreement of the ranks before anything is changed: the mesh, the configuration, and the requested features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.address import full_shape
 
-# What a rank writes, shows or measures is its own affair, and so is where its files lie.
+# Ranks may differ in what they write, show or measure, and in where their files are.
 _OWN_AFFAIRS = frozenset(
     {
         "comet",
@@ -72,7 +72,7 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
         dist_init_required: False: a process group must exist already.
 
     Raises:
-        DeepSpeedConfigError: It must, and does not.
+        DeepSpeedConfigError: ``dist_init_required`` is False, and no process group exists.
     """
     if comm.is_initialized():
         return
@@ -85,7 +85,7 @@ def start_ranks(distributed_port: int, dist_init_required: bool | None) -> None:
 
 
 def agree(client: Client, config: Any) -> AgreedSetup:
-    """Reads the configuration, lays the ranks out, and raises what cannot be done. Every rank must call it.
+    """Reads the configuration, lays out the ranks, and checks what is requested. Every rank must call it.
 
     Args:
         client: What the caller of ``initialize`` handed in.
@@ -113,10 +113,10 @@ def agree(client: Client, config: Any) -> AgreedSetup:
 
 
 def _refuse_beside_elastic(root: Root) -> None:
-    """Raises where another engine of this process ends the job when a rank is lost, and this one would not follow.
+    """Refuses an engine without elasticity.continue beside one with it, which ends the job when a rank is lost.
 
     Raises:
-        DeepSpeedConfigError: It is so.
+        DeepSpeedConfigError: This process has such an engine.
     """
     members = Job.current().members
     continues = root.elasticity is not None and root.elasticity.continues
@@ -138,7 +138,7 @@ def _parse_alike(config: Any, job_mesh: JobMesh, client: Client, features: Featu
         parsed = parse(config, dp_world_size=lambda root: job_mesh.data_size(complete(root)))
         parsed = replace(parsed, root=complete(parsed.root))
     except DeepSpeedConfigError as error:
-        comm.check_same_config(error, job_mesh.decides_together)  # raises it here, and a word about it on the others
+        comm.check_same_config(error, job_mesh.decides_together)  # raises on every rank
         raise
     comm.check_same_config(compared_values(parsed.root), job_mesh.decides_together)
     return parsed

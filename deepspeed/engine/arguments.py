@@ -1,4 +1,4 @@
-"""What a script's command line and the arguments of ``initialize`` set for training."""
+"""Reads what a script's command line and the arguments of ``initialize`` set for training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:
-    """Returns the one configuration among those that can be given.
+    """Returns the configuration, which may come from three arguments.
 
     Raises:
         DeepSpeedConfigError: There is no configuration, or more than one.
@@ -60,10 +60,10 @@ def local_rank_of(args: Any) -> int:
 
 
 def checked_model(model: object) -> nn.Module:
-    """Returns the model, which is a module whose parameters have shapes.
+    """Returns ``model`` after a check that it is a module whose parameters have shapes.
 
     Raises:
-        DeepSpeedConfigError: It is not.
+        DeepSpeedConfigError: It is missing, no module, or has lazy parameters.
     """
     if model is None:
         raise DeepSpeedConfigError("initialize: model is missing; pass the torch.nn.Module to train as model=...")

@@ -1,4 +1,4 @@
-"""The micro-batches of an update: how large and how many they are, and which of them the training is at."""
+"""The micro-batches of an update: their size and number, and the current one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Batches:
             ``coalesce_grad_reduction``.
 
     Args:
-        sizes: As configured.
+        sizes: The configured sizes.
         data_size: Data-parallel ranks.
         is_counted: Whether updates are found by counting micro-steps; otherwise each micro-step ends in one.
     """
@@ -110,7 +110,7 @@ class Batches:
         return self.since_update + 1 == self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decides from outside, until called again, whether micro-steps end in an update."""
+        """Sets whether micro-steps end in an update, until called again; steps are not counted meanwhile."""
         self._override = is_boundary
 
     @property
@@ -131,7 +131,7 @@ class Batches:
         )
 
     def end_step(self, count: int = 1) -> None:
-        """Counts ``count`` micro-steps, which a call of the engine's ``step`` has ended."""
+        """Counts the ``count`` micro-steps that one call of the engine's ``step`` ends."""
         self.micro_steps += count
         if self._current is not None and self._current.is_last:
             self._counted_from = self.micro_steps  # counting begins here again
@@ -146,7 +146,7 @@ class Batches:
         """Keeps micro-batches inside the block from being reduced; see :attr:`are_reduced`.
 
         Args:
-            call: What the program called, for the message.
+            call: Name of the method that the program called, for the message.
 
         Raises:
             CallOrderError: Such a block is open already.

@@ -32,7 +32,7 @@ class EngineCheckpoints:
 
     Args:
         parts: The parts of the engine.
-        progress: Takes times.
+        progress: Receives the times.
         run_state: Gives the engine's present state.
         resume: Called with what was loaded, so that the engine continues from there.
         sums_are_open: Whether micro-steps have run since the last update.
@@ -78,9 +78,9 @@ class EngineCheckpoints:
         were.
 
         Args:
-            save_dir: Folder of checkpoints; made if it is not there.
+            save_dir: Folder of checkpoints; made if it is missing.
             tag: Name of this one; ``global_step<N>`` by default.
-            client_state: The caller's own state, that of rank 0; ``load_checkpoint`` returns it.
+            client_state: The caller's own state; rank 0's is saved, and ``load_checkpoint`` returns it.
             save_latest: Let the file ``latest`` name this one.
             exclude_frozen_parameters: Leave parameters without gradient out.
             async_save: Return when the state is copied, and write beside training; the next save waits. None is the
@@ -147,7 +147,7 @@ class EngineCheckpoints:
 
         The position in the data of the engine's own loader, and of a ``StatefulDataLoader`` of torchdata, is restored
         on any number of ranks, if its sampler is a ``DistributedSampler`` or derived from one: the samples that are
-        left of a pass come in the order in which they would have come. Random states, and the position of a loader with
+        left of an epoch come in the original order. Random states, and the position of a loader with
         another sampler or over a stream, are restored only where as many ranks save and load. Buffers become those of
         rank 0 on every rank, also where ranks had values of their own (running statistics of batch norm), as they do in
         ``initialize``. Gradients of micro-batches since the last update are dropped, and accumulation begins again.
@@ -203,7 +203,7 @@ class EngineCheckpoints:
         self.used = [*(known for known in self.used if known != folder.absolute()), folder.absolute()]
 
     def close(self) -> None:
-        """Waits for a save in the background and gives the channel of checkpoints back."""
+        """Waits for a save in the background and closes the channel of checkpoints."""
         self._saver.close()
         if self._own_engine is not None:
             self._own_engine.cleanup()
@@ -305,7 +305,7 @@ class EngineCheckpoints:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Streams the full weights by name, for an inference server. Every rank must go through all of it.
 
-        Beside its own part a rank never holds more than ``bucket_bytes`` of them, or one tensor; rank 0 holds the copy
+        Besides its own part a rank never holds more than ``bucket_bytes`` of them, or one tensor; rank 0 holds the copy
         that it yields too. Works at every stage, with tensor and expert parallelism; the names are those of the model.
         A pipeline's layers have the names of its checkpoints.
 
@@ -400,7 +400,7 @@ class EngineCheckpoints:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _by_one_island(self, what: str, save: Callable[[], bool]) -> bool:
-        """Makes the outer step, then lets the first island write; a later run finds the ranks of that island."""
+        """Makes the outer step, then lets the first island write; the checkpoint has the ranks of that island."""
         assert self._parts.islands is not None
         self._writes_for_all = True
         try:
@@ -416,7 +416,7 @@ class EngineCheckpoints:
         return self._made_saver
 
     def _settled_run_state(self) -> RunState:
-        """Returns the present state with nothing half done and nothing gathered."""
+        """Returns the run state after it has ended open work and freed gathered parameters."""
         self._runtime.drop_open_work()
         self._runtime.free_gathered()
         run_state = self._run_state()

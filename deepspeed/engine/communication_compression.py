@@ -1,4 +1,4 @@
-"""In which form the groups of an engine send gradients and parameters, and the log lines about it.
+"""The codecs by which an engine's groups send gradients and parameters, and the log lines about them.
 
 The section ``communication_compression`` requests codecs, and so do the keys of ZeRO++ in ``zero_optimization``;
 ``sparse_gradients`` sends the non-zero rows of embeddings.
@@ -31,20 +31,20 @@ from deepspeed.zero.tiling.describe import ROWS, describe, put_in_group
 from deepspeed.zero.tiling.layout import DATA
 
 _MARGIN = 1.1
-"""By how much codes must be faster alone to be tried: what is closer than that is noise."""
+"""How much faster codes must be alone to be tried; smaller differences are noise."""
 MEASURED_NUMEL = 1 << 20
-"""Elements that are reduced. On a link of 100 Mbit/s that takes about a third of a second."""
+"""Elements of a timed reduction. On a link of 100 Mbit/s it takes about a third of a second."""
 _ROUNDS = 3  # the first of them is not counted
 _BUCKET = (1 << 15) - 1  # a number that no bucket has
 
 
 def compressed(groups: Groups, setup: EngineSetup, precision: PrecisionPolicy, *, has_warm_up: bool) -> Groups:
-    """Returns the groups with all that the configuration requests here. Every rank must call it.
+    """Returns the groups with the codecs that the configuration requests. Every rank must call it.
 
     Args:
         groups: The engine's groups.
         setup: What was requested.
-        precision: Dtypes of what is sent as it is.
+        precision: Dtypes of what is sent uncompressed.
         has_warm_up: Gradients are sent in the warm-up of the optimizer only.
     """
     if ROWS in groups.by_name and setup.device.type != "meta":  # a plan has no row numbers: it counts whole gradients
@@ -176,10 +176,10 @@ def reduction_seconds(
 
     Args:
         transport: Carries gradients.
-        codecs: What is tried.
+        codecs: The codecs to time.
         dtype: Dtype in which gradients are sent.
-        device: Where they are.
-        to_owner: As the engine reduces them.
+        device: Where the gradients are.
+        to_owner: Whether the engine reduces each slice to its owner only.
     """
     length = -(-MEASURED_NUMEL // (64 * transport.size)) * 64
     flat = torch.randn(length * transport.size, device=device).to(dtype)
@@ -233,7 +233,7 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
     ]
     kinds = {"all weights": "8 bits", "frozen weights": "8 bits", "gradients": "4 bits"}
     log_dist("ZeRO++: " + ", ".join(f"{what} are sent in {kinds[what]}" for what in names if what))
-    present = next(iter(groups))  # what communication_compression requests beside
+    present = next(iter(groups))  # what communication_compression requests as well
     return groups.coded(
         weights or present.gather_codec,
         gradients or present.reduce_codec,

@@ -1,7 +1,7 @@
 """``torch.compile`` of an engine's model: what is passed on, and what stage 3 refuses.
 
-At stage 3 gathers lie between the compiled graphs: at the hooks of each unit, and at every use of a parameter that is
-sharded at the moment. Torch's compiler breaks its graphs there, so a model cannot be one graph.
+At stage 3 parameters are gathered between the compiled graphs: at the hooks of each unit, and at every use of a
+parameter that is sharded then. Torch's compiler breaks its graphs there, so a model cannot be one graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The published names of an engine for its schedules: curriculum, dropped layers and tokens."""
+"""An engine's public attributes for curriculum learning, layer dropping and token dropping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EfficiencyAccess:
-    """Mixin of the engine: the published names of all this."""
+    """Mixin of the engine: attributes and methods of upstream for these schedules."""
 
     _root: Root
     _hooks: FeatureHooks
@@ -29,7 +29,7 @@ class EfficiencyAccess:
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
         """The schedule of the older ``curriculum_learning`` section; None without it.
 
-        Between two steps its difficulty is the next forward's.
+        Between two steps it has the difficulty of the next forward.
         """
         hooks = self._hooks.get("deepspeed.data.curriculum.feature")
         return None if hooks is None else hooks.curriculum
@@ -44,7 +44,7 @@ class EfficiencyAccess:
         return None if section is None else section.model_dump(exclude_none=True)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
-        """Gives ``custom`` schedules their functions of the step; on every rank the same.
+        """Gives ``custom`` schedules their functions of the step. Every rank must pass the same.
 
         Args:
             schedule_func_dict: Function by metric; ``seqlen`` is that of the older section.
@@ -64,7 +64,7 @@ class EfficiencyAccess:
             )
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
-        """Lets a function change every batch of the training loader, by the difficulty for example.
+        """Lets a function change every batch of the training loader, for example by its difficulty.
 
         Args:
             post_process_func: Called with the batch and the state of the sampler, in which ``current_difficulties`` has
@@ -81,7 +81,7 @@ class EfficiencyAccess:
 
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
-        """How many tokens are kept; None without the section."""
+        """The schedule of how many tokens are kept; None without the section."""
         return None if self._token_drop is None else self._token_drop.schedule
 
     def random_ltd_initialize(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine: what those of plain models and of pipelines share, and the one that the program steps itself."""
+"""The engine: ``EngineBase``, which pipelines share, and ``DeepSpeedEngine``, which the program steps itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
     Args:
         collaborator: Name of the attribute.
         name: The name of the collaborator's attribute.
-        meaning: Its documentation.
+        meaning: Its docstring.
     """
 
     def read(self: Any) -> Any:
@@ -75,7 +75,7 @@ def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
 
 
 class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
-    """Wraps a model for training; without forward, backward and step, which subclasses run by their :class:`TrainStep`.
+    """Wraps a model for training. Subclasses add forward, backward and step, run by their :class:`TrainStep`.
 
     Attributes unknown to the engine are those of the wrapped model; :class:`~deepspeed.engine.engine.DeepSpeedEngine`
     lists its own.
@@ -239,7 +239,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         return self._train_step.was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws away every gradient."""
+        """Discards every gradient."""
         self._runtime.leave_backward("engine.zero_grad")
         if self._runtime.reducer is not None:
             self._runtime.reducer.zero_grad()
@@ -322,9 +322,8 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once.
 
-        The model keeps what it holds: at stage 3 that is nothing of the parameters that are sharded (they are empty
-        from then on), so save or gather them before. It is not trained any more: :meth:`backward` and :meth:`step`
-        raise.
+        At stage 3 sharded parameters of the model are empty afterwards, so save or gather them before. :meth:`backward`
+        and :meth:`step` raise from then on.
         """
         self._train_step.is_destroyed = True
         held = {id(parameter) for parameter in self.module.parameters()}  # without those that were replaced since
@@ -341,7 +340,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
                 "be used later must be saved before (save_checkpoint, save_16bit_model) or copied inside "
                 "deepspeed.zero.GatheredParameters"
             )
-        with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
+        with ExitStack() as last_first:  # run all callbacks, even if one fails because another rank has died
             last_first.callback(self._hooks.close)
             last_first.callback(self._parts.groups.give_back)
             last_first.callback(self.monitor.close)

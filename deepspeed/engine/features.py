@@ -1,4 +1,4 @@
-"""The features of an engine: which there are, which are requested, and what they do together.
+"""The features of an engine: the list of all, the requested ones, and their hooks together.
 
 A feature lives in its own subpackage (:class:`~deepspeed.engine_feature.EngineFeature`). Adding one adds a word to
 :data:`FEATURES`, or the row of an axis to ``deepspeed/axes.py``.
@@ -67,7 +67,7 @@ class FeatureSet:
         self._add(marks_of(*objects))
 
     def add_for_environment(self) -> None:
-        """Adds the feature of a start of the script by ``deepspeed --autotuning``."""
+        """Adds the feature that ``deepspeed --autotuning`` requests through the environment."""
         if TUNING_VARIABLE in os.environ:
             self._add(["deepspeed.autotuning.feature"])
 
@@ -77,7 +77,7 @@ class FeatureSet:
         Args:
             root: The configuration.
             mesh: The mesh of the job.
-            has_dtensors: The model has ``DTensor`` parameters, perhaps of one rank.
+            has_dtensors: The model has ``DTensor`` parameters, possibly on a mesh of one rank.
         """
         axes = {axis for axis, size in mesh.axes if size > 1} | ({TENSOR} if has_dtensors else set())
         of_axes = [_OF_AXES.get(axis, axis) for axis in axes]
@@ -92,7 +92,7 @@ class FeatureSet:
         self._features = {name: self._features.get(name) or feature_of(name) for name in FEATURES if name in wanted}
 
     def read_config(self, config: Any, mpu: Any) -> Any:
-        """Returns what ``initialize`` got as configuration, as the features of the mpu mean it."""
+        """Returns the configuration given to ``initialize``, as changed by the features that the mpu requests."""
         for feature in self._features.values():
             config = feature.read_config(config, mpu)
         return config
@@ -104,7 +104,7 @@ class FeatureSet:
         return root
 
     def refuse(self, setup: EngineSetup) -> None:
-        """Lets features prepare the layers of the model, then raises what they cannot do. Every rank must call it.
+        """Lets features prepare the model's layers, then raises for what they do not support. Every rank must call it.
 
         The model's parameters are not changed yet.
 
@@ -127,7 +127,7 @@ class FeatureSet:
         """Lets the features that an optimizer requests refuse it, where a callable of the program has made it.
 
         Raises:
-            DeepSpeedConfigError: What they cannot do.
+            DeepSpeedConfigError: A feature does not support the optimizer.
         """
         for name in sorted(marks_of(optimizer).difference(self._features)):
             feature_of(name).refuse(replace(setup, optimizer=optimizer))
@@ -136,8 +136,8 @@ class FeatureSet:
         """Lets each feature change the model. Every rank must call it.
 
         Returns:
-            New parameters by the ``id`` of those whose places they took, one mapping after the other; and the groups of
-            parameters that are sharded by themselves, by name: whether this rank counts in it.
+            Mappings, in order, from the ``id`` of a replaced parameter to the new one; and for each group of parameters
+            that is sharded separately, by name, whether this rank counts in it.
         """
         exchanged = [feature.reshape(setup) for feature in self._features.values()]
         groups: dict[str, bool] = {}
@@ -164,7 +164,7 @@ class FeatureSet:
         return ordinary if name is None else resolve_name(name)
 
     def finish(self, engine: Any, training_data: Any) -> None:
-        """Lets features do what needs the engine. Every rank must call it.
+        """Calls each feature's ``finish``, which needs the engine. Every rank must call it.
 
         Args:
             engine: The engine.

@@ -1,4 +1,4 @@
-"""Counts operations of a training: of the step that ``flops_profiler`` names, and for the MFU of the step line."""
+"""Counts floating-point operations: of the step that ``flops_profiler`` names, and for the MFU of the step line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProfiledStep:
     """Counts the first forward of the chosen step and reports when the step is done, on rank 0.
 
     Args:
-        settings: The section.
+        settings: The section ``flops_profiler``.
         engine: The engine; its wrapped model is counted.
     """
 
@@ -35,7 +35,7 @@ class ProfiledStep:
         is_chosen = self._engine.global_steps + 1 == self._settings.profile_step
         if not self._is_done and is_chosen and self._engine.training:
             assert self.profiler is not None
-            self.profiler.stop_profile()  # one that an exception left running
+            self.profiler.stop_profile()  # an exception may have left it running
             self.profiler.start_profile()
 
     def after_forward(self) -> None:
@@ -78,7 +78,7 @@ class FlopsCounter:
         self._units = 0
 
     def before_forward(self, units: int) -> None:
-        """Takes note that the next forward trains, on so many tokens, or on 1 micro-batch."""
+        """Records that the next forward trains, on this many tokens, or on 1 micro-batch."""
         self._units = units
 
     @contextmanager
@@ -98,7 +98,7 @@ class FlopsCounter:
         self._per_unit = found * (1 + BACKWARD_FACTOR) / self._units
 
     def operations(self, units: int) -> float | None:
-        """Returns the operations of forward and backward of so many tokens, or micro-batches; None: not counted."""
+        """Returns the operations of forward and backward of this many tokens, or micro-batches; None: not counted."""
         return None if self._per_unit is None else self._per_unit * units
 
     def share(self, units_per_second: float) -> float | None:
@@ -108,5 +108,5 @@ class FlopsCounter:
 
 def _is_compiled(model: Any) -> bool:
     if not isinstance(model, nn.Module):
-        return True  # a function of the program's own, of which torch does not report it
+        return True  # torch does not report this of a function that the program has defined
     return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())

@@ -1,4 +1,4 @@
-"""Whether an engine's model can generate, and the cache that it generates with."""
+"""The feature of engines that generate, and the cache that generation uses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 
 _ON_HOST = {"offloaded": None, "offloaded_static": "static"}
-"""Transformers' caches that keep keys and values in host memory, with what they are where the model computes there."""
+"""Transformers' caches that keep keys and values in host memory, and the same caches for a model on the host."""
 
 
 def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns keyword arguments of ``generate`` with a cache that this device can have.
 
     ``cache_implementation="offloaded"`` keeps keys and values in host memory and brings them layer by layer; without a
-    device they lie there anyway, and the ordinary cache of that kind is the same.
+    device they are there anyway, so the ordinary cache of that kind does the same.
 
     Args:
         arguments: As the caller gave them; not changed.

@@ -1,6 +1,6 @@
 """The engine that generates between its training steps, for reinforcement learning: prompts in, responses out.
 
-Adapters of low rank are added to their base weights for as long as it generates, and taken out again bit for bit.
+While it generates, low-rank adapters are merged into their base weights; afterwards the base is restored bit for bit.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def merged(model: nn.Module) -> Iterator[int]:
     """Merges the adapters of ``model`` into the base weights inside the context. Weights must be gathered.
 
     Known are PEFT's LoRA layers, and layers with ``lora_right_weight``, ``lora_left_weight``, ``lora_scaling`` and a
-    flag ``fuse_lora``, as programs for RLHF have them. A copy of each base weight is kept meanwhile, since taking an
-    addition back would round.
+    flag ``fuse_lora``, as programs for RLHF have them. A copy of each base weight is kept meanwhile, since subtracting
+    the adapter would round.
 
     Yields:
         The number of layers that were merged.
@@ -148,13 +148,13 @@ class RolloutRequest:
 
 @dataclass
 class SamplingConfig:
-    """Holds the settings by which tokens are drawn.
+    """Holds the settings of sampling.
 
     Attributes:
         max_new_tokens: Longest response, in tokens.
         temperature: Divides logits; 0 or less: the most likely token.
-        top_p: Least probability that the tokens in question have together; 1: all.
-        top_k: So many of the most likely tokens; -1: all.
+        top_p: Draw from the fewest tokens whose probabilities sum to at least this (nucleus sampling); 1: all.
+        top_k: Number of the most likely tokens to draw from; -1: all.
         n_samples_per_prompt: Responses to every prompt, side by side in the result.
     """
 
@@ -172,7 +172,7 @@ class RolloutBatch:
     Attributes:
         input_ids: int64 ``[prompts x samples, length]``; after the end of a response there is padding.
         attention_mask: int64 of the same shape, 1 for tokens of prompts and responses, the end token included.
-        response_start_idx: Where responses begin in every row.
+        response_start_idx: Index in dimension 1 at which all responses begin.
     """
 
     input_ids: torch.Tensor
@@ -181,7 +181,7 @@ class RolloutBatch:
 
 
 class HybridEngineRollout:
-    """Writes responses with an engine's present weights.
+    """Generates responses with an engine's present weights.
 
     Args:
         engine: Made by ``deepspeed.initialize`` with ``hybrid_engine.enabled``.
@@ -245,10 +245,10 @@ class HybridEngineRollout:
         return ((ended - (response == self._end).long()) == 0).long()
 
     def sync_weights(self, step: int) -> None:
-        """Does nothing, since generation uses the weights that are trained. ``step`` is for other kinds of rollout."""
+        """Does nothing, since generation uses the trained weights themselves. ``step`` is for other rollout engines."""
 
     def shutdown(self) -> None:
-        """Lets go of the engine, which is not destroyed."""
+        """Drops the reference to the engine, which is not destroyed."""
         self._engine = None
 
 

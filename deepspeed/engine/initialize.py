@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: what happens to a model until its engine stands, from the top."""
+"""``deepspeed.initialize``: the steps from a model to its engine, in order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def initialize(
     Raises:
         DeepSpeedConfigError: Something given cannot be used; nothing was changed.
     """
-    if isinstance(model_parameters, Iterator):  # it can be gone through once, and an engine may be built again
+    if isinstance(model_parameters, Iterator):  # can be read only once, and an engine may be built again
         model_parameters = list(model_parameters)
     given = (optimizer, model_parameters, training_data, lr_scheduler, mpu, mesh_param, collate_fn)
     client = Client(args, checked_model(model), *given)

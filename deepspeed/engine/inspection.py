@@ -1,4 +1,4 @@
-"""What the planner reads of an engine."""
+"""The view of an engine that the planner reads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class EngineInspection:
     Attributes:
         root: The configuration.
         precision: Dtypes.
-        placement: The row of ZeRO's table.
+        placement: Where each model state lives.
         groups: The ranks that share parameters, gradients and decisions.
         buckets: The buckets of parameters.
-        memory_tracker: What is held, by kind and tier.
+        memory_tracker: Bytes that are held, by kind and tier.
         updater: The ZeRO optimizer, or None.
-        driver: What updates exchange.
+        driver: The update driver: what updates exchange.
         reducer: The buckets of gradients, and how they are reduced; None where nothing is trained.
         interpreter: The interpreter of a pipeline stage, or None.
     """

@@ -1,4 +1,4 @@
-"""Islands that train by themselves between outer steps: their ranks, and what the first of them does for all.
+"""Islands that train independently between outer steps: their ranks, and what the first island does for all.
 
 An island is an engine on its own ranks: it gathers, reduces, skips and clips by itself. What islands exchange every so
 many updates is in ``zero.update.outer_step``.
@@ -33,7 +33,7 @@ class IslandTraining:
     """The islands of a job, seen from one rank.
 
     Attributes:
-        inside: Where this rank stands on its island, as if that were all there is.
+        inside: This rank's coordinates if its island were the whole job.
         number: The number of the island.
     """
 
@@ -68,7 +68,7 @@ class IslandTraining:
 
         Args:
             what: For messages.
-            action: What the first island runs.
+            action: Called on the first island.
 
         Returns:
             What ``action`` returned; None on the other islands.
@@ -145,7 +145,7 @@ def over_all_data_ranks(everybody: RankCoordinates, inside: RankCoordinates) -> 
 
 
 class TrainingOnIslands(EngineFeature):
-    """Groups of ranks that train by themselves and synchronise seldom."""
+    """Groups of ranks that train independently and exchange their masters only every ``sync_every`` updates."""
 
     title = "islands"
     setting = _SETTING
@@ -168,7 +168,7 @@ class TrainingOnIslands(EngineFeature):
 
 
 def _check_ranks(section: Islands, root: Root, ranks: RankCoordinates, model: nn.Module) -> None:
-    """Raises where islands cannot be cut out of the ranks, or do not fit how ZeRO lays the model out."""
+    """Refuses islands that do not divide the ranks, or that conflict with the sharding of ZeRO."""
     at = _SETTING
     if ranks.zero_size % section.size:
         raise DeepSpeedConfigError(

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from deepspeed.data.loader import DeepSpeedDataLoader
     from deepspeed.engine.parts import EngineParts
 
-# torch's loaders cost time that a program's own do not need, so deepspeed.data is imported where one is made.
+# Importing torch's loaders takes time; programs with a loader of their own need none, so the import is deferred.
 
-_ACCELERATE = "accelerate.data_loader"  # its stateful loaders resume with other samples, unless they are changed
+_ACCELERATE = "accelerate.data_loader"  # its stateful loaders resume with wrong samples unless they are patched
 
 
 class EngineLoading:
@@ -31,7 +31,7 @@ class EngineLoading:
     Args:
         parts: The parts of the engine.
         batches: Its batch sizes.
-        collate_fn: Gives what is used where a call names no function that makes a batch of samples.
+        collate_fn: Returns the default ``collate_fn`` of loaders.
     """
 
     def __init__(self, parts: EngineParts, batches: Batches, collate_fn: Callable[[], Any]) -> None:
@@ -46,7 +46,7 @@ class EngineLoading:
             teach_accelerate()
 
     def resume(self, step: int, restored: Any) -> None:
-        """Notes that a checkpoint was loaded, and warns of training data that start from the beginning.
+        """Records that a checkpoint was loaded, and warns of training data that start from the beginning.
 
         Args:
             step: The step of the checkpoint.
@@ -128,7 +128,7 @@ def make_loader(
         data_sampler: Sampler of the caller, or None.
         collate_fn: Makes a batch of samples; None: torch's.
         workers: Processes that load; None: the configured number.
-        on_device: The model computes on a device.
+        on_device: Whether the model computes on a device.
 
     Raises:
         DeepSpeedConfigError: The configured sampler needs numbered samples, or ``dataset`` is no data set.

@@ -1,4 +1,4 @@
-"""Losses that are sums over tokens: what they are divided by, which is known at the update only.
+"""Losses that are sums over tokens: the divisor of their gradients, which is known only at the update.
 
 A mean over the tokens of an update cannot be computed micro-batch by micro-batch: each has its own number of tokens,
 on each rank. So the gradients of the sums are added up, and the update divides them once by the tokens of all ranks and
@@ -56,7 +56,7 @@ class LossCounter:
             micro_batches: Micro-batches of an update.
 
         Returns:
-            What the loss is to be divided by before its backward; 1 without a count.
+            The divisor of the loss before its backward; 1 without a count.
 
         Raises:
             CallOrderError: Some losses of an update are sums with a count, and others are means.
@@ -88,7 +88,7 @@ class LossCounter:
         self._is_counted = is_counted
 
     def add(self, count: Any) -> None:
-        """Adds the tokens of a loss whose backward has ended; one that an exception ended leaves no gradient."""
+        """Adds the tokens of a loss whose backward returned. A backward that raised leaves no gradient."""
         self._mine.append(count)
 
     def _own_count(self) -> float:
@@ -100,11 +100,11 @@ class LossCounter:
         return sum(map(_number_of, read_counts(self._mine)), start=0.0)
 
     def numbers(self) -> list[float]:
-        """Returns what the ranks of the job exchange in the update; as many numbers on every rank."""
+        """Returns the numbers that the ranks of the job exchange in the update; equally many on every rank."""
         return [self._own_count() if self._is_counted else _NO_COUNT]
 
     def divisor_of(self, rows: torch.Tensor) -> float:
-        """Returns what the gradients are to be divided by.
+        """Returns the divisor of the gradients.
 
         Args:
             rows: One row for every rank of the job: 2-D, fp64, :meth:`numbers` in the last columns.
@@ -130,7 +130,7 @@ class LossCounter:
         return counts
 
     def _divisor(self, counts: torch.Tensor) -> float:
-        """Returns what the mean gradient of the divided sums is to be divided by.
+        """Returns the divisor of the mean gradient, whose losses :meth:`begin` has divided already.
 
         Args:
             counts: The count of every rank of the job: 1-D, fp64.
@@ -142,7 +142,7 @@ class LossCounter:
         return total / (self._scale * self._updater.mean_over)
 
     def _copies(self) -> int:
-        """Returns how many ranks count the same tokens."""
+        """Returns the number of ranks that count the same tokens."""
         assert self._updater is not None
         return self._updater.copies
 
@@ -162,7 +162,7 @@ class LossCounter:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the losses since the last update. Called whenever their gradients are thrown away."""
+        """Forgets the losses since the last update. Called when their gradients are discarded."""
         self._mine, self._is_counted = [], None
 
 
@@ -239,10 +239,10 @@ def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -
 
     Args:
         count: What the program gave.
-        where: What it gave it to, for messages.
+        where: The call that got it, for messages.
 
     Raises:
-        DeepSpeedConfigError: It is neither, or a number that is no count.
+        DeepSpeedConfigError: It is no number and no tensor of one element, or negative or not finite.
     """
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
         number = count.detach().reshape(())
@@ -257,10 +257,10 @@ def checked_count(count: Any, where: str = "engine.backward(loss, count=...)") -
 
 
 def checked_metric(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """Returns a metric that was given beside the loss: 0-dim, fp32, on ``device``, without its graph.
+    """Returns a metric that was returned with the loss: 0-dim, fp32, on ``device``, detached.
 
     Raises:
-        PipelineError: It is no number.
+        PipelineError: It is no number and no tensor of one element.
     """
     try:
         number = torch.as_tensor(value, device=device)
@@ -286,7 +286,7 @@ def mean_of_sum(total: torch.Tensor, count: Any) -> torch.Tensor:
 
 
 def read_counts(counts: Sequence[Any]) -> list[float]:
-    """Returns counts as numbers. Waits for the device once, however many of them are tensors there.
+    """Returns counts as numbers. Waits for the device once, for all tensors together.
 
     Args:
         counts: As :func:`checked_count` returns them.
@@ -297,10 +297,10 @@ def read_counts(counts: Sequence[Any]) -> list[float]:
 
 
 def _number_of(count: Any) -> float:
-    """Returns a count as a number; a tensor on a device is waited for.
+    """Returns a count as a number. Waits for the device if it is a tensor there.
 
     Raises:
-        DeepSpeedConfigError: It is no finite number, or negative.
+        DeepSpeedConfigError: It is negative or not finite.
     """
     number = float(count)
     if not (number >= 0 and math.isfinite(number)):

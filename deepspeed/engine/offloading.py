@@ -58,7 +58,7 @@ class EngineOffload:
         self._mover().offload(include, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what :meth:`offload_states` moved; does nothing if that is nothing.
+        """Brings back what :meth:`offload_states` moved, if anything.
 
         Args:
             non_blocking: Queue the copies without waiting for each one; they are over when this method returns.
@@ -125,7 +125,7 @@ class StateTransfer:
                 same: the locked pages that they come from are given back then, and nothing else keeps those.
         """
         device = self._runtime.device
-        sources: list[torch.Tensor] = []  # until every copy is over: pages are unlocked with their last reference
+        sources: list[torch.Tensor] = []  # kept until every copy is done: pages are unlocked with their last reference
 
         def to_device(tensor: torch.Tensor) -> torch.Tensor:
             sources.append(tensor)
@@ -144,7 +144,7 @@ class StateTransfer:
         if runtime.hooks.in_forward:
             raise CallOrderError("offload_states and reload_states: a forward is running; call them after it")
         runtime.free_gathered()
-        # What the device does not have keeps its place, but works on the compute tensors, which may move.
+        # A master that is not on the device stays there, but its compute tensors may move.
         masters = [master for master in runtime.masters if master.tier is Tier.DEVICE]
         if PARAMETERS in kinds:
             for bucket in runtime.buckets:

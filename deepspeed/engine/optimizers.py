@@ -48,7 +48,7 @@ def _as_list(params: Any) -> list[torch.Tensor]:
 
 
 def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> Any:
-    """Returns what a caller gave as parameters or groups of them, with the new objects in the place of the old ones."""
+    """Returns the caller's parameters or groups of them with replaced parameters exchanged for the new ones."""
     if not exchanged or given is None:
         return given
     if isinstance(given, torch.optim.Optimizer):
@@ -79,7 +79,7 @@ def choose_optimizer(
     Raises:
         DeepSpeedConfigError: The client's object is neither, or a parameter is not the model's or occurs twice.
     """
-    # A stage of a pipeline that trains nothing takes part in what all agree on at an update: with an empty group.
+    # A pipeline stage that trains nothing still joins the agreement of an update, with an empty param group.
     may_be_empty = bool(getattr(model, "is_part_of_model", False))
     if isinstance(optimizer, torch.optim.Optimizer):
         chosen: torch.optim.Optimizer | None = optimizer
@@ -117,9 +117,9 @@ def choose_optimizer(
 
 
 def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
-    """Returns what exchanges for the updates of an optimizer: momenta for the 1-bit family, else the mean gradient."""
+    """Returns the driver of an optimizer's updates: momenta are exchanged for the 1-bit family, else mean gradients."""
     if isinstance(optimizer, ExchangesMomentum):
-        from deepspeed.zero.onebit import momentum_driver_of  # few train with it
+        from deepspeed.zero.onebit import momentum_driver_of  # imported here, since few programs need it
 
         return momentum_driver_of(optimizer)
     return MeanGradient()
@@ -151,7 +151,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises where an optimizer cannot update masters in files, and where there is none whose states could be sharded.
+    """Refuses an optimizer that cannot update masters in files, and stages 1 and 2 without an optimizer.
 
     Raises:
         DeepSpeedConfigError: Names it, and what to change.
@@ -201,10 +201,10 @@ def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimize
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, root: Root) -> bool:
-    """Returns whether runs must keep the parameters' shapes.
+    """Returns whether the optimizer works on tensors in the parameters' shapes.
 
     Raises:
-        DeepSpeedConfigError: It needs shapes and the ZeRO stage cuts parameters.
+        DeepSpeedConfigError: It does, and the ZeRO stage cuts parameters.
     """
     verdict = is_elementwise(optimizer)
     if verdict.kind in (OptimizerKind.ELEMENTWISE, OptimizerKind.SEGMENTS):
@@ -241,10 +241,10 @@ def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
 def refuse_cut_tensors(
     optimizer: torch.optim.Optimizer | None, model: nn.Module, groups: Groups, placement: Placement
 ) -> None:
-    """Raises where an optimizer needs whole tensors and would take parts, or parts of several groups, for them.
+    """Refuses an optimizer that needs whole tensors and would get parts of them, or parts from several groups.
 
-    LAMB needs norms only, which it adds over the tensor-parallel ranks too. Muon takes the tensors of each group by
-    themselves. Every rank of the job must call it.
+    LAMB needs norms only, and sums them over the tensor-parallel ranks too. Muon handles each group's tensors
+    separately. Every rank of the job must call it.
 
     Raises:
         NotYetSupportedError: The optimizer works on whole tensors, and parameters are in groups of their own.

@@ -1,4 +1,4 @@
-"""What ``initialize`` was given, and what it hands to an engine."""
+"""The arguments of ``initialize``, and the parts that it builds for an engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class Client:
-    """Holds what the caller of ``initialize`` handed in."""
+    """Holds the arguments of the caller of ``initialize``."""
 
     args: Any
     model: nn.Module
@@ -69,7 +69,7 @@ class Client:
 
 @dataclass
 class EngineParts:
-    """Everything an engine drives, ready to be driven."""
+    """Holds everything that an engine is built from."""
 
     client: Client
     model: nn.Module
@@ -121,7 +121,7 @@ class EngineParts:
         )
 
     def _optimizer_class(self, optimizer: torch.optim.Optimizer) -> type[DeepSpeedZeroOptimizer]:
-        """Returns the class by the name that programs use; all of them do the same."""
+        """Returns the optimizer class under the name that upstream uses at this stage; all behave the same."""
         if self.placement.shard_params:
             return DeepSpeedZeroOptimizer_Stage3
         if self.placement.shard_master or self.precision.name not in ("fp16", "bf16"):

@@ -193,7 +193,7 @@ class PipelineEngine(EngineBase):
         return self.stage_id
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Notes the value; masks cross between stages like any tensors."""
+        """Records the value; masks cross between stages like any tensors."""
         self.has_attention_mask = value
 
     def reset_activation_shape(self) -> None:

@@ -58,7 +58,7 @@ class LossScaling:
         return self.apply(loss)
 
     def program_runs_backward(self) -> None:
-        """Notes that the program calls a backward itself, and whether its loss was scaled."""
+        """Records that the program calls a backward itself, and whether its loss was scaled."""
         if self._scaler is not None:
             if self._scaled > 0:
                 self._scaled -= 1

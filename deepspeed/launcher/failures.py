@@ -43,7 +43,7 @@ _CLIPPED_BYTES = 240
 _CLIPPED_CAUSE_BYTES = 4000
 # A traceback older than this at the end of its rank was survived, and is not the reason.
 _FRESH_SECONDS = 30.0
-# A native error within so many lines after an exception happened while the interpreter was shutting down.
+# A native error within this many lines after an exception happened while the interpreter was shutting down.
 _SHUTDOWN_LINES = 4
 FAILURE_FILE_VARIABLE = "DS_FAILURE_FILE"
 _SAGEMAKER = Path("/opt/ml/output")

@@ -399,7 +399,7 @@ class Elastic:
     """Between how many machines a run may have.
 
     Attributes:
-        min_nodes: It waits until so many are there.
+        min_nodes: It waits until this many are there.
         max_nodes: No more are taken in.
     """
 

@@ -36,7 +36,7 @@ from deepspeed.offload.streams import CopyHandle, CopyStream
 from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import Memory, MemoryTracker, StorageKind, storage_key
 
-_RESERVE = 8  # one part in so many of the host's memory stays free for others
+_RESERVE = 8  # 1/8 of the host's memory stays free for others
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 """From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
 

@@ -1,4 +1,4 @@
-"""Copies between device and host beside the computation.
+"""Copies between device and host concurrently with the computation.
 
 One stream per direction: what comes down (gradients) does not queue behind what goes up (parameters). Where the device
 is the host's own memory every copy is done when the call returns and the objects below do nothing.

@@ -211,7 +211,7 @@ class MemoryCount(TorchDispatchMode):
     # -- what operations make ----------------------------------------------------------------------------------------
 
     def note(self, tensor: torch.Tensor, tier: Tier, pinned: bool) -> None:
-        """Notes that the storage of ``tensor`` (any shape) is in another tier than the device."""
+        """Records that the storage of ``tensor`` (any shape) is in another tier than the device."""
         storage = tensor.untyped_storage()
         found = self._alive.get(storage._cdata) or self._register(storage, self._on_device, 0)
         found.totals.other -= found.nbytes

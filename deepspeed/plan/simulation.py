@@ -415,7 +415,7 @@ class CurrentModule:
         self._stack: list[str] = []
 
     def enter(self, phase: str, module: str = "") -> None:
-        """Notes that a phase begins, or a module in it."""
+        """Records that a phase begins, or a module in it."""
         self._count.moment = Moment(phase, module)
 
     @contextmanager

@@ -218,7 +218,7 @@ class ThroughputTimer:
         batch_size: Samples of one micro-batch over all ranks; after :meth:`stop` with ``global_step=True`` the steps
             count ``batch_size`` each.
         start_step: Global steps to leave out, in which caches are filled.
-        steps_per_output: Log every so many global steps; None: never.
+        steps_per_output: Log every this many global steps; None: never.
         monitor_memory: Add memory to the line.
         logging_fn: Takes the line; None: the package logger on rank 0.
 

@@ -74,7 +74,7 @@ class BucketBase:
         group: The ranks that share them.
         is_sharded: Whether a rank keeps only its slice between uses.
         is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
-            small parameters and those of a group of one may be resident all the same.
+            small parameters and those of a group of one may be resident anyway.
         state: Where the values are.
         shard: This rank's slice, 1-D; for a resident bucket a view of all values.
         loans: Parameters that ``GatheredParameters`` keeps full, by tile.

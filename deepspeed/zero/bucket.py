@@ -380,7 +380,7 @@ class Bucket(BucketBase):
     # -- what others write -------------------------------------------------------------------------------------------
 
     def remember_values(self) -> None:
-        """Notes address and version of every parameter that is full, so that a write by others is seen later."""
+        """Records address and version of every parameter that is full, so that a write by others is seen later."""
         if self.state is State.FULL:
             self._fingerprints = [(p.data_ptr(), p._version) for p in self.params]
 
@@ -454,7 +454,7 @@ class Bucket(BucketBase):
         return changed
 
     def remember_value(self, index: int) -> None:
-        """Notes address and version of one parameter if it is full, so that a write by others is seen later."""
+        """Records address and version of one parameter if it is full, so that a write by others is seen later."""
         if self.state is State.FULL:
             parameter = self.params[index]
             self._fingerprints[index] = (parameter.data_ptr(), parameter._version)
@@ -507,7 +507,7 @@ class GatherCount:
         self.arriving_numel = 0
 
     def change(self, index: int, numel: int, before: State, after: State) -> None:
-        """Notes that a bucket changes its state.
+        """Records that a bucket changes its state.
 
         Args:
             index: The index of the bucket.

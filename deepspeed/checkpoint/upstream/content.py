@@ -86,11 +86,11 @@ class CheckpointValues:
     aliases: dict[str, str] = field(default_factory=dict)
 
     def put(self, kind: str, name: str, values: ValueSource) -> None:
-        """Notes values of a parameter."""
+        """Records values of a parameter."""
         self.values.setdefault(kind, {})[name] = values
 
     def put_state(self, state: str, name: str, values: ValueSource) -> None:
-        """Notes a per-element optimizer state of a parameter."""
+        """Records a per-element optimizer state of a parameter."""
         self.put(optimizer_kind(state), name, values)
 
 

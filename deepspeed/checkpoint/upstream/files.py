@@ -104,7 +104,7 @@ def load(path: Path, *, trust: bool = False) -> Any:
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """Everything is allowed, but classes of the original package are stand-ins all the same."""
+    """Everything is allowed, but classes of the original package are stand-ins anyway."""
 
     def find_class(self, module: str, name: str) -> Any:
         for stand_in, full_name in _STAND_INS:

@@ -43,7 +43,7 @@ class StridedRun:
     slice_strides: tuple[int, ...]
 
     def fits(self, numel: int, slice_numel: int) -> bool:
-        """Returns whether it lies inside a whole and a slice of so many elements."""
+        """Returns whether it lies inside a whole and a slice of this many elements."""
         return _inside(self.shape, self.start, self.strides, numel) and _inside(
             self.shape, self.slice_start, self.slice_strides, slice_numel
         )

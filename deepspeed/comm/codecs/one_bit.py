@@ -126,7 +126,7 @@ def _clamp(values: torch.Tensor, limit: float) -> None:
 
 
 def _ranges(rows: int, values: torch.Tensor) -> Iterator[slice]:
-    """Yields parts of ``values`` (1-D), of which so many rows at once fit the cache of a CPU or into a batch."""
+    """Yields parts of ``values`` (1-D), of which this many rows at once fit the cache of a CPU or into a batch."""
     length = CHUNK if values.device.type == "cpu" else max(DEVICE_ELEMENTS // rows // CHUNK, 1) * CHUNK
     for start in range(0, values.numel(), length):
         yield slice(start, min(start + length, values.numel()))

@@ -269,7 +269,7 @@ class GlooTransport(Transport):
         return _GlooSum(self, flat, label)
 
     def note_sent(self, peer: int, count: int) -> None:
-        """Notes that ``peer`` has started at least ``count`` reductions."""
+        """Records that ``peer`` has started at least ``count`` reductions."""
         assert isinstance(self.companion, GlooTransport)
         self.companion._sent[peer] = max(self.companion._sent[peer], count)
 

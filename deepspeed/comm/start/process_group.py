@@ -269,7 +269,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Returns whether the process group exists, whichever code started it."""
+    """Returns whether the process group exists, regardless of which code started it."""
     return job.is_initialized()
 
 

@@ -64,11 +64,11 @@ class TrafficCounter:
         self.ran_along.clear()
 
     def record_requested(self, name: str, nbytes: int, axis: str) -> None:
-        """Notes a collective of the schedule."""
+        """Records a collective of the schedule."""
         self.requested_along[name, axis].add(nbytes)
 
     def record_ran(self, name: str, nbytes: int, axis: str, calls: int = 1) -> None:
-        """Notes what the backend ran."""
+        """Records what the backend ran."""
         self.ran_along[name, axis].add(nbytes, calls)
 
     def rows(self) -> list[tuple[str, str, int, int]]:
@@ -88,7 +88,7 @@ def _over_axes(along: dict[tuple[str, str], Tally]) -> dict[str, Tally]:
 
 
 class WaitTracker(Protocol):
-    """Takes note of waits for other ranks, one by one."""
+    """Records waits for other ranks, one by one."""
 
     def wait_begins(self, axis: str, label: str) -> Any:
         """Returns a mark for the moment before a wait along ``axis``; ``label``: what for, in words."""

@@ -44,7 +44,7 @@ def _machine(pid: int) -> str:
     """Returns a name of what process numbers belong to: a boot of a machine and a container; empty if not on Linux.
 
     Args:
-        pid: The pid of this process, which stays where it is; a forked one may be elsewhere.
+        pid: Process id of this process; a forked process has another one.
     """
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"

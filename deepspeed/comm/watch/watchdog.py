@@ -294,7 +294,7 @@ class Watch:
         return None
 
     def note_position(self, awaited: WaitRecord) -> None:
-        """Notes the position at which this rank may wait from now on, in code whose waits are not supervised."""
+        """Records the position at which this rank may wait from now on, in code whose waits are not supervised."""
         self._begin_watching()
         self._awaited = self._position = awaited
 

@@ -1,6 +1,6 @@
 """A job's one watch, and how each process group takes part in it.
 
-Ranks are numbered as the job numbers them, whatever the group: so a cycle of waits is found though it goes through
+Ranks are numbered as the job numbers them, regardless of the group: so a cycle of waits is found though it goes through
 several groups, and messages name ranks as the launcher does.
 
 At exit the groups wait until gloo's threads have released the program's tensors. A thread that has carried out a

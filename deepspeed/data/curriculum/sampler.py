@@ -188,7 +188,7 @@ class DeepSpeedDataSampler(BatchSampler):
         """Returns where the sampler stands, equal on all ranks: numbers, texts, lists and dicts of them.
 
         Args:
-            micro_batches: Where it stood after so many of them, as those that read ahead need it; None: now.
+            micro_batches: Where it stood after this many of them, as those that read ahead need it; None: now.
 
         Raises:
             ValueError: The state after ``micro_batches`` is no longer remembered.
@@ -318,7 +318,7 @@ class Clusters:
 
     Args:
         metrics: Those that decide; none: all samples are one group.
-        num_samples: The num samples of the dataset.
+        num_samples: Number of samples of the dataset.
 
     Attributes:
         members: The numbers of the samples of each group.

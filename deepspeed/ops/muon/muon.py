@@ -41,7 +41,7 @@ class Muon(KeepsStateDtypes):
 
     See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (of a kernel of
     a convolution, further dimensions count as columns) is scaled by ``sqrt(max(1, m / n))``; weight decay is decoupled.
-    A stack of matrices, such as the weights of stacked experts, is so many matrices.
+    A stack of matrices, such as the weights of stacked experts, is this many matrices.
 
     The key ``use_muon`` of a group selects the part it belongs to. A group without the key is divided: a parameter is
     a matrix if it has an attribute ``use_muon`` that is true (:func:`~deepspeed.ops.muon.set_optimizer_flags`), or

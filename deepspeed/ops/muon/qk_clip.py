@@ -290,7 +290,7 @@ class QKClipHooks(EngineHooks):
             unknown.expand(record.heads) if record.largest is None else record.largest
             for record in self._records.values()
         ]
-        rows = self._peers.gather_small(  # one wait for the device, whatever the number of layers
+        rows = self._peers.gather_small(  # one wait for the device, regardless of the number of layers
             torch.cat(mine).double().cpu(), channel="step", label="the largest attention logits (QK-clip)"
         )
         largest = rows.amax(0)

@@ -114,7 +114,7 @@ class PhaseCheck:
         self._end = weakref.finalize(optimizer, _remind, self._progress, name, freeze_step, line or _UNCOMPRESSED)
 
     def note(self, updates: int, *, logs: bool) -> None:
-        """Notes how many updates there were; ``logs``: this rank writes the reminder into its log."""
+        """Records how many updates there were; ``logs``: this rank writes the reminder into its log."""
         self._progress["updates"], self._progress["logs"] = updates, logs
 
     def __call__(self) -> None:

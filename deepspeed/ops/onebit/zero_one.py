@@ -34,8 +34,8 @@ class ZeroOneRule:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
         takes_mean: The step gets the mean gradient.
         comes_together: Ranks do in this step.
-        updates: So many updates, this one included.
-        of_variance: So many of them have updated the variance.
+        updates: Number of updates, this one included.
+        of_variance: Number of those that updated the variance.
         is_bounded: Movements are.
     """
 
@@ -189,8 +189,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
         max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient
             (``zero.onebit.momentum``).
         var_freeze_step: Last update that may update the variance.
-        var_update_scaler: After so many updates of the variance the gap between them doubles.
-        local_step_scaler: After so many updates of the ranks' own the gap between exchanges doubles.
+        var_update_scaler: After this many updates of the variance the gap between them doubles.
+        local_step_scaler: After this many updates of the ranks' own the gap between exchanges doubles.
         local_step_clipper: Largest gap between exchanges.
         amsgrad: Must be False.
         cuda_aware: Not used.
@@ -295,7 +295,7 @@ def updates_of_variance(last: int, scaler: int) -> frozenset[int]:
 
     Args:
         last: None is after it.
-        scaler: After so many updates of the variance the gap doubles.
+        scaler: After this many updates of the variance the gap doubles.
     """
     found, number = [], 1
     while number <= last:

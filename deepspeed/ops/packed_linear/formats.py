@@ -44,7 +44,7 @@ class PackedFormat(ABC):
 
     Attributes:
         bits: Width of a code.
-        few_rows: Up to so many rows of bfloat16 activations torch's packed kernel on the CPU is faster than unpacking
+        few_rows: Up to this many rows of bfloat16 activations torch's packed kernel on the CPU is faster than unpacking
             the weight block by block (measured on a CPU with AVX-512, 4096 x 4096).
     """
 
@@ -57,7 +57,7 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def refusal(self, in_features: int) -> str | None:
-        """Returns why a weight with so many input features cannot be packed; None if it can."""
+        """Returns why a weight with this many input features cannot be packed; None if it can."""
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ class GroupCodes(PackedFormat):
         return self._values(codes[index], scales[index], dtype)
 
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """Returns None: torch has no kernel for this format, whatever the shape."""
+        """Returns None: torch has no kernel for this format, regardless of the shape."""
         return None
 
     def _shifts(self, device: torch.device) -> torch.Tensor:

@@ -142,7 +142,7 @@ class FixedSparsityConfig(SparsityConfig):
         num_global_blocks: Blocks of a window that represent it; a divisor of ``num_local_blocks``.
         attention: ``bidirectional`` or ``unidirectional``.
         horizontal_global_attention: The representatives also see everything.
-        num_different_global_patterns: Heads take turns with so many choices of representatives.
+        num_different_global_patterns: Heads take turns with this many choices of representatives.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         num_random_blocks: Blocks per row, drawn by Python's ``random``; at most 1 where unidirectional, because the
             first row has one block to choose from.
         num_sliding_window_blocks: Width of the window, the own block in its middle.
-        num_global_blocks: So many first blocks see, and are seen by, all.
+        num_global_blocks: Number of first blocks that see, and are seen by, all.
         attention: ``bidirectional`` or ``unidirectional``.
     """
 

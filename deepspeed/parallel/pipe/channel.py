@@ -113,7 +113,7 @@ class _NextMessages:
         return self._posts_tensors and is_known and self.layout is not None and not self.layout.is_packed
 
     def message(self, layout: MessageLayout | None) -> None:
-        """Notes another message.
+        """Records another message.
 
         Args:
             layout: Its layout; None: that of the message before.

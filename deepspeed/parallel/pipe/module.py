@@ -143,7 +143,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         self._counts: list[int] | None = None
         self._sample = sample
         self._layer_costs: tuple[list[LayerCost], LayerCost | None] | None = None
-        self._seed = int(torch.randint(2**31, ()))  # one draw, whatever the cut
+        self._seed = int(torch.randint(2**31, ()))  # one draw, regardless of the cut
         self.chosen_schedule = schedule
         self.schedule, self.num_chunks = schedule or DEFAULT_SCHEDULE, num_chunks
         self._place(self.schedule, self.num_chunks)

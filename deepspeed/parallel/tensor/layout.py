@@ -100,7 +100,7 @@ def layout_of(model: nn.Module, rules: Mapping[str, CutRule], size: int, *, grai
         grain: Output features of a linear layer outside attention that stay together.
 
     Raises:
-        DeepSpeedConfigError: A layer cannot be cut into so many parts; names it and what to write.
+        DeepSpeedConfigError: A layer cannot be cut into this many parts; names it and what to write.
     """
     return _Builder(model, rules, size, grain).build()
 

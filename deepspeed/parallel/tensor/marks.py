@@ -32,7 +32,7 @@ _Mark = tuple[str, tuple[int, ...], int, int]
 
 
 def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Notes which part of a logical parameter each marked parameter is. Every rank of the job must call it.
+    """Records which part of a logical parameter each marked parameter is. Every rank of the job must call it.
 
     Args:
         model: The program's model; nothing in it is moved.

@@ -81,7 +81,7 @@ def search_layouts(
         The best layouts, fastest first, and how many others were left out for which reason.
 
     Raises:
-        DeepSpeedConfigError: No layout has so many samples, or none fits.
+        DeepSpeedConfigError: No layout has this many samples, or none fits.
     """
     refuse_unknown_rates(machine)
     base = base or ParallelLayout(cuts_norms=True)

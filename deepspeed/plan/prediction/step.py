@@ -327,7 +327,7 @@ class StepModel:
         return max(nbytes / machine.device.host_link, self._seconds_of_files(nbytes))
 
     def _seconds_of_files(self, nbytes: float) -> float:
-        """Returns the seconds in which the disk of a node reads or writes so many bytes of each rank's parameters."""
+        """Returns the seconds in which the disk of a node reads or writes this many bytes of each rank's parameters."""
         layout, machine = self._layout, self._setup.machine
         if layout.most_in_host is None:
             return 0.0

@@ -16,7 +16,7 @@ _REGISTERED = "_ds_external_parameters"
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Notes that the forward of ``module`` uses ``parameter``, which another module owns.
+    """Records that the forward of ``module`` uses ``parameter``, which another module owns.
 
     It is accepted and listed by ``module.ds_external_parameters()``; the use would be found without it.
 

@@ -35,7 +35,7 @@ class GatheredParameters:
     """Inside the block, the given parameters are full: they have their shape and their values.
 
     Every rank of the group must enter it, with the same parameters in any order. Parameters that are full already, that
-    belong to no engine, buffers, duplicates and None are let pass; an empty collection does nothing. May be nested: the
+    belong to no engine, buffers, duplicates and None are skipped; an empty collection does nothing. May be nested: the
     inner block does nothing for what the outer one made full, except that with ``modifier_rank`` it publishes edits.
 
     Args:
@@ -496,7 +496,7 @@ def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
     """Shards parameters again that :func:`gather_until_partition` made full: ``parameter.partition()``.
 
     Args:
-        params: Parameters of any shape; those that are not full for their own sake are let pass.
+        params: Parameters of any shape; those that are not full for their own sake are skipped.
         keep_values: Each rank keeps its part of the values that it has now; otherwise edits are dropped.
     """
     with untouched():

@@ -396,7 +396,7 @@ def safe_update_full_grad_vectorized(
     """Replaces the gradients of many parameters by ``update_func(full gradient, parameter)``.
 
     One collective per bucket instead of one per parameter, except for parameters that are cut over ranks. Every rank
-    must call it with the same parameters; those without a gradient are let pass.
+    must call it with the same parameters; those without a gradient are skipped.
 
     Args:
         param_list: Parameters.

@@ -136,7 +136,7 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
 
     Ranks that share layers unevenly cut their buckets at other parameters, so the order of buckets is not theirs in
     common. Where layers are cut, values are yielded in the order of the model, and one that comes early waits for its
-    turn. Otherwise each is yielded as soon as it has been read, whatever the order of the buckets.
+    turn. Otherwise each is yielded as soon as it has been read, regardless of the order of the buckets.
     """
     present = _held(runtime, kind)
     owners = {name: part_owners_of(parameter) for parameter, name in runtime.param_names.items()}

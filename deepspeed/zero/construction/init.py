@@ -326,7 +326,7 @@ _INITIALISERS = (
 
 
 def _gathering(fn: Callable[..., Any], recorded: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Gathers for ``fn``, or for the function in whose place ``fn`` is while it should work all the same."""
+    """Gathers for ``fn``, or for the function that ``fn`` replaces temporarily."""
 
     @functools.wraps(fn)
     def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

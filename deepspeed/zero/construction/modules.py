@@ -100,7 +100,7 @@ class Construction:
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def begin(self, module: nn.Module) -> bool:
-        """Notes that an ``__init__`` of ``module`` starts. Returns whether it is the outermost one."""
+        """Records that an ``__init__`` of ``module`` starts. Returns whether it is the outermost one."""
         if id(module) in self._unfinished:
             return False
         self._unfinished.append(id(module))

@@ -42,11 +42,11 @@ class GatherLimits:
 
     Attributes:
         prefetch: Elements that may be in flight ahead of their use (``stage3_prefetch_bucket_size``). The next unit
-            may, whatever its size, unless this is 0.
+            may, regardless of its size, unless this is 0.
         max_live: Gathered elements at once, beyond which nothing is prefetched or kept
             (``stage3_max_live_parameters``); None: 1,000,000,000, or the size of the largest two neighbouring units if
             that is more.
-        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
+        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most this many elements
             away (``stage3_max_reuse_distance``).
     """
 

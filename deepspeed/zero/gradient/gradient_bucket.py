@@ -210,7 +210,7 @@ class GradientBucket:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def arrive(self, index: int) -> bool:
-        """Notes that autograd has delivered the gradient of parameter ``index``.
+        """Records that autograd has delivered the gradient of parameter ``index``.
 
         Returns:
             Whether the bucket is now complete for this backward.
@@ -555,7 +555,7 @@ class GradientBucket:
         return self.sum.of_squares()
 
     def note_write(self, tile: int, *, by_all: bool) -> None:
-        """Notes that a program has set the gradient of a parameter, which may have had none.
+        """Records that a program has set the gradient of a parameter, which may have had none.
 
         Args:
             tile: Index of the parameter.

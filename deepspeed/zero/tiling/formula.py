@@ -111,7 +111,7 @@ class MemoryFormula:
         return size if self.placement.narrow_masters else max(size, 4)
 
     def _state_itemsize(self, bucket: BucketLayout, in_fp32: int) -> int:
-        """Returns the bytes per element of a state that has so many beside an fp32 master."""
+        """Returns the bytes per element of a state that has this many beside an fp32 master."""
         size = itemsize(bucket.dtype)
         return in_fp32 * (size if self.placement.narrow_states else max(size, 4)) // 4
 

@@ -75,7 +75,7 @@ class PartOwners:
 
 
 def mark_owners(parameter: torch.Tensor, owners: PartOwners) -> None:
-    """Notes on a parameter (any shape) who has its other parts, so that accessors can give all of it."""
+    """Records on a parameter (any shape) which ranks have its other parts, so that accessors can return all of it."""
     setattr(parameter, _OWNERS, owners)
 
 
@@ -85,7 +85,7 @@ def part_owners_of(parameter: torch.Tensor) -> PartOwners | None:
 
 
 def say_part(parameter: torch.Tensor, part: TilePart) -> None:
-    """Notes which part of a logical parameter ``parameter`` is; ranks with equal parts hold copies of one shape."""
+    """Records which part of a logical parameter ``parameter`` is; ranks with equal parts hold copies of one shape."""
     setattr(parameter, _MARK, part)
 
 

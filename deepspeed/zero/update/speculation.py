@@ -372,7 +372,7 @@ class SpeculativeUpdater:
         started.job = self._worker.submit(lambda: started.compute(self._flat, state))
 
     def note_write(self, position: int) -> None:
-        """Notes that a program has written parameters of a bucket."""
+        """Records that a program has written parameters of a bucket."""
         if position in self._open:
             self._open[position].is_withdrawn = True
 

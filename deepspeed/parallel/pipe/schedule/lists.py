@@ -339,7 +339,7 @@ def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple
         num_chunks: Chunks per stage; None: as few as the schedule can have.
 
     Raises:
-        ValueError: The schedule does not exist or cannot have so many chunks.
+        ValueError: The schedule does not exist or cannot have this many chunks.
     """
     if name not in _LISTS:
         raise ValueError(f"schedule={name!r} is not known; choose one of {', '.join(map(repr, TRAIN_SCHEDULES))}")
