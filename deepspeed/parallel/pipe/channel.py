@@ -414,7 +414,7 @@ class StageChannels:
         # Copying into a packet is worth it where tensors are on the host and are sent as headers do.
         self._packs = not self._native and device.type == "cpu"
         # Code that has the group has opened it already; requested here, as every rank of a pipeline is.
-        self._queue = open_message_queue(job.connector.over(self._axis.group, None))
+        self._queue = open_message_queue(job.connector.over(self._axis.group, None, PIPE))
         watched.watch.members.add(self)
 
     def connect_pairs(self, stage_of: Sequence[int]) -> None:
