@@ -108,7 +108,7 @@ class EngineParts:
             placement=self.placement,
             groups=self.groups,
             agreement=self.runtime.agreement,
-            memory_tracker=self.runtime.memory_tracker,
+            ledger=self.runtime.memory_tracker,
             loss_scaler=create_loss_scaler(root, self.precision),
             clip_grad=root.gradient_clipping,
             max_skipped=root.max_consecutive_skipped_steps,

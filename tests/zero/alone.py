@@ -224,7 +224,7 @@ def rank_of(
         placement=placement,
         groups=groups,
         agreement=runtime.agreement,
-        memory_tracker=runtime.memory_tracker,
+        ledger=runtime.memory_tracker,
         leave_backward=runtime.leave_backward,
         before_update=runtime.free_gathered,
         backward=lambda loss, retain_graph=False: loss.backward(retain_graph=retain_graph),

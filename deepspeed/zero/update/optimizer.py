@@ -66,7 +66,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
         placement: The ZeRO row.
         groups: The ranks that share masters, and those that decide together.
         agreement: Source of the order's checksum, compared in every update.
-        memory_tracker: Counts the bytes that are allocated.
+        ledger: Memory tracker: counts the bytes that are allocated.
         loss_scaler: fp16 loss scaler, or None.
         clip_grad: Largest gradient norm, 0 for no clipping.
         max_skipped: Non-finite steps in a row before training stops; 0 = never.
@@ -88,7 +88,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
         placement: Placement,
         groups: Groups,
         agreement: Agreement,
-        memory_tracker: MemoryTracker,
+        ledger: MemoryTracker,
         loss_scaler: Any,
         clip_grad: float,
         max_skipped: int,
@@ -109,7 +109,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             groups=groups,
             driver=MeanGradient() if driver is None else driver,
             flat=flat,
-            memory_tracker=memory_tracker,
+            memory_tracker=ledger,
             loss_scaler=loss_scaler,
             leave_backward=leave_backward,
             before_update=before_update,
@@ -128,7 +128,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
             None if flat is None else ChunkUpdater(flat, optimizer, strategies, rounds=placement.narrow_masters)
         )
         self.driver.open(
-            UpdateParts(masters, reducer, groups, memory_tracker, self.carry_user_writes, self.publish_masters),
+            UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),
         )
         self.driver.begin_update(self._steps)
         if placement.speculates and flat is not None and self.driver.reads_mean_gradients:
@@ -139,7 +139,7 @@ class DeepSpeedZeroOptimizer(MasterOptimizer):
                 optimizer,
                 strategies=strategies,
                 factor=lambda: gradient_factor(0.0, scale=self.loss_scale, clip_grad=0.0),
-                memory_tracker=memory_tracker,
+                memory_tracker=ledger,
             )
 
     # -- the update --------------------------------------------------------------------------------------------------
