@@ -9,13 +9,12 @@ from typing_extensions import override
 
 from deepspeed.axes import DATA, EXPERT, TENSOR
 from deepspeed.config.section import features_of
+from deepspeed.config.sections.optimizer import OWN_OPTIMIZERS
 from deepspeed.elasticity.continuation import Continuation
 from deepspeed.elasticity.elastic_run import ElasticRun
 from deepspeed.engine.features import feature_of
 from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, UnevenBatch, marks_of
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.ops.muon.muon import Muon
-from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.parallel.tensor.request import group_was_given
 from deepspeed.zero.group import Groups
 from deepspeed.zero.runtime import ZeroRuntime
@@ -84,7 +83,7 @@ class ElasticRanks(EngineFeature):
                 "optimizer; set the section `scheduler`, or give a function that makes the schedule from an optimizer"
             )
         optimizer = engine.basic_optimizer  # of a function of the program: only now is it known what that makes
-        if isinstance(optimizer, (ExchangesMomentum, Muon)):
+        if getattr(optimizer, "_keeps_own_states", False):
             raise DeepSpeedConfigError(f"{_SETTING}: {_own_states(type(optimizer).__name__)}")
         hooks: ElasticHooks = engine._hooks.get(_OWN)
         hooks.continuation = Continuation.open(engine)
@@ -174,9 +173,9 @@ def _problem_of_objects(setup: EngineSetup) -> str | None:
         )
     if setup.optimizer is None and (root.optimizer is None or root.optimizer.type is None):
         return "there is no optimizer, so nothing is trained; set the section `optimizer`, or leave it out"
-    kind = (root.optimizer.type or "").lower() if root.optimizer is not None else ""
-    if any(name in kind for name in ("onebit", "zeroone", "muon")):
-        return _own_states(str(root.optimizer.type if root.optimizer else ""))
+    kind = "" if root.optimizer is None else root.optimizer.type or ""
+    if kind in OWN_OPTIMIZERS and OWN_OPTIMIZERS[kind]._keeps_own_states:
+        return _own_states(kind)
     if root.zero_optimization.zero_quantized_gradients or root.communication_compression.gradients is not None:
         return "compressed gradients leave errors on every rank, which have no copy elsewhere; switch them off"
     return None

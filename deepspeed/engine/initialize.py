@@ -10,34 +10,22 @@ import torch
 
 from deepspeed import comm
 from deepspeed.engine.agreeing import agree, check_model_alike, start_ranks
-from deepspeed.engine.arguments import checked_model, config_source, local_rank_of
-from deepspeed.engine.communication_compression import compressed, tables_of_rows
+from deepspeed.engine.arguments import checked_model, config_source
+from deepspeed.engine.communication_compression import tables_of_rows
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.islands import over_all_data_ranks, settle_islands
-from deepspeed.engine.optimizers import (
-    check_optimizer,
-    choose_optimizer,
-    driver_of,
-    group_indices,
-    refuse_cut_tensors,
-)
+from deepspeed.engine.optimizers import check_optimizer, choose_optimizer, driver_of, refuse_cut_tensors
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.zero_settings import (
-    gathers_by_nodes,
-    gradient_divisor,
+    groups_for,
     place_frozen,
     placement_for,
     precision_for,
-    runtime_options,
+    runtime_for,
     tiers_for,
 )
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
-from deepspeed.zero.group import create_groups
-from deepspeed.zero.model_states import spread_buffers
-from deepspeed.zero.runtime import build_runtime
-from deepspeed.zero.update.masters import move_to_runs
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
@@ -106,60 +94,41 @@ def build_parts(
     """
     start_ranks(distributed_port, dist_init_required)
     agreed = agree(client, config)
-    parsed, features, setup = agreed.parsed, agreed.features, agreed.setup
-    monitor = MonitorMaster(parsed.root)
-    if parsed.root.comms_logger.enabled:
-        comm.configure(deepspeed_config=parsed)
-    everybody = setup.ranks
-    islands = settle_islands(parsed.root, everybody, client.model, setup.device)
+    root, features, setup = agreed.parsed.root, agreed.features, agreed.setup
+    everybody, model = setup.ranks, client.model
+    monitor = MonitorMaster(root)
+    if root.comms_logger.enabled:
+        comm.configure(deepspeed_config=agreed.parsed)
+    islands = settle_islands(root, everybody, model, setup.device)
     if islands is not None:
         setup = replace(setup, ranks=islands.inside)
-    precision = precision_for(setup)
-    placement = placement_for(setup)
+    precision, placement = precision_for(setup), placement_for(setup)
     exchanged, own_groups = features.reshape(setup)
     client = client.with_parameters(exchanged)
-    optimizer = choose_optimizer(parsed.root, client.model, client.optimizer, client.model_parameters, placement)
+    optimizer = choose_optimizer(root, model, client.optimizer, client.model_parameters, placement)
     features.refuse_optimizer(setup, optimizer)
-    check_model_alike(client.model, precision, optimizer, setup.ranks.zero_group)
+    check_model_alike(model, precision, optimizer, setup.ranks.zero_group)
     check_optimizer(placement, optimizer)
     driver = driver_of(optimizer) if islands is None else islands.driver_around(driver_of(optimizer))
-    driver.refuse(parsed.root, placement)
+    driver.refuse(root, placement)
     own_groups = {**own_groups, **tables_of_rows(setup, has_warm_up=driver.has_warm_up)}
     placement = place_frozen(placement, own_groups)
-    groups = create_groups(
-        placement,
-        setup.ranks,
-        setup.device,
-        by_nodes=gathers_by_nodes(parsed.root),
-        divisor=gradient_divisor(parsed.root, setup.ranks),
-        copies=own_groups,
-    )
-    groups = compressed(groups, setup, precision, has_warm_up=driver.has_warm_up)
-    refuse_cut_tensors(optimizer, client.model, groups, placement)
-    mark_configured_leaves(client.model, parsed.root.zero_optimization.leaf_module)
+    groups = groups_for(setup, placement, precision, own_groups, has_warm_up=driver.has_warm_up)
+    refuse_cut_tensors(optimizer, model, groups, placement)
     tiers = tiers_for(setup, placement, optimizer)
-    options = runtime_options(setup, placement, precision, optimizer, tiers)
-    runtime = build_runtime(client.model, options, groups, group_indices(optimizer))
-    precision.cast_buffers(client.model, setup.device)
-    spread_buffers(client.model, groups.peers)
-    if optimizer is not None:
-        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
     return EngineParts(
         client=client,
-        model=client.model,
-        parsed=parsed,
+        parsed=agreed.parsed,
         features=features,
         setup=setup,
         precision=precision,
         placement=placement,
         tiers=tiers,
         monitor=monitor,
-        runtime=runtime,
+        runtime=runtime_for(setup, placement, precision, optimizer, tiers, groups),
         torch_optimizer=optimizer,
         driver=driver,
-        device=setup.device,
         groups=groups,
         coordinates=over_all_data_ranks(everybody, setup.ranks),
         islands=islands,
-        local_rank=local_rank_of(client.args),
     )

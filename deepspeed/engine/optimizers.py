@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import OptimizerKind, is_elementwise, supports_flat_update, why_not_flat
-from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement, Tier
 from deepspeed.zero.tiling.describe import ROWS, describe
 from deepspeed.zero.tiling.layout import DATA
 from deepspeed.zero.update.driver import MeanGradient, UpdateDriver
+
+_DRIVER = "_ds_driver"
+"""Attribute of an optimizer's class: ``module:function`` that makes its update driver; few optimizers have one."""
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -117,12 +120,12 @@ def choose_optimizer(
 
 
 def driver_of(optimizer: torch.optim.Optimizer | None) -> UpdateDriver:
-    """Returns the driver of an optimizer's updates: momenta are exchanged for the 1-bit family, else mean gradients."""
-    if isinstance(optimizer, ExchangesMomentum):
-        from deepspeed.zero.onebit import momentum_driver_of  # imported here, since few programs need it
-
-        return momentum_driver_of(optimizer)
-    return MeanGradient()
+    """Returns the driver of an optimizer's updates: the one that its class names, or that of mean gradients."""
+    name: str | None = getattr(optimizer, _DRIVER, None)
+    if name is None:
+        return MeanGradient()
+    driver: UpdateDriver = resolve_name(name)(optimizer)
+    return driver
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -181,8 +184,8 @@ def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | Non
 def _refuse_narrow_masters(placement: Placement, optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     setting = "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
-    if not supports_flat_update(optimizer) or isinstance(optimizer, ExchangesMomentum):
-        why = why_not_flat(optimizer) or "its ranks exchange momenta in fp32"
+    if not supports_flat_update(optimizer) or hasattr(optimizer, _DRIVER):
+        why = why_not_flat(optimizer) or "its ranks exchange states in fp32"
         raise DeepSpeedConfigError(
             f"{setting} with the optimizer {name}: 16-bit masters need an elementwise update whose results are rounded "
             f"stochastically, and {name} has none ({why}). Use one of this package (AdamW, Lion, Adagrad), or torch's "

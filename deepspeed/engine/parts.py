@@ -14,6 +14,7 @@ from deepspeed.comm.job.declared_groups import Claim
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.config import ParsedConfig
+from deepspeed.engine.arguments import local_rank_of
 from deepspeed.engine.features import FeatureSet
 from deepspeed.engine.islands import IslandTraining
 from deepspeed.engine.optimizers import exchange_parameters
@@ -72,7 +73,6 @@ class EngineParts:
     """Holds everything that an engine is built from."""
 
     client: Client
-    model: nn.Module
     parsed: ParsedConfig
     features: FeatureSet
     setup: EngineSetup
@@ -83,14 +83,27 @@ class EngineParts:
     runtime: ZeroRuntime
     torch_optimizer: torch.optim.Optimizer | None
     driver: UpdateDriver
-    device: torch.device
     groups: Groups
     coordinates: RankCoordinates
     islands: IslandTraining | None
-    local_rank: int
     global_rank: int = field(default_factory=comm.get_rank)
     world_size: int = field(default_factory=comm.get_world_size)
     claim: Claim = field(default_factory=lambda: Job.current().declared.claim())
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.client.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return self.setup.device
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its host."""
+        return local_rank_of(self.client.args)
 
     def make_optimizer(
         self, backward: Callable[..., Any], before_update: Callable[[], None]

@@ -1,9 +1,9 @@
-"""What the configuration requests of ZeRO: dtypes, placement, divisor of gradients, memory and limits."""
+"""What the configuration requests of ZeRO: dtypes, placement, groups of ranks, memory and limits; and the runtime."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,20 +13,25 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import RankCoordinates
 from deepspeed.comm.start.environment import ranks_per_node
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.communication_compression import steps_until_reset
+from deepspeed.engine.communication_compression import compressed, steps_until_reset
 from deepspeed.engine.compiling import gathers_between_graphs, refuse_whole_graphs
-from deepspeed.engine.optimizers import needs_whole_tensors
+from deepspeed.engine.optimizers import group_indices, needs_whole_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
 from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
+from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
+from deepspeed.zero.group import Groups, create_groups
+from deepspeed.zero.model_states import spread_buffers
 from deepspeed.zero.placement import Placement, Tier
+from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.tiling.describe import OFFLOADED
 from deepspeed.zero.tiling.layout import Limits
 from deepspeed.zero.update.loop import state_itemsizes
+from deepspeed.zero.update.masters import move_to_runs
 
 
 def precision_for(setup: EngineSetup) -> PrecisionPolicy:
@@ -114,6 +119,66 @@ def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.O
         state_itemsizes=state_itemsizes(optimizer),
         is_trained=optimizer is not None,
     )
+
+
+def groups_for(
+    setup: EngineSetup,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    own_groups: Mapping[str, bool],
+    *,
+    has_warm_up: bool,
+) -> Groups:
+    """Makes the groups of ranks over which the model's states are sharded. Every rank of the job must call it.
+
+    Args:
+        setup: What was requested.
+        placement: Where model states live.
+        precision: Their dtypes.
+        own_groups: Groups of parameters that are sharded by themselves, by name: whether this rank counts in it.
+        has_warm_up: Gradients are sent in the warm-up of the optimizer only.
+    """
+    groups = create_groups(
+        placement,
+        setup.ranks,
+        setup.device,
+        by_nodes=gathers_by_nodes(setup.root),
+        divisor=gradient_divisor(setup.root, setup.ranks),
+        copies=own_groups,
+    )
+    return compressed(groups, setup, precision, has_warm_up=has_warm_up)
+
+
+def runtime_for(
+    setup: EngineSetup,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    optimizer: torch.optim.Optimizer | None,
+    tiers: OffloadTiers,
+    groups: Groups,
+) -> ZeroRuntime:
+    """Puts the model's parameters and the optimizer's states into buckets. Every rank of the job must call it.
+
+    Args:
+        setup: What was requested.
+        placement: Where model states live.
+        precision: Their dtypes.
+        optimizer: The torch optimizer, or None. Its states become those of flat runs.
+        tiers: The memory away from the device.
+        groups: The ranks that share the buckets.
+
+    Raises:
+        DeepSpeedConfigError: The optimizer needs whole tensors, which the ZeRO stage cuts.
+    """
+    model = setup.model
+    mark_configured_leaves(model, setup.root.zero_optimization.leaf_module)
+    options = runtime_options(setup, placement, precision, optimizer, tiers)
+    runtime = build_runtime(model, options, groups, group_indices(optimizer))
+    precision.cast_buffers(model, setup.device)
+    spread_buffers(model, groups.peers)
+    if optimizer is not None:
+        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
+    return runtime
 
 
 def runtime_options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Float, FloatList, Int
@@ -52,6 +52,9 @@ def decay(default: float = 0.0) -> Any:
 
 class OptimizerParams(Section):
     """Base of the parameter tables."""
+
+    _keeps_own_states: ClassVar[bool] = False
+    """Whether each rank has states of this optimizer that no other rank could replace."""
 
 
 class TorchFlags(OptimizerParams):
@@ -144,6 +147,8 @@ class LambParams(OptimizerParams):
 class OneBitParams(OptimizerParams):
     """Holds the parameters that the 1-bit family shares."""
 
+    _keeps_own_states: ClassVar[bool] = True
+
     lr: Float = lr(1e-3)
     betas: FloatList = betas()
     eps: Float = eps(1e-8)
@@ -220,6 +225,8 @@ class MuonParams(OptimizerParams):
 
     A parameter of three dimensions that is not a convolution is a stack of matrices; each is orthogonalised.
     """
+
+    _keeps_own_states: ClassVar[bool] = True
 
     lr: Float = key(0.02, "Learning rate. If given, it is used for both parts; otherwise Adam's is 3e-4.", minimum=0)
     momentum: Float = key(0.95, "Momentum of the matrix part.", minimum=0, below=1)

@@ -73,6 +73,7 @@ class Muon(KeepsStateDtypes):
     """
 
     _ds_features = ("deepspeed.ops.muon.feature",)
+    _keeps_own_states = True
     _takes_tables_of_groups = True
 
     def __init__(
