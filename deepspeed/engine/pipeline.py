@@ -28,7 +28,7 @@ from deepspeed.parallel.pipe.schedule.instructions import PipeInstruction
 
 
 def _not_by_itself(sentence: str) -> Callable[..., Any]:
-    """Returns a method that raises PipelineError with ``sentence``, for a name that other engines have."""
+    """Returns a method that raises PipelineError with ``sentence``, for a method that only other engines support."""
 
     def refuse(self: PipelineEngine, *_args: Any, **_kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline makes whole steps."""
@@ -40,7 +40,7 @@ def _not_by_itself(sentence: str) -> Callable[..., Any]:
 _EXECUTE: dict[type, Callable[..., None]] = {
     kind: forwarded("_interpreter", getattr(Interpreter, name)) for kind, name in METHOD_OF_INSTRUCTION.items()
 }
-"""By instruction, the method of the engine that executes it; methods of the same names are in the class."""
+"""The engine's method that executes each instruction."""
 
 
 def _has_experts(module: PipelineModule) -> bool:
@@ -102,14 +102,14 @@ class PipelineEngine(EngineBase):
             device=parts.device,
             failures=self._failures,
             reduces_each=parts.placement.shard_params,
-            # Gathers must be the same on all ranks, but with experts it depends on a rank's tokens what can be split.
+            # Gathers must be the same on all ranks; with experts, a rank's tokens decide which backwards can be split.
             splits_backward=not (parts.placement.shard_params and _has_experts(module)),
             after_update=self._end_step,
         )
         channels = connect_stages(module.mesh, parts.device)
         channels.connect_pairs(module.stage_of_chunks)
         self.start_interpreter(channels, module.stage_of_chunks, parts.device)
-        self._loader: Iterable[Any] | None = None  # what the feed's items come from, again and again
+        self._loader: Iterable[Any] | None = None  # source of the feed's items, restarted at its end
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
 
@@ -125,7 +125,7 @@ class PipelineEngine(EngineBase):
         return module
 
     def start_interpreter(self, wires: StageChannels, stage_of: tuple[int, ...], device: torch.device) -> None:
-        """Makes what executes the instructions of this stage.
+        """Makes the interpreter of this stage's instructions.
 
         Args:
             wires: The channels to other stages.
@@ -157,7 +157,7 @@ class PipelineEngine(EngineBase):
     fwd_outputs = forwarded_attribute("_compute", "fwd_outputs", "Outputs of the last evaluation, on the last stage.")
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Returns the means of what the module's ``get_additional_losses`` gave in the last step, on every rank.
+        """Returns the means of the module's ``get_additional_losses`` over the last step, on every rank.
 
         None without.
         """
@@ -212,7 +212,7 @@ class PipelineEngine(EngineBase):
         return self._compute.feed.batch_fn
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Takes items from a loader, again and again. Stages in the middle need none."""
+        """Takes items from a loader, restarted at its end. Stages in the middle need none."""
         if self._compute.pulls_data:
             self.training_dataloader = self._loader = loader
             self._compute.feed.use(RepeatingLoader(loader))
@@ -220,8 +220,8 @@ class PipelineEngine(EngineBase):
     def set_dataiterator(self, iterator: Iterable[Any] | None) -> None:
         """Takes items from an iterator. Stages in the middle need none.
 
-        A loader, which could be begun again, continues where it was when it is given once more, and begins again at its
-        end: programs hand it to every step. A list or tuple begins again each time.
+        Programs pass the same loader to every step: it continues where it was, and restarts at its end. A list or tuple
+        starts from its first item each time.
         """
         if not self._compute.pulls_data:
             return
@@ -277,7 +277,7 @@ class PipelineEngine(EngineBase):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluates micro-batches, without gradients. Every rank must call it; training data stays where it is.
+        """Evaluates micro-batches, without gradients. Every rank must call it; no training data is consumed.
 
         Args:
             data_iter: Gives pairs ``(inputs, labels)`` on the first and last stage.
@@ -329,7 +329,7 @@ class PipelineEngine(EngineBase):
         parts = [at.describe() if isinstance(at, PipeInstruction) else at, self.pipeline.failed_at]
         return ", ".join([f"{call}: stage {self.stage_id} (rank {self.global_rank})", *filter(None, parts)])
 
-    # -- schedules of the program's own ------------------------------------------------------------------------------
+    # -- the program's own schedules ---------------------------------------------------------------------------------
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = dict(_EXECUTE)
 
@@ -342,7 +342,7 @@ class PipelineEngine(EngineBase):
         }
         self._interpreter.run(pipe_schedule, own)
 
-    # What instructions compute, under the names that version 1.0 gave it.
+    # What instructions compute, under the method names of version 1.0.
     own_items = forwarded("_compute", PipelineCompute.own_items)
     agree = forwarded("_compute", PipelineCompute.agree)
     may_begin = forwarded("_compute", PipelineCompute.may_begin)

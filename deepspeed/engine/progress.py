@@ -1,4 +1,4 @@
-"""What the engine logs about its steps: the line of ``steps_per_print``, phase times, events for the monitors.
+"""The engine's log of its steps: the line of ``steps_per_print``, phase times, events for the monitors.
 
 The engine's own lines and events are made on rank 0, from numbers that the update has fetched from the device: no
 collective and, without ``wall_clock_breakdown``, no synchronisation.
@@ -33,13 +33,13 @@ class ProgressLog:
 
     Args:
         root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
-        monitor: Takes the events.
+        monitor: Receives the events.
         is_rank_0: Whether this is rank 0.
         trackers: The trackers of features, on every rank.
 
     Attributes:
-        is_silent: Nothing is written or logged on this rank, so that :meth:`step` need not be called.
-        uses_events: Whether there is a use for the events of features.
+        is_silent: Whether this rank writes and logs nothing, so that :meth:`step` need not be called.
+        uses_events: Whether anything reads the events of features.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ProgressLog:
         self._stop_clock: Callable[[], Any] | None = None
         if self._breakdown:
             waiting.start()
-            self._stop_clock = weakref.finalize(self, waiting.stop)  # also if this is never closed
+            self._stop_clock = weakref.finalize(self, waiting.stop)  # runs even if close() is never called
         shows_mfu = (self._every > 0 and self._throughput.enabled) or any(tracker.uses_events for tracker in trackers)
         self._flops = FlopsCounter(is_rank_0 and shows_mfu)
         self._announces_flops = True
@@ -114,7 +114,7 @@ class ProgressLog:
             log_dist(f"memory after {phase}: {used / 2**20:,.0f} MiB in use, {peak / 2**20:,.0f} MiB at most")
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Adds a micro-batch's part in the loss of the update; the sum stays on the device until that is done.
+        """Adds a micro-batch's loss to that of the update; the sum stays on the device until the update ends.
 
         Args:
             loss: What is backpropagated, after the division by the accumulation steps and without the loss scale; it
@@ -142,16 +142,16 @@ class ProgressLog:
 
     @contextmanager
     def during(self, phase: str, **values: Any) -> Iterator[None]:
-        """Records what runs inside and is no part of a step, such as a save.
+        """Records work outside of steps, such as a save, while the context is open.
 
         Args:
             phase: Its name.
-            **values: What is written beside it.
+            **values: Further values to be written with it.
         """
         started = time.perf_counter()
         with ExitStack() as stack:
             self._report.enter()
-            stack.callback(self._report.leave)  # otherwise the time would count as that of data
+            stack.callback(self._report.leave)  # otherwise the time would count as data loading
             for tracker in self._trackers:
                 stack.enter_context(tracker.during(phase))
             yield
@@ -173,13 +173,13 @@ class ProgressLog:
             self._is_in_schedule = False
 
     def event(self, name: str, **values: Any) -> None:
-        """Records something that is no step and has no length of its own here, such as a recovery."""
+        """Records an event outside of steps without a duration, such as a recovery."""
         for tracker in self._trackers:
             tracker.event(name, **values)
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Records what runs inside as a part of a phase, such as one micro-batch of a pipeline's stage."""
+        """Records a part of a phase, such as one micro-batch of a pipeline's stage, while the context is open."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.enter_context(tracker.named(name))
@@ -193,7 +193,7 @@ class ProgressLog:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def step(self, facts: StepInfo) -> None:
-        """Called after each update. Writes its events, and logs if it is time to."""
+        """Called after each update. Writes its events, and logs every ``steps_per_print`` updates."""
         self._report.enter()
         for tracker in self._trackers:
             tracker.end_step(facts, self._loss)
@@ -202,7 +202,7 @@ class ProgressLog:
             self._report.leave()  # until here it belongs to this step
         self._announce_flops()
         is_time = self._every > 0 and facts.step % self._every == 0
-        # Only where it is shown: reading it makes the host wait for the device.
+        # Read only if it is shown, since reading makes the host wait for the device.
         loss = self._read_loss() if self._monitor.writes or is_time else None
         self._loss = None
         phases = self._phase_times()
@@ -223,7 +223,7 @@ class ProgressLog:
             self._report.enter()
 
     def _announce_flops(self) -> None:
-        """Passes trackers once the number of operations of the model, from which they compute the MFU."""
+        """Sends trackers, once, the model's number of operations, from which they compute the MFU."""
         tokens, units = self._tokens, self._tokens or self._micro_batches
         self._tokens = self._micro_batches = 0
         operations = self._flops.operations(units)
@@ -279,7 +279,7 @@ class ProgressLog:
             now = time.perf_counter()
             samples = self._report.per_second(self._report.samples, now)
             parts.append(f"{samples:8,.1f} samples/s")
-            if self._report.tokens:  # of this rank; the other ranks' samples are as long
+            if self._report.tokens:  # this rank's tokens, assuming that the other ranks' samples are as long
                 tokens = self._report.tokens / facts.own_batch * facts.batch * self._sequence_ranks
                 parts.append(f"{self._report.per_second(tokens, now):11,.0f} tokens/s")
             share = self._flops.share(self._report.per_second(self._report.tokens or self._report.micro_batches, now))
@@ -296,7 +296,7 @@ class ProgressLog:
 
 
 class _Interval:
-    """Sums up the steps since the latest line.
+    """Totals of the steps since the latest line.
 
     Attributes:
         samples: Over all ranks.
@@ -308,7 +308,7 @@ class _Interval:
         self.samples = self.tokens = self.micro_batches = 0
         self._started = since
         self._updates = 0
-        self._depth = 0  # of phases that are open
+        self._depth = 0  # number of open phases
         self._entered = 0.0
         self._inside = 0.0  # seconds in phases
         self._phases = dict.fromkeys(PHASES, (0.0, 0.0))
@@ -316,7 +316,7 @@ class _Interval:
     def add(self, samples: int, phases: dict[str, tuple[float, float]]) -> None:
         self.samples += samples
         self._updates += 1
-        self._depth = 0  # also where an exception has left a phase
+        self._depth = 0  # an exception may have left a phase open
         for phase, (total, waited) in phases.items():
             so_far = self._phases[phase]
             self._phases[phase] = (so_far[0] + total, so_far[1] + waited)
@@ -338,7 +338,7 @@ class _Interval:
         return count / max(now - self._started, 1e-9)
 
     def outside_share(self, now: float) -> float:
-        """Returns the share of the time that lies between calls of the engine: data and the program's own code."""
+        """Returns the share of the time outside calls of the engine: data and the program's own code."""
         return max(1 - self._inside / max(now - self._started, 1e-9), 0.0)
 
     def breakdown(self, now: float) -> str:
@@ -353,7 +353,7 @@ class _Interval:
 
 
 def count_tokens(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-    """Returns the token ids among the arguments of a forward: ``input_ids``, else the first integers in rows."""
+    """Returns the number of tokens of a forward: of ``input_ids``, else of the first 2-D integer tensor."""
     for value in (named.get("input_ids"), *inputs):
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
             return value.numel()

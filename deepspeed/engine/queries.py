@@ -1,4 +1,4 @@
-"""Queries of an engine by scripts and integrations: where it stands among the ranks, what it holds."""
+"""Read-only queries of an engine by scripts and integrations: its ranks, optimizer, memory and experts."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class EngineQueries:
 
         Yields:
             ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
-            Of a parameter that is cut over tensor-parallel ranks it is all of it, and these ranks must take part; where
-            it is not known which ranks have the other parts (a program's own layers), it is this rank's part.
+            A parameter that is cut over tensor-parallel ranks is yielded whole, and these ranks must take part. If it is
+            unknown which ranks have the other parts (a program's own layers), this rank's part is yielded.
             The tensors of one bucket may share memory with each other, never with the model.
         """
         return iter_full(self._runtime, kind, bucket_bytes)

@@ -1,4 +1,4 @@
-"""Finds mistakes in a training loop: those that would train nothing in silence are logged once, others raise."""
+"""Finds mistakes in a training loop: some raise, others, which would silently train nothing, are logged once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.logging import log_dist
 from deepspeed.zero.address import address_of
 from deepspeed.zero.gather.hooks import tensors_in
 
-_PATIENCE = 8  # backwards of one update by a program that adds up gradients of its own accord
+_PATIENCE = 8  # backwards without a step that a program may intend, because it accumulates gradients itself
 
 
 class MissingStep:
@@ -43,7 +43,7 @@ class MissingStep:
 
 
 class RowCheck:
-    """Compares the rows of the first training batch with the configured micro-batch.
+    """Compares the batch dimension of the first training batch with the configured micro-batch.
 
     Attributes:
         is_done: Whether a batch was compared.
@@ -76,7 +76,7 @@ _OF_PIPELINES = ("train_batch", "eval_batch", "set_dataiterator", "set_dataloade
 
 
 def hint_for(attribute: str) -> str:
-    """Returns what to do if a program reads ``attribute`` of an engine without a pipeline; often nothing."""
+    """Returns advice for a program that reads ``attribute`` of an engine without a pipeline; often an empty string."""
     if attribute not in _OF_PIPELINES:
         return ""
     return (
@@ -115,11 +115,11 @@ def _is_trained_by_an_engine(parameter: torch.Tensor) -> bool:
 
 
 def check_loss(loss: Any, gradient: Any) -> None:
-    """Raises where ``loss`` is nothing to train by.
+    """Raises if ``loss`` cannot be backpropagated.
 
     Args:
         loss: What ``engine.backward`` was given.
-        gradient: That of ``Tensor.backward``, or None.
+        gradient: The argument of ``Tensor.backward``, or None.
     """
     if not isinstance(loss, torch.Tensor):
         raise CallOrderError(
@@ -128,7 +128,7 @@ def check_loss(loss: Any, gradient: Any) -> None:
         )
     if not loss.requires_grad:
         if not torch.is_grad_enabled():
-            # An interrupt that arrives while torch enters such a block leaves gradients off in a notebook.
+            # In a notebook, an interrupt while torch enters such a block leaves gradients off.
             raise CallOrderError(
                 "engine.backward: gradients are off (torch.is_grad_enabled() is False), as inside torch.no_grad() or "
                 "after an interrupt that arrived as one began. Call engine.backward outside of such a block, or "

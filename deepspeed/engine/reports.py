@@ -25,7 +25,7 @@ def memory_rows(
 ) -> list[tuple[str, int, int, str]]:
     """Returns ``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps.
 
-    What is not on the device has rows of its own, whose kind ends in ``(host)`` or ``(file)``.
+    Tensors off the device have rows of their own, whose kind ends in ``(host)`` or ``(file)``.
     """
     if optimizer is not None:
         optimizer.count_state()
@@ -77,7 +77,7 @@ def _landed(
 
 
 def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
-    """Buffers between files and the rest, of the size that was set."""
+    """Returns the bytes of the staging buffers between files and memory, and their formula."""
     return runtime.states.staging_bytes, "buffers x bytes of one"
 
 
@@ -121,7 +121,7 @@ def precision_rows(
 
     rows: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else []):
-        # By the layout, not by this rank's runs: a small group may lie on other ranks only.
+        # Read from the layout, not from this rank's runs: a small group may be on other ranks only.
         members = [m for m in runtime.masters if any(t.param_group == number for t in m.bucket.layout.tiles)]
         compute = sorted({str(m.bucket.dtype) for m in members})
         assert optimizer is not None

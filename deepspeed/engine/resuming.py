@@ -1,4 +1,4 @@
-"""What of an engine a checkpoint holds, and how an engine continues from one."""
+"""Collects an engine's state for a checkpoint, and continues an engine from one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run_state_of(engine: EngineBase) -> RunState:
-    """Returns what a checkpoint of this moment holds."""
+    """Returns the state that a checkpoint of this engine would hold now."""
     return RunState(
         model=engine.module,
         runtime=engine._runtime,
@@ -37,9 +37,9 @@ def run_state_of(engine: EngineBase) -> RunState:
 
 
 def _renamings(model: Any) -> list[dict[str, str]]:
-    """Returns beginnings of names in checkpoints of other kinds of ``model``, to its own.
+    """Maps name prefixes in checkpoints of the other form of ``model`` to those of ``model``.
 
-    A pipeline that was made of a Transformers model has the weights of that model, and the other way round.
+    A Transformers model and the pipeline made of it have the same weights under different names.
     """
     from deepspeed.parallel.pipe.transformers_models import pipeline_names
 
@@ -51,7 +51,7 @@ def _renamings(model: Any) -> list[dict[str, str]]:
 
 
 def resume_from(engine: EngineBase, loaded: LoadResult) -> None:
-    """Continues where the run that saved a checkpoint was; accumulation starts over."""
+    """Continues from the position of the run that saved a checkpoint; accumulation starts over."""
     for name, value in loaded.counters.items():
         setattr(engine, name, value)
     engine._batches.count_anew()

@@ -29,7 +29,7 @@ from deepspeed.parallel.pipe.split import backward_to_inputs
 from deepspeed.parallel.pipe.values import detached, shapes_of
 from deepspeed.zero.runtime import MicroBatch, ModelChunk
 
-_NO_ITEM = (None, None)  # an item of a stage that has no data
+_NO_ITEM = (None, None)  # placeholder for stages without data
 
 
 class PipelineCompute:
@@ -39,10 +39,10 @@ class PipelineCompute:
         module: The pipeline.
         step: The engine's training step.
         batches: Sizes of batches.
-        progress: Takes losses.
+        progress: Receives the losses.
         job: All ranks.
         rank: This one.
-        device: Where losses lie.
+        device: Where losses are.
         failures: Reports failures to the other ranks.
         reduces_each: Reduce after every micro-batch (stage 3); otherwise gradients are summed on this rank and reduced
             by the backward that closes them.
@@ -91,7 +91,7 @@ class PipelineCompute:
         self._after_update = after_update
         self._parameters_of = {chunk: frozenset(module.parameters_of(chunk)) for chunk in module.chunks}
         self._last_chunk = len(module.stage_of_chunks) - 1
-        self._backwards_left: Counter[int] = Counter()  # by chunk, backwards of weights that have not started
+        self._backwards_left: Counter[int] = Counter()  # per chunk, weight backwards that have not started
         self._found = MicroBatchLosses()
         self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
         self._agreed: Callable[[], DataAgreement] | None = None
@@ -123,7 +123,10 @@ class PipelineCompute:
             )
 
     def own_items(self) -> list[Any]:
-        """Returns this rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
+        """Returns this rank's pairs ``(inputs, labels)`` of the step.
+
+        Placeholders or fewer pairs if its data ran out.
+        """
         if self._agreed is None:  # the program runs a schedule of its own
             self.get_ready("_exec_schedule", self._batches.gradient_accumulation_steps(), "train")
         items: list[Any] = []
@@ -134,11 +137,11 @@ class PipelineCompute:
         return items
 
     def may_begin(self) -> bool:
-        """Returns whether the computation may start early: not if forwards of a stage communicate between its ranks."""
+        """Returns whether this stage may compute before :meth:`agree`: each stage is one rank, with all its items."""
         return self._module.num_stages == self._mesh.world_size and self._has_all_items
 
     def agree(self) -> bool:
-        """Waits until all ranks are known to have their items; returns whether labels are sent from the first stage."""
+        """Waits until all ranks have confirmed their items; returns whether the first stage sends the labels."""
         assert self._agreed is not None
         agreed, self._agreed = self._agreed, None
         found = agreed()
@@ -149,7 +152,7 @@ class PipelineCompute:
     # -- computations ------------------------------------------------------------------------------------------------
 
     def begin_step(self, backwards: Mapping[int, int]) -> None:
-        """Takes how many backwards of weights each chunk has in the step; the last one of a chunk reduces."""
+        """Sets the number of weight backwards of each chunk in the step; a chunk's last one reduces."""
         self._backwards_left = Counter(backwards)
 
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
@@ -157,7 +160,7 @@ class PipelineCompute:
         module = self._module
         module.active_chunk = chunk
         try:
-            # Only the first chunk takes the program's data. No backward runs but those of the schedule.
+            # Only the first chunk gets the program's data. The schedule runs all backwards, so none is announced.
             with self._progress.named(f"chunk {chunk}, micro-batch {micro_batch}: forward"):
                 outputs = self._step.forward(
                     module, (inputs,), {}, is_training=module.training, has_data=chunk == 0, announces=False
@@ -175,7 +178,7 @@ class PipelineCompute:
         loss, count = given.loss, given.count
         if added and count is None:
             loss = sum(added.values(), start=loss.float().reshape(()))
-        elif added:  # means, which weigh as much as the tokens of the micro-batch
+        elif added:  # means, weighted by the tokens of the micro-batch
             loss = loss.float().reshape(()) + torch.stack(list(added.values())).sum() * count
         shown = {name: term.detach() for name, term in added.items()}
         metrics = {**given.metrics, **shown, **(module.get_additional_losses() or {})}
@@ -183,7 +186,7 @@ class PipelineCompute:
         return loss
 
     def _loss_of(self, outputs: Any, labels: Any) -> Any:
-        """Returns what ``loss_fn`` makes of a micro-batch; without it, the outputs."""
+        """Returns the result of ``loss_fn`` for a micro-batch; without it, the outputs."""
         module = self._module
         if module.loss_fn is None:
             return outputs
@@ -210,12 +213,12 @@ class PipelineCompute:
             micro_batch: Number of the micro-batch in the step.
             outputs: What the forward returned and what needs a gradient, of any shape.
             gradients: For each output one of its shape, or None for one without; None: ``outputs`` is the loss.
-            closes: No weight gradients are computed later.
+            closes: Whether no weight gradients of this micro-batch are computed later.
         """
         current = self._micro_batch(chunk, micro_batch, closes=closes)
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs:
-            return  # nothing of this stage is trained, nor of those before it
+            return  # neither this stage nor those before it train anything
         with self._progress.named(f"chunk {chunk}, micro-batch {micro_batch}: backward"):
             if gradients is None:
                 self._step.backward_of_loss(outputs[0], current, count=self._found.counts[micro_batch])
@@ -230,7 +233,7 @@ class PipelineCompute:
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need.
+        """Computes the gradients of a chunk's ``inputs``; returns what :meth:`compute_weight_gradients` needs.
 
         Args:
             chunk: Number of the chunk in the model.
@@ -241,8 +244,8 @@ class PipelineCompute:
         """
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
-            return outputs, gradients  # no stage waits: all of it is the weights' half
-        # Experts have exchanges in their backward, which must come once and on all ranks alike, with or without tokens.
+            return outputs, gradients  # no stage waits for gradients: everything is computed with the weights
+        # Experts exchange tokens in backward. Every rank must do so exactly once, with or without tokens.
         is_whole = self._module.activation_checkpoint_interval > 0 or backward_comm.is_uneven()
         if is_whole or not self._splits_backward:
             self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
@@ -280,7 +283,7 @@ class PipelineCompute:
             )
 
     def _micro_batch(self, chunk: int, micro_batch: int, *, closes: bool = True) -> MicroBatch:
-        """Counts a backward and returns its micro-batch; ``closes``: no weight gradients are computed later."""
+        """Counts a backward and returns its micro-batch; ``closes`` as in :meth:`compute_backward`."""
         reaches, left = self._parameters_of[chunk], self._backwards_left
         closed: frozenset[nn.Parameter] = frozenset()
         if closes:
@@ -309,7 +312,7 @@ class PipelineCompute:
         self._after_update()
 
     def evaluated(self, reduce_output: str | None, *, shares_loss: bool) -> Any:
-        """Returns the result of an evaluation that has run. Every rank must call it.
+        """Returns the result of the last evaluation. Every rank must call it.
 
         Args:
             reduce_output: ``avg``: the mean over micro-batches and copies of the model; None: a list, one entry for
@@ -338,13 +341,13 @@ class StageFailures:
 
     Args:
         job: All ranks.
-        place: Returns where this rank is in a call with the given name, for messages.
+        place: Returns the position of this rank inside the named call, for messages.
     """
 
     def __init__(self, job: Transport, place: Callable[[str], str]) -> None:
         self._job = job
         self._place = place
-        self._message = ""  # of the failure that ended the connections between the ranks
+        self._message = ""  # of the failure that closed the connections between the ranks
 
     def refuse_after_failure(self, call: str) -> None:
         """Raises PipelineError if an earlier call failed: the ranks are no longer connected."""
@@ -383,7 +386,7 @@ class StageFailures:
 
 
 class MicroBatchLosses:
-    """Losses of one step on one rank, with what the loss function or the module gave beside them.
+    """Losses of one step on one rank, and the metrics returned with them.
 
     Attributes:
         losses: Mean loss of each micro-batch: 0-dim, fp32.
@@ -393,7 +396,7 @@ class MicroBatchLosses:
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
         self.counts: dict[int, Any] = {}
-        self._metrics: dict[str, tuple[torch.Tensor, int]] = {}  # sums, and how many micro-batches gave each
+        self._metrics: dict[str, tuple[torch.Tensor, int]] = {}  # sum and number of micro-batches per metric
 
     def add(self, micro_batch: int, loss: torch.Tensor, metrics: Mapping[str, Any], count: Any) -> torch.Tensor:
         """Adds the loss and the metrics of a micro-batch; they stay on the device.
@@ -426,7 +429,7 @@ class MicroBatchLosses:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Over the micro-batches, or over their tokens."""
+        """Returns the mean loss over the micro-batches, or over their tokens: 0-dim, fp32."""
         if not self.losses:
             return torch.tensor(0.0)
         losses = torch.stack(self.losses)
@@ -437,7 +440,7 @@ class MicroBatchLosses:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each over the micro-batches that gave it."""
+        """Returns the mean of each metric over the micro-batches that have it."""
         return {name: float(total) / count for name, (total, count) in self._metrics.items()}
 
 
@@ -486,7 +489,7 @@ def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
     """Returns the numbers that a rank sends to all others.
 
     Args:
-        found: What a rank with the last chunk has; None elsewhere.
+        found: The losses on a rank with the last chunk; None elsewhere.
         count: Micro-batches.
     """
     if found is None:
@@ -513,7 +516,7 @@ def read_rows(
         tokens where losses are sums), and of each metric the mean over the copies that gave it.
     """
     senders = [other for other, row in enumerate(rows.tolist()) if row[0]]
-    if not senders:  # the planner's one rank stands for all, and has another chunk
+    if not senders:  # the planner simulates one rank, which may not have the last chunk
         return [0.0] * ((rows.shape[1] - 2) // 2), 0.0, {}
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):

@@ -1,4 +1,4 @@
-"""The training step of one engine: forward, backward and update, without the engine's public face."""
+"""The training step of one engine: forward, backward and update, without the engine's public methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNOR
 
 
 class LossScaling:
-    """Scales losses, and sees to it that no gradients of an unscaled one are used.
+    """Scales losses, and refuses gradients of an unscaled one.
 
     Args:
         scaler: The fp16 loss scaler, or None where losses are not scaled.
@@ -40,7 +40,7 @@ class LossScaling:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
-        self._scaled = 0  # losses whose backward the program calls itself and that have not run yet
+        self._scaled = 0  # scaled losses whose backward the program will call itself
         self._saw_unscaled = False
 
     @property
@@ -49,7 +49,7 @@ class LossScaling:
         return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss (0-dim) times the scale, for a backward of the engine's."""
+        """Returns the loss (0-dim) times the scale, for a backward that the engine runs."""
         return self._scaler.scale_loss(loss) if self._scaler is not None else loss
 
     def apply_for_program(self, loss: torch.Tensor) -> torch.Tensor:
@@ -87,9 +87,9 @@ class TrainStep:
     Args:
         runtime: The ZeRO runtime of the model.
         updater: The ZeRO optimizer, or None where nothing is trained.
-        batches: Sizes of batches, and the micro-batch that the training is at.
+        batches: Sizes of batches, and the current micro-batch.
         scaling: The loss scale.
-        progress: Takes times and losses.
+        progress: Receives times and losses.
         precision: Dtypes of the forward.
         hooks: What the engine's features do in a step.
         profiled: The step whose operations are counted, or None.
@@ -137,7 +137,7 @@ class TrainStep:
         self._advance_lr = advance_lr
         self._missing_step = MissingStep()
         self._row_check = RowCheck()
-        self._in_forward = False  # a whole training step may be part of a forward
+        self._in_forward = False  # a whole training step may run inside a forward
         self._runs_backward = False
         self._program_runs_backward = False
         runtime.attach(updater, self.open_backward)
@@ -164,7 +164,7 @@ class TrainStep:
             named: Keyword arguments; cast in the same way.
             is_training: Whether the model is in training mode.
             has_data: The arguments are the program's data: the first of them are compared with the micro-batch size.
-            announces: Open a backward when the program runs one through the outputs.
+            announces: Whether a backward through the outputs opens the engine's backward.
 
         Raises:
             DeepSpeedConfigError: The model was given floating tensors of another dtype than it computes in.
@@ -173,7 +173,7 @@ class TrainStep:
         runtime.refuse_offloaded("engine.forward", "lp_params")
         if differentiates_a_function():
             return self._forward_in_transform(fn, inputs, named)
-        if not runtime.backward_is_running:  # as it is where this forward is recomputed
+        if not runtime.backward_is_running:  # it is running if this forward is a recomputation
             runtime.drop_open_work()
         runtime.places.restore()
         if has_data and is_training:
@@ -191,7 +191,7 @@ class TrainStep:
         return outputs
 
     def _forward_in_transform(self, fn: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Runs ``fn`` inside ``torch.func.grad`` and the like, which compute derivatives without a backward of ours."""
+        """Runs ``fn`` inside transforms like ``torch.func.grad``, which differentiate without the engine's backward."""
         self._runtime.hooks.refuse_transforms()
         if self._precision.cast_inputs:
             inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
@@ -254,7 +254,7 @@ class TrainStep:
             micro_batch: See :meth:`backward`.
             divides: Divide it by the accumulation steps.
             count: Tokens that the loss is a sum over; None: it is a mean. See :class:`LossCounter`.
-            gradient: That of ``Tensor.backward``.
+            gradient: The argument of ``Tensor.backward``.
             **options: Further arguments of ``torch.autograd.backward``.
 
         Returns:
@@ -299,7 +299,7 @@ class TrainStep:
         self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
 
     def run_backward(self, compute: Callable[[], _Computed], micro_batch: MicroBatch) -> _Computed:
-        """Returns what ``compute`` returns, which runs a backward by itself. Every rank must call it."""
+        """Runs ``compute``, which contains a backward, and returns its result. Every rank must call it."""
         self._refuse_backward()
         self._begin_backward(micro_batch)
         return self._run_backward(compute)
@@ -375,11 +375,12 @@ class TrainStep:
         return computed
 
     def open_backward(self) -> None:
-        """Opens a backward if none is open. Called for each backward, and when one shows itself at the outputs."""
+        """Opens a backward if none is open. Called for each backward, and when one reaches the outputs."""
         if self._runtime.in_backward or self._runtime.reducer is None or self._features.runs_backward:
             return
         batches = self._batches
-        if batches.are_reduced and not batches.is_decided_outside:  # a driver that decides about steps handles them
+        # a driver or schedule that decides about steps handles the reminders
+        if batches.are_reduced and not batches.is_decided_outside:
             self._missing_step.backward()
         self._runtime.begin_backward(batches.current(), sync=batches.are_reduced and self.reduces_gradients)
         batches.has_run_backward = True
@@ -392,9 +393,9 @@ class TrainStep:
 
     @contextmanager
     def one_reduction(self) -> Iterator[None]:
-        """Adds up the gradients of backwards inside the block and reduces the sum at its end, unless it raises.
+        """Sums the gradients of backwards inside the block and reduces the sum at its end, unless the block raises.
 
-        Where sums stay local until the boundary anyway (stages 0 and 1), one before the boundary is left alone.
+        At stages 0 and 1, where sums stay local until the boundary, a block before the boundary reduces nothing.
         """
         self._refuse_backward()
         reducer = self._runtime.reducer
@@ -411,7 +412,7 @@ class TrainStep:
             self._progress.after("backward")
             by_program, self._program_runs_backward = self._program_runs_backward, False
             if by_program and self._runtime.reducer is not None and self._runtime.reducer.has_arrivals:
-                self.counts.begin(None, 1)  # not for torch.autograd.grad, which leaves no gradient in a parameter
+                self.counts.begin(None, 1)  # skipped for torch.autograd.grad, which leaves no gradient in a parameter
 
     # -- update ------------------------------------------------------------------------------------------------------
 
@@ -445,7 +446,7 @@ class TrainStep:
             )
         if micro_batches is not None:
             batches.set_current(MicroBatch(micro_batches - 1, is_first=False, is_last=True))
-            batches.has_run_backward = True  # stages without trained parameters run none
+            batches.has_run_backward = True  # pipeline stages without trained parameters run no backward
         self._runtime.leave_backward("engine.step")
         self.was_applied = False
         self._missing_step.step()
@@ -490,7 +491,7 @@ class TrainStep:
         return replace(report, extra=report.extra[:, : len(extra)])
 
     def free_for_update(self) -> None:
-        """Frees what must not be gathered while parameters change. Called by the optimizer, first thing in an update.
+        """Frees gathered parameters before they change. Called by the optimizer at the begin of an update.
 
         Raises:
             CallOrderError: The gradients come from a loss without the loss scale, or parameters are in use.

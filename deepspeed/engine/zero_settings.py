@@ -1,4 +1,4 @@
-"""What the configuration requests of ZeRO: dtypes, placement, groups of ranks, memory and limits; and the runtime."""
+"""Derives ZeRO's settings from the configuration: dtypes, placement, groups, memory and limits; builds the runtime."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def precision_for(setup: EngineSetup) -> PrecisionPolicy:
 
 
 def placement_for(setup: EngineSetup) -> Placement:
-    """Returns where model states live by the configuration.
+    """Returns the configured placement of the model states.
 
     Raises:
         DeepSpeedConfigError: The model was compiled into one graph, and parameters are gathered between its parts.
@@ -67,10 +67,10 @@ def placement_for(setup: EngineSetup) -> Placement:
 
 
 def gradient_divisor(root: Root, ranks: RankCoordinates) -> int:
-    """Returns what makes a mean over samples of the sum of gradients over the ranks that hold the same part.
+    """Returns the divisor that turns the sum of gradients over the ranks with the same part into a mean over samples.
 
-    It is the number of these ranks, whichever axes they lie along, unless ranks that share a sequence have parts of one
-    loss: then it is the number of sequences.
+    It is the number of these ranks along all axes. If ranks that share a sequence each have a part of one loss, it is
+    the number of sequences.
 
     Raises:
         DeepSpeedConfigError: Gradients are to be summed, and each rank that shares a sequence has all of the loss.
@@ -103,7 +103,7 @@ def place_frozen(placement: Placement, own_groups: Collection[str]) -> Placement
 
 
 def tiers_for(setup: EngineSetup, placement: Placement, optimizer: torch.optim.Optimizer | None) -> OffloadTiers:
-    """Opens the memory away from the device. Every rank of the job must call it.
+    """Opens the host memory and files that offload uses. Every rank of the job must call it.
 
     Args:
         setup: What was requested.
@@ -195,7 +195,7 @@ def runtime_options(
         placement: Where model states live.
         precision: Their dtypes.
         optimizer: The torch optimizer, or None.
-        tiers: The memory away from the device.
+        tiers: The host memory and files that offload uses.
 
     Raises:
         DeepSpeedConfigError: The optimizer needs whole tensors, which the ZeRO stage cuts.

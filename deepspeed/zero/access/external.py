@@ -1,7 +1,7 @@
 """Parameters that a module uses without owning them.
 
-Nothing needs to be registered: a use outside the own module is seen when it happens, and the parameter's bucket is
-gathered. The names exist because programs call them; what was registered can be listed again.
+Registration is not needed: a use outside the owning module is detected when it happens, and the parameter's bucket is
+gathered. The functions exist because programs call them; registered parameters can be listed.
 """
 
 from __future__ import annotations

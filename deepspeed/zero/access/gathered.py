@@ -1,8 +1,8 @@
-"""``GatheredParameters``: full parameters for the length of a block.
+"""``GatheredParameters``: makes parameters full inside a block.
 
-Only what was requested moves: each owner sends its part of each parameter, all in one round. Where every parameter of
-a bucket was requested, the bucket itself is gathered and stays FULL, so that forwards inside the block gather nothing.
-Before anything moves, the ranks compare what they request; so ranks that request different things all raise.
+Only requested parameters are sent: each owner sends its part of each parameter, all in one round. Where every parameter
+of a bucket was requested, the bucket itself is gathered and stays FULL, so that forwards inside the block gather
+nothing. Before anything moves, the ranks compare what they request; so ranks that request different things all raise.
 
 Edits. With ``modifier_rank`` the values of that rank reach every shard and the fp32 masters when the block ends (a
 master changes only where its 16-bit value did). Without, edits are dropped, with one warning.
@@ -35,8 +35,8 @@ class GatheredParameters:
     """Inside the block, the given parameters are full: they have their shape and their values.
 
     Every rank of the group must enter it, with the same parameters in any order. Parameters that are full already, that
-    belong to no engine, buffers, duplicates and None are skipped; an empty collection does nothing. May be nested: the
-    inner block does nothing for what the outer one made full, except that with ``modifier_rank`` it publishes edits.
+    belong to no engine, buffers, duplicates and None are skipped; an empty collection does nothing. May be nested: for
+    parameters that the outer block made full, the inner block only publishes edits, if it has a ``modifier_rank``.
 
     Args:
         params: One parameter or any iterable of them (consumed at once).
@@ -124,7 +124,7 @@ def by_group(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def _place_in_order(entries: list[Entry]) -> tuple[int, str, tuple[int, ...]]:
-    """Decides which group comes first: groups of equal size too, and alike on ranks that are in different groups.
+    """Returns a sort key of groups that is the same on all ranks, also between groups of equal size.
 
     Groups of one name are distinguished by their ranks, whose order is the same on every rank.
     """
@@ -144,7 +144,7 @@ class GatheredBlock:
         self._group = entries[0][1].bucket.group
         self._transport = self._group.gather
         self._modifier = modifier
-        # Ordinary parameters (stages 0 to 2) take part only where a rank's values are to be spread.
+        # Ordinary parameters (stages 0 to 2) take part only if a modifier rank is given.
         self._entries = [
             entry for entry in entries if entry[1].bucket.is_partitioned or (modifier is not None and entry[1].numel)
         ]
@@ -181,19 +181,20 @@ class GatheredBlock:
                 bucket.owner.open_blocks += 1
 
     def _open_bucket(self, bucket: BucketBase, entries: list[Entry]) -> list[Entry]:
-        """Deals with one bucket; returns the parameters whose parts must be sent."""
+        """Opens one bucket; returns the parameters whose parts must be sent."""
         missing = [entry for entry in entries if _is_missing(entry)]
         if isinstance(bucket, Bucket) and bucket.is_sharded:
-            if bucket.state is State.GATHERING:  # a prefetch; all ranks have it on its way
+            if bucket.state is State.GATHERING:  # a prefetch, which all ranks have started
                 bucket.finish_gather()
             elif bucket.state is State.SHARDED and _is_everything(bucket, missing):
                 bucket.start_gather(exactly=True)
                 bucket.finish_gather()
                 self._whole.append(bucket)
             if bucket.state is State.FULL:
-                bucket.keep_writes()  # of a forward around the block; what the block writes is the block's
+                # writes of a forward around the block are kept; the block's own are handled at its end
+                bucket.keep_writes()
                 if bucket.is_decoded and self._modifier is not None:
-                    bucket.restore_full()  # what the block leaves is taken for the parameters' values
+                    bucket.restore_full()  # the values at the block's end become the parameters' values
                 bucket.pin()
                 self._pinned.append(bucket)
         new_loans: list[Entry] = []
@@ -211,12 +212,12 @@ class GatheredBlock:
         return new_loans
 
     def _start_loans(self, entries: list[Entry]) -> None:
-        """Brings the parts of the parameters together in tensors of their own."""
+        """Gathers parameters into tensors of their own (loans)."""
         transfers: list[TensorTransfer] = []
         tensors = []
         for _, address in entries:
             bucket = address.bucket
-            # Made in its shape: a view would hold its base, and then look as if the program still held a view.
+            # Allocated in its shape: a view would hold its base, as if the program still held a view.
             tensor = torch.empty(address.shape, dtype=bucket.dtype, device=bucket.device)
             tensors.append(tensor)
             fragment = bucket.fragment(address.tile)
@@ -231,7 +232,7 @@ class GatheredBlock:
             self._loaned.append((parameter, address))
 
     def _words(self, what: str) -> str:
-        # States are sent with the words: a rank for which a bucket is FULL would take another path than the others.
+        # Bucket states are compared too: a rank whose bucket is FULL would take another path than the others.
         states = "".join(entry[1].bucket.state.value[0] for entry in self._entries)
         names = [(entry[1].name, entry[1].shape) for entry in self._entries]
         shown = ", ".join(name for name, _ in names[:3]) + (", ..." if len(names) > 3 else "")
@@ -243,7 +244,7 @@ class GatheredBlock:
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None) -> None:
-        """Publishes or drops edits and gives the memory back; every rank must call it where a modifier was named."""
+        """Publishes or drops edits and frees the memory. With a modifier rank, every rank must call it."""
         failed = False
         try:
             if self._modifier is not None and self._entries:
@@ -260,7 +261,7 @@ class GatheredBlock:
             self.give_back(restore=self._modifier is None or failed)
 
     def _misfit(self) -> int:
-        """Returns the first parameter whose data the block replaced by something of another shape; -1 for none."""
+        """Returns the index of the first parameter whose data the block replaced by another shape; -1 for none."""
         for index, (parameter, address) in enumerate(self._entries):
             if tuple(parameter.shape) != address.shape:
                 return index
@@ -281,7 +282,7 @@ class GatheredBlock:
                 )
 
     def give_back(self, *, restore: bool) -> None:
-        """Ends the loans without communication; ``restore``: edits of parameters that stay full are undone."""
+        """Ends the loans without communication; with ``restore``, undoes edits of parameters that stay full."""
         for parameter, address in self._present:
             loan = self._end_loan(address)
             if loan is not None and restore:
@@ -306,7 +307,7 @@ class GatheredBlock:
         if values is None or address.bucket in self._whole:
             return
         if isinstance(address.bucket, Bucket):
-            parameter.data = address.bucket.view(address.tile)  # the block may have put something else there
+            parameter.data = address.bucket.view(address.tile)  # the block may have assigned another tensor
         with torch.no_grad():
             parameter.data.copy_(values)
         if isinstance(address.bucket, Bucket):
@@ -350,7 +351,7 @@ class GatheredBlock:
             if fragment is not None and place is not None:
                 arriving.append((bucket, fragment, place))
             transfers += scatter(bucket.layout, address.tile, self._transport.rank, modifier, values, place)
-        if self._present or self._loaned:  # every rank takes part, also one that has nothing to send or get
+        if self._present or self._loaned:  # every rank takes part, even if it has nothing to send or receive
             self._transport.move(transfers, label=f"the changes of {_label(self._entries)}")
         for bucket, fragment, values in arriving:
             bucket.keep_fragment(fragment, values)
@@ -393,7 +394,7 @@ def _label(entries: list[Entry]) -> str:
 
 
 def _is_missing(entry: Entry) -> bool:
-    """Returns whether the values are not on this rank at the moment."""
+    """Returns whether this rank lacks the values now."""
     bucket, tile = entry[1].bucket, entry[1].tile
     loan = bucket.loans.get(tile)
     return bucket.state is not State.FULL and (loan is None or loan.tensor is None)
@@ -405,7 +406,7 @@ def _is_everything(bucket: Bucket, entries: list[Entry]) -> bool:
 
 
 def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
-    """Copies values that the block put elsewhere (``parameter.data = ...``) to where they are expected."""
+    """Copies values that the block assigned (``parameter.data = ...``) back into the parameter's own memory."""
     bucket, loan = address.bucket, address.bucket.loans[address.tile]
     place = loan.tensor
     if place is None and isinstance(bucket, Bucket):
@@ -416,7 +417,7 @@ def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
 
 
 def _master_values(address: Address) -> torch.Tensor | None:
-    """Returns the values of a resident parameter as its fp32 master has them, where that is separate and whole here."""
+    """Returns the fp32 master's values of a resident parameter; None unless a separate master is whole on this rank."""
     bucket = address.bucket
     master = bucket.owner.master_of(bucket) if bucket.owner is not None and not bucket.is_sharded else None
     if master is None or master.out is None or master.layout.num_slices > 1:
@@ -425,7 +426,7 @@ def _master_values(address: Address) -> torch.Tensor | None:
 
 
 def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> bool:
-    """Returns whether the values differ from those at the block's start, as far as this rank can detect by itself."""
+    """Returns whether this rank can detect that the values differ from those at the block's start."""
     if parameter._version != loan.version:
         return True
     values = loan.backup if loan.backup is not None else _master_values(address)

@@ -1,6 +1,6 @@
-"""The machinery of sharded parameters as an object: what there is at stage 3 without an optimizer.
+"""The object that manages sharded parameters: ``engine.optimizer`` at stage 3 without an optimizer.
 
-Programs that generate with a gathered model reach into it: they remove the hooks, generate, and put them back.
+Programs that generate with a gathered model use it: they remove the hooks, generate, and install them again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deepspeed.zero.tiling.layout import Limits
 
 
 class ParameterCoordinator:
-    """The order in which parameters are gathered, under the names that programs use for it."""
+    """Upstream's interface to the order in which parameters are gathered."""
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime
@@ -73,7 +73,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         module: The model.
     """
 
-    _lease: Lease | None = None  # of an engine's model it is the engine's
+    _lease: Lease | None = None  # None for an engine's model: the engine has it
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         self._runtime = runtime
         self.module = runtime.model
         self.param_coordinator = ParameterCoordinator(runtime)
-        self.backward_hooks: list[RemovableHandle] = []  # backward is followed by hooks on tensors
+        self.backward_hooks: list[RemovableHandle] = []  # always empty: backward uses hooks on tensors
 
     @classmethod
     def of(cls, runtime: ZeroRuntime) -> DeepSpeedZeRoOffload:
@@ -150,7 +150,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         self._runtime.hooks.handles = handles
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Puts the hooks back on the model.
+        """Installs the hooks on the model again.
 
         Raises:
             CallOrderError: ``module`` is another one.
@@ -160,7 +160,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         self._runtime.hooks.install()
 
     def setup_zero_stage3_hooks(self) -> None:
-        """Puts the hooks on the model, where they are not."""
+        """Installs the hooks on the model if they are missing."""
         self._runtime.hooks.install()
 
     def get_param_coordinator(self, training: bool = True) -> ParameterCoordinator:
@@ -174,7 +174,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
     empty_partition_cache = partition_all_parameters
 
     def destroy(self) -> None:
-        """Takes the hooks from the model, and gives back the communicators that were made for this object."""
+        """Removes the hooks from the model and closes the communicators that were made for this object."""
         self._runtime.destroy()
         if self._lease is not None:
             self._lease.give_back()
@@ -193,7 +193,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
         model: An engine, or any module. Every rank must enter it.
 
     Yields:
-        The wrapped model; with parameters that are not sharded nothing is done.
+        The wrapped model. If its parameters are not sharded, nothing is done.
     """
     inner = getattr(model, "module", model)
     optimizer = getattr(model, "optimizer", None)

@@ -1,9 +1,9 @@
 """Reading and writing the fp32 master, the gradient and the optimizer state of single parameters, at every stage.
 
 *Full* functions take and return tensors of the parameter's shape. Where the state is sharded they gather the slices of
-all owners, so every rank of the group must call them; the ranks compare their calls first. Of a parameter that is cut
-over tensor-parallel ranks they take and return all of it, and these ranks must call them too. Where it is not known
-who holds the other parts (a program's own layers), they take and return the part that this rank's model has.
+all owners, so every rank of the group must call them; the ranks compare their calls first. A parameter that is cut
+over tensor-parallel ranks is handled whole, and these ranks must call them too. If it is unknown which ranks hold the
+other parts (a program's own layers), they take and return the part that this rank's model has.
 
 *Local* functions take and return this rank's slice of the flattened parameter (all of it where the state is
 replicated): 1-D, possibly empty.
@@ -71,7 +71,7 @@ class _TrainedParam:
         return flat[:0] if fragment is None else flat[fragment.in_tile]
 
     def tile_of_full(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank's model has of a whole value."""
+        """Returns this rank's tile of a whole value."""
         return value if self.owners is None else self.owners.tile_of(value, self.address.shape)
 
     def gradient(self) -> torch.Tensor | None:
@@ -85,7 +85,10 @@ class _TrainedParam:
         return 1.0 if self.runtime.optimizer is None else self.runtime.optimizer.loss_scale
 
     def run(self) -> MasterRun | None:
-        """Returns the run of the master that holds this rank's part: one, since runs are never cut inside a tile."""
+        """Returns the master's run with this rank's part.
+
+        There is at most one, since runs are never cut inside a tile.
+        """
         fragment = self.master.fragment(self.address.tile)
         if fragment is None:
             return None
@@ -131,10 +134,10 @@ def _need(parameter: torch.Tensor, call: str) -> _TrainedParam:
 
 
 def _agree(found: _TrainedParam, call: str, numbers: tuple[int, ...] = ()) -> list[list[int]]:
-    """Compares the call; nothing to do where this rank has everything.
+    """Compares the call with the other ranks', unless this rank has everything.
 
     Returns:
-        The numbers of the ranks that share the parameter: others may have another one of that name.
+        ``numbers`` of each rank that shares the parameter.
     """
     if found.is_whole:
         return [list(numbers)]
@@ -150,7 +153,7 @@ def _whole(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Tensor
 
 
 def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Tensor:
-    """Returns the value of this rank's tile from everybody's part."""
+    """Returns the value of this rank's tile, gathered from all ranks' parts."""
     address, master = found.address, found.master
     if found.is_whole:
         return mine.to(found.bucket.device, copy=True).view(address.shape)
@@ -161,7 +164,7 @@ def _assemble(found: _TrainedParam, mine: torch.Tensor, label: str) -> torch.Ten
 
 
 def _at_least_fp32(narrow: torch.Tensor) -> torch.Tensor:
-    """Returns master weights or gradients, of any shape, as callers expect them also where they have 16 bit."""
+    """Returns 16-bit master weights or gradients (any shape) as fp32, which callers expect."""
     return narrow.to(torch.promote_types(narrow.dtype, torch.float32))
 
 
@@ -252,7 +255,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
             if fragment is not None:
                 bucket.shard[fragment.in_slice].copy_(mine)
             return
-        # Everybody computes with the whole value, so the parts go round.
+        # All ranks compute with the whole value, so the parts are gathered.
         _agree(found, "safe_set_local_fp32_param")
         whole = _assemble(found, mine.to(bucket.dtype), "the changed master weight")
         keep_full(found.address, whole)
@@ -260,7 +263,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 
 def _carry_writes(found: _TrainedParam) -> None:
-    """Copies what a program wrote into a resident parameter since the last update into its master."""
+    """Copies a program's writes to a resident parameter since the last update into its master."""
     bucket, tile = found.bucket, found.address.tile
     if not bucket.is_sharded and tile in bucket.changed_params():
         bucket.reattach(tile)
@@ -352,9 +355,9 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 def _some_rank_has_gradient(found: _TrainedParam, mine: torch.Tensor | None, call: str) -> bool:
     """Returns whether a backward has reached the parameter on any rank; the result is the same on all ranks.
 
-    Ranks that keep whole gradients take no part, since some of them may not make the call. Where this rank has not
-    used the parameter, a sum that is not zero shows that another one has. A gradient that is exactly zero on all ranks
-    that used it counts as none on the others; ``GradientBucket.writes`` keeps that from parting the ranks.
+    Ranks that keep whole gradients do not communicate, since some of them may not make the call. If this rank has not
+    used the parameter, a nonzero sum shows that another rank has. A gradient that is exactly zero on all ranks that
+    used it counts as none on the others; ``GradientBucket.writes`` keeps the ranks from diverging then.
 
     Args:
         found: The parameter.
@@ -369,7 +372,7 @@ def _some_rank_has_gradient(found: _TrainedParam, mine: torch.Tensor | None, cal
 
 
 def _unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
-    """Returns a gradient, of any shape, without the loss scale, in fp32: in fp16 it could be too small for a number."""
+    """Returns a gradient, of any shape, without the loss scale, in fp32: in fp16 it could underflow."""
     gradient = _at_least_fp32(gradient)
     return gradient if loss_scale == 1.0 else gradient.div_(loss_scale)
 
@@ -381,7 +384,7 @@ def _write_gradient(found: _TrainedParam, value: torch.Tensor, call: str) -> Non
             f"{call}: {found.address.name!r} has no gradient now; gradients exist between the backward of the last "
             "micro-batch and the update"
         )
-    # Scaled before it is rounded: without the loss scale it could be too small for fp16.
+    # Scaled before it is rounded: without the loss scale it could underflow in fp16.
     mine.copy_(value if found.loss_scale == 1.0 else _at_least_fp32(value) * found.loss_scale)
     gradients = found.runtime.gradients_of(found.bucket)
     assert gradients is not None
@@ -408,7 +411,8 @@ def safe_update_full_grad_vectorized(
         for param in param_list:
             found = _trained(param)
             if found is not None:
-                # Ranks that share layers unevenly have other buckets, and put parts together in the caller's order.
+                # Ranks that cut layers unevenly have different buckets, so whole values are assembled in the caller's
+                # order.
                 key = id(found.bucket) if found.owners is None else id(param)
                 by_bucket.setdefault(key, []).append((param, found))
         for members in by_bucket.values():
