@@ -132,8 +132,8 @@ class EngineQueries:
 
         Yields:
             ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
-            A parameter that is cut over tensor-parallel ranks is yielded whole, and these ranks must take part. If it is
-            unknown which ranks have the other parts (a program's own layers), this rank's part is yielded.
+            A parameter that is cut over tensor-parallel ranks is yielded whole, and these ranks must take part. If it
+            is unknown which ranks have the other parts (a program's own layers), this rank's part is yielded.
             The tensors of one bucket may share memory with each other, never with the model.
         """
         return iter_full(self._runtime, kind, bucket_bytes)

@@ -36,7 +36,7 @@ from deepspeed.zero.untouched import is_untouched
 
 
 class State(Enum):
-    """Holds the addresses of the values of a bucket's parameters; see ``zero.bucket``."""
+    """The states of a bucket: where the values of its parameters are; see ``zero.bucket``."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -52,9 +52,9 @@ class Loan:
     """A parameter that ``GatheredParameters`` keeps full.
 
     Attributes:
-        depth: Contexts that requested it and are open.
+        depth: Number of open contexts that requested it.
         tensor: Its values in storage of their own, or None where the parameter was full anyway.
-        backup: The values to go back to when the context discards edits; None where nothing needs it.
+        backup: The values to be restored when the context discards edits; None where nothing needs it.
         version: The parameter's version counter when the first context was entered.
     """
 
@@ -95,7 +95,7 @@ class BucketBase:
         self.loans: dict[int, Loan] = {}
         self.pins = 0
         self.gatherer: Gatherer | None = None
-        self._owner: Any = None  # weak from when it trains no more
+        self._owner: Any = None  # a weak reference once it no longer trains
 
     @property
     def owner(self) -> Any:
@@ -122,11 +122,11 @@ class BucketBase:
         return self.group.gather
 
     def fragment(self, tile: int) -> Fragment | None:
-        """Returns what this rank's slice has of a tile, or None."""
+        """Returns the fragment of a tile that lies in this rank's slice, or None."""
         return self.layout.fragment(tile, self.transport.rank)
 
     def as_gathered(self, fragment: Fragment) -> torch.Tensor:
-        """Returns what a gather has put in the place of this rank's fragment of a sharded parameter, 1-D."""
+        """Returns this rank's fragment as it is in the gathered full buffer, 1-D."""
         return self.shard[fragment.in_slice]
 
     def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
@@ -177,7 +177,7 @@ class Address:
         self.active_modules: set[Any] = set()
 
     def __reduce__(self) -> Any:
-        return _nowhere, ()  # a parameter that was saved or copied has left its bucket
+        return _nowhere, ()  # a saved or copied parameter belongs to no bucket
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -217,7 +217,7 @@ def is_zero_param(parameter: object) -> bool:
 
 
 def set_address(parameter: torch.Tensor, bucket: BucketBase, tile: int) -> Address:
-    """Gives a parameter (any shape, sharded or not) its next address; its number stays the same."""
+    """Gives a parameter (any shape, sharded or not) a new address; its number stays the same."""
     old = address_of(parameter)
     address = Address(bucket, tile, next(_numbers) if old is None else old.number)
     parameter.__dict__[_ADDRESS] = address
@@ -288,7 +288,7 @@ _METADATA = frozenset(
         "untyped_storage",
     }
 )
-# The part of them that differs between the empty tensor and the whole.
+# Those whose result differs between the empty tensor and the full parameter.
 _MEASURES = frozenset(
     {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"}
 )
@@ -355,7 +355,7 @@ class ShardedParameter(torch.nn.Parameter):
     """The class of a parameter while it is sharded. Never instantiated: parameters are turned into it."""
 
     @classmethod
-    @partial(uncompiled, reason=NOT_IN_A_GRAPH)  # neither in the graph nor, being Python, compiled by itself
+    @partial(uncompiled, reason=NOT_IN_A_GRAPH)  # kept out of graphs, and not compiled separately
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -396,7 +396,7 @@ def note_placeholders(call: str) -> None:
 
 
 def _property_of(func: Callable[..., Any]) -> str:
-    """Getters and setters of properties are all called ``__get__`` and ``__set__``; this is the property's name."""
+    """Returns the name of a property from its getter or setter, which are called ``__get__`` and ``__set__``."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 

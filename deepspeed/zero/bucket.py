@@ -11,7 +11,7 @@ GATHERING     the same                                    the shard and the full
 FULL          views of the full buffer, plain Parameter   the shard and the full buffer
 ============  ==========================================  =======================================
 
-Only the methods below change the state; each asserts where it comes from.
+Only the methods below change the state; each asserts the state that it starts from.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Bucket(BucketBase):
         is_sharded: Whether the full buffer is freed between uses.
         full: The full flat buffer.
         shard: This rank's slice of the compute parameters, flat; a view of ``full`` for a resident bucket.
-        memory: Where ``shard`` is.
+        memory: The memory of ``shard``.
         users: Open forward scopes that use the bucket.
         live_handles: Saved tensors of autograd that will need the bucket again.
         is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
-        is_kept: Left FULL on purpose after its forward, because its backward is near.
+        is_kept: Whether it stays FULL after its forward, because its backward is near.
         count: Counts what is gathered; ``GatherSchedule`` sets it. None: not reported.
 
-    Others complete a bucket: ``ForwardHooks`` sets ``gatherer``, ``ZeroRuntime`` the owner (``begin_training``), and
-    the handles of saved tensors ``full.on_move``.
+    Set by other objects: ``gatherer`` by ``ForwardHooks``, the owner by ``ZeroRuntime`` (``begin_training``), and
+    ``full.on_move`` by the handles of saved tensors.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Bucket(BucketBase):
         self.is_kept = False
         self.count: GatherCount | None = None
         self.is_decoded = False
-        # Gathers parameters for the model's own use, perhaps as codes; `transport` is the same ranks, always exact.
+        # For gathers that the model uses, with a codec if there is one; `transport` has the same ranks and no codec.
         self._compute_transport = group.parameter_transport(trainable=layout.trainable)
         self._work: Work | None = None
         self._read: Work = DoneWork()
@@ -145,7 +145,7 @@ class Bucket(BucketBase):
         return values[lower - base : upper - base]
 
     def take_first_values(self, values: torch.Tensor) -> None:
-        """Copies the first values and attaches the parameters, which may have been anywhere.
+        """Copies the first values and makes the parameters views of the bucket.
 
         Args:
             values: 1-D: this rank's slice for a sharded bucket, else the whole buffer. Its padding must be zeros: norms
@@ -164,7 +164,7 @@ class Bucket(BucketBase):
         self.remember_values()
 
     def take_addresses(self) -> None:
-        """Makes this bucket the place where its parameters' values are kept."""
+        """Gives the parameters addresses in this bucket."""
         for tile, parameter in enumerate(self.params):
             set_address(parameter, self, tile)
 
@@ -195,7 +195,7 @@ class Bucket(BucketBase):
         """SHARDED -> GATHERING: allocates the full buffer and requests the other slices.
 
         Args:
-            exactly: For others than the model: as the shards are, also where the model computes with coded values.
+            exactly: Gather without a codec, for callers other than the model.
         """
         assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
         self.full.grow()
@@ -230,7 +230,7 @@ class Bucket(BucketBase):
         self.is_decoded = True
 
     def restore_full(self) -> None:
-        """FULL -> FULL: brings the values of the shards back, as they are; every rank must call it."""
+        """FULL -> FULL: gathers the exact values of the shards again. Every rank must call it."""
         assert self.state is State.FULL and self.is_sharded
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
@@ -259,7 +259,7 @@ class Bucket(BucketBase):
         self._change_state(State.SHARDED)
 
     def show_shapes(self, shown: bool) -> None:
-        """Decides what sharded parameters look like: empty, or of their shape (without memory, over a NaN).
+        """Sets how sharded parameters look: empty, or with their shape (a NaN expanded over it, without memory).
 
         Inside a forward or backward they have their shape. Autograd compares a gradient with the shape that the
         parameter had when it entered the graph, and programs read shapes before they use the values; not every
@@ -276,7 +276,7 @@ class Bucket(BucketBase):
     # -- single parameters -------------------------------------------------------------------------------------------
 
     def _without_loans(self, entries: Iterable[T]) -> Iterable[T]:
-        """Returns entries per parameter, without those of parameters that have values of their own at the moment."""
+        """Returns entries per parameter, without those of loaned parameters."""
         return entries if not self.loans else self._skip_loans(entries)
 
     def _skip_loans(self, entries: Iterable[T]) -> Iterator[T]:
@@ -302,7 +302,7 @@ class Bucket(BucketBase):
         return copy_sharded(self, tile, parameter, memo)
 
     def view(self, tile: int) -> torch.Tensor:
-        """Returns the place of a parameter in the full buffer, in its shape; only while FULL."""
+        """Returns the view of a parameter in the full buffer, in its shape; only while FULL."""
         assert self.state is State.FULL, f"{self!r}: the full buffer is not there"
         return self._views[tile]
 
@@ -324,7 +324,7 @@ class Bucket(BucketBase):
             self.reshard()
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        """Moves what is kept between uses to other memory; the parameters of a resident bucket move along.
+        """Moves the shard to other memory; the parameters of a resident bucket move with it.
 
         Args:
             copy: Makes the copy of a 1-D tensor there.
@@ -377,7 +377,7 @@ class Bucket(BucketBase):
         """
         increment_version(list(compress(self.params, updated)))
 
-    # -- what others write -------------------------------------------------------------------------------------------
+    # -- writes by programs ------------------------------------------------------------------------------------------
 
     def remember_values(self) -> None:
         """Records address and version of every parameter that is full, so that a write by others is seen later."""
@@ -387,8 +387,8 @@ class Bucket(BucketBase):
     def changed_params(self) -> list[int]:
         """Returns the indices of full parameters that something wrote to or detached since :meth:`remember_values`.
 
-        What is written through ``parameter.data`` is not seen: torch counts no version there. Those that have values of
-        their own at the moment are left out.
+        Writes through ``parameter.data`` are not seen, since torch counts no version there. Loaned parameters are left
+        out.
         """
         if self.state is not State.FULL:
             return []
@@ -401,7 +401,7 @@ class Bucket(BucketBase):
         ]
 
     def keep_writes(self) -> None:
-        """FULL: what a forward wrote into its sharded parameters reaches the shard and the master.
+        """FULL: copies what a forward wrote into its sharded parameters to the shard and the master.
 
         Each rank keeps its own part of its own values; nothing is communicated, as only some ranks may have written.
         """
@@ -444,7 +444,8 @@ class Bucket(BucketBase):
         """
         changed = self.changed_params()
         for index in changed:
-            if self.reattach(index) and self.transport.rank == 0:  # ranks of other groups have other parameters
+            # one line per group: groups have different parameters
+            if self.reattach(index) and self.transport.rank == 0:
                 log_dist(
                     f"parameter {self.layout.tiles[index].name!r} was taken out of its flat buffer (by .to(), .data = "
                     "or load_state_dict with assign); its values were copied back, at the cost of a copy",
@@ -460,7 +461,7 @@ class Bucket(BucketBase):
             self._fingerprints[index] = (parameter.data_ptr(), parameter._version)
 
     def reattach(self, index: int) -> bool:
-        """Brings a resident parameter back into the buffer with its present values.
+        """Moves a detached resident parameter back into the buffer with its present values.
 
         Returns:
             Whether it had been detached (its storage was not the bucket's).
@@ -485,7 +486,7 @@ class Bucket(BucketBase):
 
 
 def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of ``shape`` over one element of memory, which spoils every result that it reaches."""
+    """Returns a tensor of ``shape`` over one NaN element, so that any use of its values shows."""
     element = torch.zeros(1, dtype=dtype, device=device)
     if dtype.is_floating_point or dtype.is_complex:
         element.fill_(float("nan"))
@@ -493,7 +494,7 @@ def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class GatherCount:
-    """Counts the elements of sharded buckets. Every change costs the same, however many buckets there are.
+    """Counts the gathered elements of sharded buckets. A change costs the same for any number of buckets.
 
     Attributes:
         live: Elements of buckets that are gathered or in flight.

@@ -1,4 +1,4 @@
-"""Calls that every rank must make alike: compared before any data moves, so that a difference raises everywhere."""
+"""Compares calls that every rank must make, before any data moves; a difference raises on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = 240  # bytes of a call's description that are sent when calls differ
 def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ()) -> list[list[int]]:
     """Makes sure that all ranks that train the same model make the same call.
 
-    Every one of them must call it; a rank that never does is found out by ``comm.watch.watchdog``.
+    Every one of them must call it; ``comm.watch.watchdog`` detects a rank that never does.
 
     Args:
         transport: Transport of the group, or of a part of it.
@@ -31,7 +31,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     """
     transport = transport.peers
     digest = zlib.crc32(words.encode())
-    # One number by itself: different calls send different numbers of them.
+    # Sent alone, since different calls send different numbers of numbers.
     mine = torch.tensor([digest], dtype=torch.int64)
     digests = transport.gather_small(mine, channel="call", label=words)
     if bool((digests != digest).any()):
@@ -66,7 +66,7 @@ def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
         Whether ``is_mixed`` holds on any rank.
 
     Raises:
-        DivergenceError: Some rank did not fail, or elsewhere; raised on every rank.
+        DivergenceError: Some rank did not fail, or failed at another point; raised on every rank.
     """
     rows = compare_calls(transport, f"agreement to continue after an exception in {where}", [is_mixed])
     return any(row[0] for row in rows)

@@ -140,7 +140,10 @@ def _partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Ends what ``all_gather`` began; ``has_been_updated``: each rank keeps its part of its present values."""
+    """Shards what ``all_gather`` made full.
+
+    With ``has_been_updated`` each rank keeps its part of its present values.
+    """
     partition(_chosen(parameter, param_list), keep_values=has_been_updated)
 
 
@@ -204,9 +207,9 @@ def mark_module(module: torch.nn.Module) -> None:
 
 
 def install_views() -> None:
-    """Makes the attributes exist. Cheap to call again."""
+    """Installs the attributes on ``torch.nn.Parameter``. Cheap to call again."""
     if "ds_id" not in torch.nn.Parameter.__dict__:
         for name, compute in _VIEWS.items():
             setattr(torch.nn.Parameter, name, _View(name, compute))
-        # A property: torch's compiler reads every name of the class and wants a setter where it finds a getter.
+        # A property, because torch's compiler reads every name of the class and needs a setter beside each getter.
         torch.Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ class Source:
 
         Args:
             tiles: Their numbers.
-            borrow: What is whole on this rank need not be copied; the result must not be changed.
+            borrow: Return views where this rank has the whole; the result must not be changed.
         """
         layout = self.layout
         if layout.num_slices == 1:
@@ -134,9 +134,8 @@ def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.d
 def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields ``(name, values)`` of a quantity in full, see ``DeepSpeedEngine.iter_full``.
 
-    Ranks that share layers unevenly cut their buckets at other parameters, so the order of buckets is not theirs in
-    common. Where layers are cut, values are yielded in the order of the model, and one that comes early waits for its
-    turn. Otherwise each is yielded as soon as it has been read, regardless of the order of the buckets.
+    If tensor-parallel ranks cut layers unevenly, their buckets differ. So with cut layers, values are buffered and
+    yielded in the order of the model; otherwise each is yielded as soon as it has been read.
     """
     present = _held(runtime, kind)
     owners = {name: part_owners_of(parameter) for parameter, name in runtime.param_names.items()}
@@ -170,7 +169,7 @@ def walk_full(
         kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
         bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
         left_out: Names of parameters to pass over, the same on all ranks.
-        borrow: The caller changes nothing and keeps no tensor beyond its turn, so what is whole here is not copied.
+        borrow: Yield views where this rank has the whole: the caller changes nothing and keeps no tensor.
 
     Yields:
         ``(tile, values in the shape of the tile)`` for each tile that has the quantity on some rank.
@@ -179,14 +178,14 @@ def walk_full(
 
 
 class _TileInfo(NamedTuple):
-    """Describes a bucket on some rank: numbers of its tiles, and the dtype of the quantity."""
+    """The tiles of a bucket that have a quantity on some rank, and the dtype of the quantity."""
 
     tiles: set[int]
     dtype: torch.dtype
 
 
 def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _TileInfo]]:
-    """Returns every bucket with what there is of a quantity; the same on all ranks that share the buckets."""
+    """Returns every bucket with the tiles that have a quantity; the same on all ranks that share the buckets."""
     if not runtime.buckets:
         return []
     runtime.leave_backward("iter_full")
@@ -225,7 +224,7 @@ def _walk(
 
 
 def publish(runtime: ZeroRuntime) -> None:
-    """Brings every rank's changed slices to where parameters stay whole. Every rank must call it."""
+    """Sends every rank's changed slices to the ranks that keep parameters whole. Every rank must call it."""
     for bucket in runtime.buckets:
         work = bucket.start_publish()
         if work is not None:

@@ -1,4 +1,4 @@
-"""``zero.Init``: parameters are sharded as soon as their module is built, so that the whole never is on one rank.
+"""``zero.Init``: shards parameters as soon as their module is built, so that no rank ever holds the whole model.
 
 Inside the context tensor constructors and initialisers are replaced: floating tensors from ``torch.empty`` and similar
 functions get the dtype of the configuration, and tensors without a device the accelerator's. A dtype that a model of
@@ -66,8 +66,8 @@ class Init:
             each keeps its own.
         mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
-        zero_quantized_weights: Accepted; has no effect here, where nothing computes. The configuration of
-            ``initialize`` determines how weights are sent from then on.
+        zero_quantized_weights: Accepted; has no effect. The configuration of ``initialize`` determines how weights
+            are sent.
         zero_quantized_nontrainable_weights: As ``zero_quantized_weights``.
         sequence_data_parallel_group: Used as ``data_parallel_group`` where that is None.
         param_swapper: Not supported; parameters are offloaded by the configuration.
@@ -164,8 +164,8 @@ class Init:
 class MiCS_Init(Init):  # noqa: N801 - the public name
     """``Init`` under the name of MiCS.
 
-    Until ``initialize`` the parameters are shared by all ranks, which takes less memory; there they move into the
-    groups that ``mics_shard_size`` requests. ``Init`` serves as well.
+    The parameters are sharded over all ranks, which takes less memory, until ``initialize`` moves them into the
+    groups that ``mics_shard_size`` requests. ``Init`` does the same.
     """
 
 
@@ -236,13 +236,13 @@ def zero_wrapper_for_fp_tensor_constructor(
         if is_untouched():
             return fn(*args, **kwargs)
         if target_device is not None and kwargs.get("device") is None and kwargs.get("out") is None:
-            if not _builds_on_meta():  # an inner context requests no memory at all
+            if not _builds_on_meta():  # an inner context builds on the meta device
                 kwargs["device"] = target_device
         made = fn(*args, **kwargs)
         if target_fp_dtype is None or not made.is_floating_point() or made.dtype == target_fp_dtype:
             return made
         is_explicit = kwargs.get("dtype") is not None or fn is _orig_torch_arange
-        if is_explicit and is_building():  # as without zero.Init; parameters get the dtype when they are sharded
+        if is_explicit and is_building():  # kept as requested; parameters get the dtype when they are sharded
             return made
         return _cast(made, target_fp_dtype)
 
@@ -273,9 +273,9 @@ def constructor_patches(
     device = device if DeepSpeedTensorOverride.device in overrides else None
     if dtype is None and device is None:
         return []
-    # `with torch.device(...)` remembers for ever what the constructors are when it is first used: let that be now.
+    # `with torch.device(...)` stores the constructors at its first use, so use it before they are replaced.
     torch.utils._device._device_constructors()
-    upstream = sys.modules.get(_UPSTREAM)  # who has not imported it cannot have replaced anything in it
+    upstream = sys.modules.get(_UPSTREAM)  # if it is not imported, nothing in it can have been replaced
     found = []
     made: Any
     for name in CONSTRUCTORS:
@@ -310,7 +310,7 @@ def _legacy_constructor(dtype: torch.dtype | None, device: torch.device | None) 
 
 
 def initialiser_patches() -> list[Patch]:
-    """Initialisers of ``torch.nn.init`` that look at the shape before they touch a value gather a sharded tensor."""
+    """Returns patches that gather sharded tensors for initialisers that read the shape before any value."""
     found = []
     for place in (torch.nn.init, torch.nn.modules.activation, torch.nn.modules.transformer):
         for name in _INITIALISERS:

@@ -2,8 +2,8 @@
 
 A module on the meta device has shapes and no values. What its constructor would have done is repeated by the methods
 that modules have for it: ``reset_parameters`` (or ``_reset_parameters``), then ``_init_weights(module)`` of the nearest
-module above it, as model libraries call it. Whatever neither of them has written is an error that names the module, for
-a model that trains from uninitialised memory looks almost right.
+module above it, as model libraries call it. A tensor that neither of them has written is an error that names the
+module, since a model that trains from uninitialised memory looks almost right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Materializer:
 
     Args:
         model: The model.
-        device: Where they shall be.
+        device: Their device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -4,11 +4,11 @@ Rank 0 runs the loader that the library uses at other stages. Where that loader 
 collects it, and all ranks put the collected tensors into their shards, some MiB at a time. Every stage therefore loads
 the same values. What rank 0 finds wrong is an error on every rank, before any rank waits for one that has left.
 
-What transformers does with models that are built for ZeRO stage 3, as far as it needs help.
+The rest of this module supports what transformers does with models that are built for ZeRO stage 3.
 
 After ``from_config`` and ``from_pretrained`` have built a model under ``zero.Init``, transformers passes over all of it
 to give weights their first values. The pass of a model that is not sharded is right as it is, if every rank runs it and
-a weight is full when it is its turn: no more than that is done here. The variant that transformers has for ZeRO stage 3
+a weight is full when the pass reaches it; this module ensures both. The variant that transformers has for ZeRO stage 3
 gathers a module's own weights (in newer versions its children's too) and lets only rank 0 run the model's code. It
 cannot serve code that writes to weights further down, and buffers that the code fills stay empty on the other ranks.
 Tying weights is such a pass too: it makes the bias of a head as long as the weight that the head gets.
@@ -196,7 +196,7 @@ def _list(names: list[str]) -> str:
 
 
 def serve_passes() -> None:
-    """Makes the passes find full weights from now on, if transformers has been imported; may be called again."""
+    """Patches transformers, if it is imported, so that its passes find full weights. May be called again."""
     wrap_passes(_served)
     wrap_loading(load_files)
 

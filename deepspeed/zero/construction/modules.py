@@ -1,4 +1,4 @@
-"""Sharding modules as they are built.
+"""Shards modules as they are built.
 
 While a construction is active every module class has its ``__init__`` wrapped, those that are defined meanwhile
 included. When the outermost ``__init__`` of a module returns, the module's own parameters are sharded. What comes later
@@ -39,12 +39,12 @@ _built: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
 class Patch:
-    """One attribute of an object that is replaced between :meth:`apply` and :meth:`revert`.
+    """Replaces one attribute of an object between :meth:`apply` and :meth:`revert`.
 
     Args:
         owner: Module or class.
         name: The attribute.
-        replacement: What it is in between.
+        replacement: The temporary value.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Any) -> None:
@@ -59,7 +59,7 @@ class Patch:
         setattr(self._owner, self._name, self._replacement)
 
     def revert(self) -> None:
-        """Puts back what was there; an attribute that other code has replaced since is left alone."""
+        """Restores the original; an attribute that other code has replaced since is left alone."""
         if vars(self._owner).get(self._name, _ABSENT) is not self._replacement:
             return
         if self._before is _ABSENT:
@@ -122,7 +122,7 @@ class Construction:
             self.close_open()
 
     def shard_tree(self, module: nn.Module) -> None:
-        """Shards what was built in this context of a module and of the modules below it, as far as it may be."""
+        """Shards the parameters of a module and those below it that were built in this context and can be sharded."""
         for part in module.modules():
             if part in self._seen and id(part) not in self._unfinished:
                 self.shard(part)
@@ -171,10 +171,10 @@ class Construction:
 
         Args:
             parameter: The parameter.
-            together: All that the running operation needs; others are given back first.
+            together: All parameters that the running operation needs; others are resharded first.
 
         Returns:
-            False where it may not be: once the context has ended, but for :func:`serving_all_ranks`.
+            False if that is not allowed: after the context has ended, except inside :func:`serving_all_ranks`.
         """
         if is_untouched():
             return False
@@ -194,12 +194,12 @@ class Construction:
         return True
 
     def close_open(self) -> None:
-        """Gives back what :meth:`gather` made full; rank 0's values count."""
+        """Reshards what :meth:`gather` made full; rank 0's values count."""
         with untouched():
             self._close(lambda other: True)
 
     def drop_open(self) -> None:
-        """Gives back what :meth:`gather` made full without sending anything: changes are lost."""
+        """Reshards what :meth:`gather` made full without communication: changes are lost."""
         for _, block in self._open:
             block.give_back(restore=False)
         self._open.clear()
@@ -245,7 +245,7 @@ def enter(construction: Construction) -> None:
 
 
 def leave(construction: Construction) -> None:
-    """Takes ``construction`` out; the one around it continues."""
+    """Deactivates ``construction``; the enclosing one continues."""
     for patch in reversed(construction.patches):
         patch.revert()
     _active.remove(construction)
@@ -262,7 +262,7 @@ def shard_built(module: nn.Module) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Suspends every active ``zero.Init``: modules and tensors are built inside as usual."""
+    """Suspends every active ``zero.Init`` inside the context: modules and tensors are built as usual."""
     waiting = list(_active)
     _active.clear()
     for construction in reversed(waiting):

@@ -1,7 +1,7 @@
-"""Where parameters are kept before there is an engine: in a provisional bucket per module.
+"""Provisional buckets, one per module: they keep sharded parameters before there is an engine.
 
-It has the shape of an engine's bucket, one flat layout cut over the ranks, but no buffer for full values and no life of
-its own: parameters become full only in ``GatheredParameters``. ``deepspeed.initialize`` moves the values into the
+A provisional bucket has a flat layout cut over the ranks, as an engine's bucket, but no buffer for full values and no
+states: parameters become full only in ``GatheredParameters``. ``deepspeed.initialize`` moves the values into the
 final buckets (``zero.model_states``). A copied sharded parameter lives in such a bucket too.
 """
 
@@ -36,7 +36,7 @@ from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 _trimmer = MallocTrimmer()
-_indices = itertools.count(1 << 20)  # apart from those of engines' buckets, beside which copies are sorted
+_indices = itertools.count(1 << 20)  # disjoint from engines' bucket numbers, with which copies are sorted
 
 
 class ProvisionalBucket(BucketBase):
@@ -154,7 +154,7 @@ def shard_parameters(
         params: Parameters with their values, the same on all ranks but for the values.
         names: For messages; equal on all ranks.
         group: The ranks that share them.
-        device: Where they shall compute.
+        device: Where they will compute.
         dtype: The dtype of floating parameters from now on; None keeps each one's own.
         shard_device: Where the shards are kept; None: on ``device``.
         gatherer: Makes one of them full for code that uses it outside ``GatheredParameters``.

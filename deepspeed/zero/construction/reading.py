@@ -1,4 +1,4 @@
-"""Sharded parameters that are read from somewhere, each rank its own slice and nothing else."""
+"""Builds sharded parameters whose values each rank reads for its own slice only."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 Read = Callable[[int, int], torch.Tensor]
-"""From the first and the last-plus-one element of what is stored, flattened, to its values, 1-D."""
+"""Reads elements ``[first, stop)`` of a flattened stored tensor: 1-D."""
 _indices = itertools.count(1 << 24)  # apart from those of zero.Init and of engines
 
 
 class SlicesFromFiles:
-    """Parameters that go from the meta device to slices on all ranks. Nothing is communicated.
+    """Replaces parameters on the meta device by slices on all ranks, without communication.
 
     Args:
         dtype: The dtype of floating parameters.
-        on_host: Slices wait for ``initialize`` in host memory.
+        on_host: Whether slices stay in host memory until ``initialize``.
     """
 
     def __init__(self, dtype: torch.dtype, *, on_host: bool) -> None:
@@ -43,7 +43,7 @@ class SlicesFromFiles:
 
     @property
     def ranks(self) -> int:
-        """How many share each parameter."""
+        """Number of ranks that share each parameter."""
         return self._groups.peers.size
 
     def start(self, name: str, like: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -74,13 +74,13 @@ class SlicesFromFiles:
         return made
 
     def take(self, parameter: torch.nn.Parameter, first: int, numel: int, read: Read) -> None:
-        """Reads what of an interval of the flattened parameter lies in this rank's slice.
+        """Reads the part of an interval of the flattened parameter that lies in this rank's slice.
 
         Args:
             parameter: From :meth:`start`.
             first: Element of the parameter at which the interval begins.
             numel: Its length.
-            read: Gives some of it.
+            read: Reads a part of the interval.
         """
         address = address_of(parameter)
         assert address is not None

@@ -1,4 +1,4 @@
-"""Who shares parameters before there is an engine: all ranks of the context, or a group that was declared."""
+"""The groups that share parameters before there is an engine: all ranks of the context, or a declared group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.zero.tiling.describe import CUT, describe
 from deepspeed.zero.tiling.layout import DATA
 
 _known: weakref.WeakKeyDictionary[Transport, dict[str, BucketGroup]] = weakref.WeakKeyDictionary()
-"""By the transport of all ranks of a context: contexts that follow each other share groups."""
+"""Groups by the transport of all ranks of a context, so that successive contexts share them."""
 
 
 class ProvisionalGroups:

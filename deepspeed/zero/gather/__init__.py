@@ -1,1 +1,1 @@
-"""Stage 3: when parameters are gathered and released, and what they are in between."""
+"""Stage 3: gathers parameters before their use and reshards them afterwards."""

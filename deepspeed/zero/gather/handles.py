@@ -1,4 +1,4 @@
-"""Handles: what autograd keeps instead of a view of memory that will be freed.
+"""Handles: autograd saves them instead of views of memory that will be freed.
 
 While a forward runs, a pair of saved-tensor hooks looks at everything autograd saves. A tensor that lies in a sharded
 bucket is stored as a handle (bucket, offset, shape, strides); when backward needs it, the bucket is gathered, wherever
@@ -10,7 +10,7 @@ What is saved inside are bare views; memory that they see is left to them (``Fla
 ``create_graph`` saves as well, and no hook can be installed for it: it computes with copies, which live as its graph.
 
 In a model that ``torch.compile`` cut into graphs the hooks also run between the graphs, where the compiler follows
-every Python function. They are kept out of it, and what they call once in a while (a gather) with everything below it.
+every Python function. They are excluded from compilation, and so is the gather that they may call.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SavedTensorHooks:
 
     Args:
         buckets: The sharded buckets.
-        demand: Makes a bucket FULL; out of graphs, as ``on_death``.
+        demand: Makes a bucket FULL; excluded from compilation, as is ``on_death``.
         on_death: Called when the last live handle of a bucket dies.
 
     Attributes:
@@ -109,7 +109,7 @@ class SavedTensorHooks:
         _alive.add(self)
 
     def close(self) -> None:
-        """The engine is gone: what graphs have kept cannot be computed with any more, and keeps nothing of it alive."""
+        """Drops all references at the engine's end. A later backward through a remaining graph raises."""
         self._demand = _refuse
         self.on_death = _let_be
         for bucket in self._by_storage.values():
@@ -121,7 +121,7 @@ class SavedTensorHooks:
         self._by_storage[new_key] = self._by_storage.pop(old_key)
 
     def push_guard(self) -> bool:
-        """Puts a guard over the hooks of other libraries that are active, so that they are given views of parameters.
+        """Wraps active hooks of other libraries, so that they get views of parameters.
 
         Such hooks may keep the parameter object itself (non-reentrant checkpointing does so where it is frozen). Its
         memory is taken from it when its bucket is resharded, and backward would compute with the placeholder. A view
@@ -221,7 +221,7 @@ _alive: weakref.WeakSet[SavedTensorHooks] = weakref.WeakSet()
 
 
 def bucket_of(tensor: torch.Tensor) -> Bucket | None:
-    """Returns the sharded bucket, of whichever engine, in whose memory ``tensor`` (any shape) lies, or None."""
+    """Returns the sharded bucket of any engine in whose memory ``tensor`` (any shape) lies, or None."""
     if tensor.layout is not torch.strided:
         return None
     found = (hooks.bucket_of(tensor) for hooks in _alive)

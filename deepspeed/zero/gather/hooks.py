@@ -137,7 +137,7 @@ class ForwardHooks:
                 self._hook(module, partial(self._enter_entry, number), self._leave_entry)
 
     def _hook(self, module: nn.Module, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> None:
-        # First of all: the user's own hooks find the module's parameters full.
+        # Registered first, so that the user's own hooks find the module's parameters full.
         self.handles.append(module.register_forward_pre_hook(_ScopeHook(enter), prepend=True))
         self.handles.append(module.register_forward_hook(_ScopeHook(leave), always_call=True))
 
@@ -148,7 +148,7 @@ class ForwardHooks:
         self.handles.clear()
 
     def close(self) -> None:
-        """Takes every hook from the model, for good: graphs that are left keep nothing of it alive."""
+        """Removes every hook from the model for good, and the references that remaining graphs hold."""
         self.remove()
         self._saved.close()
         for bucket in self._buckets:
@@ -212,11 +212,11 @@ class ForwardHooks:
 
     def _leave(self, outputs: Any) -> None:
         if not self._scopes:
-            # A forward that is paused to its end, or that an exception inside it has closed already.
+            # The forward was paused until its end, or an exception inside it has closed its scope.
             if self._paused:
                 self._pop_hooks(self._paused.pop())
             return
-        bare = not self._scopes[0].pushed_hooks  # hooks of other libraries keep plain views of what is saved
+        bare = not self._scopes[0].pushed_hooks  # hooks of other libraries save plain views
         scope = self._scopes.pop()
         is_training = scope.opened_segment and self._schedule.kind == "forward"
         try:
@@ -224,11 +224,11 @@ class ForwardHooks:
             if is_training:
                 self._outstanding[scope.entry] += 1
                 self._on_outputs(outputs, scope.entry)
-        finally:  # ranks that differ raise there; the hooks must not outlive this forward
+        finally:  # diverging ranks raise above; the hooks must not outlive this forward
             self._pop_hooks(scope)
 
     def _pop_hooks(self, scope: _Scope) -> None:
-        """Takes away the saved-tensor hooks that a scope has installed."""
+        """Removes the saved-tensor hooks that a scope has installed."""
         if scope.pushed_hooks:
             self._saved.pop()
         if scope.pushed_guard:
@@ -254,7 +254,7 @@ class ForwardHooks:
             self._free_unused(is_training)
 
     def pause(self) -> None:
-        """Gives back what the running forwards hold, for a backward or an update inside them. All ranks must do so.
+        """Pauses the running forwards for a backward or an update inside them. All ranks must do so.
 
         The saved-tensor hooks stay: a later forward of the same step needs them, and nothing else is harmed by them.
         """
@@ -266,7 +266,7 @@ class ForwardHooks:
             self._paused.insert(0, scope)
 
     def _resume(self) -> None:
-        """Opens paused forwards again, as the next gather is part of them."""
+        """Resumes paused forwards when the next gather is part of them."""
         if self._scopes or self._in_backward():
             return
         while self._paused:
@@ -315,7 +315,7 @@ class ForwardHooks:
         self.free_all()
 
     def free_all(self) -> None:
-        """Reshards whatever is gathered and not in use."""
+        """Reshards every gathered bucket that is not in use."""
         self._recomputed.clear()
         self._outstanding.clear()
         self._free_except(frozenset())
@@ -393,8 +393,8 @@ class ForwardHooks:
     def _free_if_done(self, bucket: Bucket) -> None:
         """Frees a bucket during backward if no scope, no handle and no missing gradient needs it any more.
 
-        What is kept stays until the end where several forwards wait for their backwards: only then it is known which of
-        them still needs it, and it must be the same on all ranks.
+        If several forwards wait for their backwards, kept buckets stay until the end of the backward: only then is it
+        known, equally on all ranks, which forward still needs them.
         """
         if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
             return
@@ -403,13 +403,13 @@ class ForwardHooks:
         if bucket.is_kept and self._outstanding.total() > 1:
             return
         if bucket in self._recomputed:
-            return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it
+            return  # recomputation has saved plain views; the next unit, or the end of backward, frees the bucket
         bucket.reshard()
 
 
 def _records_a_graph() -> bool:
     """Returns whether operations are being recorded as a graph (``make_fx``, which ``torch.func.linearize`` uses)."""
-    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # imported where it is used: it takes long
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported here, since that takes long
     return tracing is not None and tracing.get_proxy_mode() is not None
 
 

@@ -83,7 +83,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Takes the marks of :func:`set_z3_leaf_modules` back; arguments and result as there."""
+    """Removes the marks of :func:`set_z3_leaf_modules`; same arguments and result."""
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found, "unset_z3_leaf_modules")
 
 
@@ -95,7 +95,7 @@ def set_z3_leaf_modules_by_name(
     Args:
         model: Whose modules are searched.
         module_names: Names.
-        flag: False: take the mark back.
+        flag: False removes the mark.
         raise_if_not_found: None found is an error.
 
     Returns:

@@ -1,6 +1,6 @@
 """When sharded buckets are gathered: the agreed order, prefetching, and what stays gathered.
 
-Time is cut into *segments*: one outermost forward (training or evaluation) or one backward. What a segment gathers
+Time is divided into *segments*: one outermost forward (training or evaluation) or one backward. What a segment gathers
 depends on its *entry*, the module whose forward is the outermost, or through whose outputs a backward comes in. The
 first time a segment starts in a given situation it is *recorded*: before each gather all ranks compare which bucket
 they want, and at the end that they stopped at the same place. From then on every rank *follows* the recorded order
@@ -94,18 +94,18 @@ class GatherSchedule:
             bucket.count = self._count
             self._count.change(bucket.index, bucket.layout.numel, State.SHARDED, bucket.state)
         self._leaf_of = _joined(leaves)
-        self._demanded_leaves: set[tuple[int, ...]] = set()  # of this backward
+        self._demanded_leaves: set[tuple[int, ...]] = set()  # in this backward
         self._agreement = agreement
         self._limits = limits
         self._max_live = self._room(limits)
         self._orders: dict[Situation, LearnedOrder] = {}
         self._skipped: frozenset[int] = frozenset()
         self._situation: Situation | None = None
-        self._order: list[int] | None = None  # followed; None while recording
-        self._issued: list[int] = []  # of this segment
-        self._is_alone = False  # the open segment: it has nothing to do with other ranks
-        self._has_decided = False  # the open segment: the ranks have compared their records of it
-        self._is_learned = False  # the open segment is recorded, and will be followed
+        self._order: list[int] | None = None  # the order being followed; None while recording
+        self._issued: list[int] = []  # in this segment
+        self._is_alone = False  # whether the open segment is independent of other ranks
+        self._has_decided = False  # whether the ranks have compared their records of the open segment
+        self._is_learned = False  # whether the open segment is recorded and will be followed later
         self._kept_after_forward = self._near_their_backward(buckets)
 
     def _room(self, limits: GatherLimits) -> int:
@@ -134,7 +134,7 @@ class GatherSchedule:
                 break
             kept.add(bucket.index)
             later += numel
-        # A leaf is kept whole or not at all: ranks that use what was kept would not request the rest.
+        # A leaf is kept whole or not at all: ranks that use the kept part would not request the rest.
         return frozenset(index for index in kept if kept.issuperset(self._leaf_of.get(index, ())))
 
     def stays_after_forward(self, bucket: Bucket) -> bool:
@@ -202,8 +202,8 @@ class GatherSchedule:
         self._order = self._known_order()
         self._has_decided = False
         self._demanded_leaves.clear()
-        # Nothing can be gathered where all is held gathered around it, so ranks need not do the same (a rank that
-        # generates may stop earlier than others).
+        # While everything is kept gathered, a segment gathers nothing, so ranks may differ (a rank that generates may
+        # stop earlier than others).
         self._is_alone = kind == "evaluation" and all(bucket.pins for bucket in self._buckets.values())
         if not self._is_alone:
             self._agreement.begin_segment(kind)
@@ -231,7 +231,7 @@ class GatherSchedule:
         return frozenset() if self.kind == "evaluation" else self._skipped
 
     def end(self) -> None:
-        """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
+        """Closes the segment: takes part in skipped gathers, and agrees on the order if it was recorded."""
         assert self._situation is not None, "no segment is open"
         if not self._buckets:
             self._situation = None
@@ -258,7 +258,7 @@ class GatherSchedule:
         self._show_shapes(False)
         for bucket in self._buckets.values():
             if bucket.state is State.GATHERING and bucket.index in keeps:
-                bucket.finish_gather()  # this rank skipped it, but what is gathered must be equal on all ranks
+                bucket.finish_gather()  # this rank skipped it, but all ranks must have gathered the same
             elif bucket.state is State.GATHERING:
                 bucket.abandon_gather()
 
@@ -276,7 +276,7 @@ class GatherSchedule:
             bucket.show_shapes(shown)
 
     def _announce(self) -> None:
-        """Shards that have to be read from a slow tier are read one step before their gather."""
+        """Starts to read shards from a slow tier, one gather ahead."""
         assert self._order is not None
         for index in self._order[len(self._issued) : len(self._issued) + _ANNOUNCED]:
             self._buckets[index].announce()
@@ -289,7 +289,7 @@ class GatherSchedule:
 
     @uncompiled
     def demand(self, bucket: Bucket) -> None:
-        """Returns when ``bucket`` is FULL, with the next ones of the order in flight."""
+        """Makes ``bucket`` FULL and prefetches the next ones of the order."""
         if self._leaf_of and self.kind == "backward":
             self._demand_leaf_of(bucket)
         if bucket.state is State.SHARDED:
@@ -298,14 +298,14 @@ class GatherSchedule:
             self._prefetch(bucket)
             bucket.finish_gather()
         elif self._order is not None:
-            # Kept since its forward, or persistent for a while: what comes next is wanted as soon as behind a gather.
+            # Already FULL (kept since its forward, or pinned): prefetch as after a gather.
             if not self._agreement.serves:
                 self._decide_recording()  # makes no exchange
             if self._has_decided:
                 self._prefetch(bucket)
 
     def _demand_leaf_of(self, bucket: Bucket) -> None:
-        """Makes a leaf FULL at the first use of it; what was FULL from the start may have been used up already."""
+        """Makes a leaf FULL at its first use. Skips buckets FULL at the start: they may have been freed since."""
         leaf = self._leaf_of.get(bucket.index)
         if leaf is None or leaf in self._demanded_leaves:
             return
@@ -327,7 +327,7 @@ class GatherSchedule:
             try:
                 found = self._order.index(bucket.index, position)
             except ValueError:
-                # Every rank must leave the order here, with the same wish, or all raise in the exchange below.
+                # Every rank must leave the order here with the same request, or all raise in the exchange below.
                 if self._agreement.serves:
                     self._issue_rest()
                 else:
@@ -392,13 +392,13 @@ class GatherSchedule:
             bucket.start_gather()
 
     def _prefetch(self, demanded: Bucket) -> None:
-        """Requests what the order wants next, so that it arrives beside the computation of the unit in demand.
+        """Requests the next buckets of the order, to overlap with the computation of the demanded unit.
 
         The rest of that unit and all of the next one are requested, further units as long as the limit of prefetching
         allows it; nothing beyond the limit of live parameters.
 
         Args:
-            demanded: What is waited for now; it is not ahead of its use.
+            demanded: The buckets that are waited for now; they do not count as prefetched.
         """
         order = self._order
         if order is None:
@@ -406,7 +406,7 @@ class GatherSchedule:
         count, limits = self._count, self._limits
         unit = self._units[demanded.index]
         ahead = count.arriving_numel - sum(count.arriving.get(index, 0) for index in unit)
-        following: tuple[int, ...] | None = None  # the next unit, if some of it is on its way
+        following: tuple[int, ...] | None = None  # the next unit, if a part of it is in flight
         if ahead:
             following = self._units[next(index for index in count.arriving if index not in unit)]
         while len(self._issued) < len(order):
@@ -438,11 +438,11 @@ def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
 
 
 class LearnedOrder:
-    """Puts together the order of the gathers of one situation, from recorded passes.
+    """Merges recorded passes of one situation into the order of its gathers.
 
-    A pass that leaves buckets out shows the rest of the order. From several such passes the whole order is put
-    together; if they do not determine which of two buckets comes first, the numbers of the buckets do. That may be
-    wrong, which only makes a gather early: a rank passes over what it does not want now.
+    A pass that leaves buckets out shows a part of the order; several such passes are merged. If they do not determine
+    which of two buckets comes first, the bucket numbers do. If that is wrong, a gather is only early: a rank skips
+    what it does not need now.
 
     Attributes:
         order: Numbers of buckets, in the order of their gathers; a bucket may come more than once.
@@ -450,7 +450,7 @@ class LearnedOrder:
 
     def __init__(self) -> None:
         self.order: list[int] = []
-        self._unseen: frozenset[int] | None = None  # left out by every pass so far; None before the first
+        self._unseen: frozenset[int] | None = None  # buckets left out by every pass so far; None before the first pass
 
     def without(self, skipped: AbstractSet[int]) -> list[int] | None:
         """Returns the order of a pass that leaves ``skipped`` out; None if it may need what no pass has shown yet."""
@@ -459,7 +459,7 @@ class LearnedOrder:
         return [index for index in self.order if index not in skipped]
 
     def learn(self, order: Sequence[int], skipped: AbstractSet[int], *, falls: bool) -> None:
-        """Takes in a recorded pass.
+        """Merges a recorded pass.
 
         Args:
             order: What it gathered.
