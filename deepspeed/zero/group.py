@@ -37,7 +37,7 @@ from deepspeed.zero.tiling.layout import DATA, SliceLayout
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """The ranks that one bucket concerns, in the roles that they have for it.
+    """The ranks that share one bucket, with their roles.
 
     Attributes:
         name: Equal on all ranks, also where they are in different groups of that name.
@@ -46,19 +46,20 @@ class BucketGroup:
         owners: The ranks among which masters are cut, numbered as they are cut: ``gather``, or with it the ranks with
             the same slices (``comm.job.grid.GridTransport``).
         combine: Carries sums between the ranks that hold the same slices; None where no others do.
-        divisor: What makes a mean of a sum over all ranks of the group.
+        divisor: Divides a sum over all ranks of the group to give the mean.
         is_primary_replica: Whether this rank writes checkpoints and enters norms for the ranks that hold the same tiles
             and are in another group of that name (tensor-parallel ranks, for what is not cut there).
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
-        is_part: Tensor-parallel ranks have other parts of the parameters; of several that have one alike one counts.
+        is_part: Whether tensor-parallel ranks have different parts of the parameters; of ranks with equal parts one
+            counts.
         spans_stages: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
             several stages of a pipeline): sums over them wait for the update, and code that edits one copy must edit
             all.
-        gather_codec: How parameters are sent that are gathered for their uses; None: as they are.
-        frozen_codec: The same of parameters that were frozen when their buckets were made.
-        early_codec: How gradients are sent until the updates that ``reduce_codec`` is for; None: as they are.
-        reduce_codec: How gradients are sent, between the ranks that share slices and then between those with the same
-            slices; None: as they are.
+        gather_codec: Codec of parameters that are gathered for use; None: uncompressed.
+        frozen_codec: The same for parameters that were frozen when their buckets were made.
+        early_codec: Codec of gradients in the updates before ``reduce_codec`` begins; None: uncompressed.
+        reduce_codec: Codec of gradients, between the ranks that share slices and then between those with the same
+            slices; None: uncompressed.
         reduces_rows: Only the nonzero rows of gradients are sent.
     """
 
@@ -90,7 +91,7 @@ class BucketGroup:
         return cls(name, gather, reduce or gather, gather, divisor=gather.size)
 
     def parameter_transport(self, *, trainable: bool) -> Transport:
-        """Carries parameters that are gathered for their uses; it need not be exact. For all else ``gather`` is.
+        """Returns the transport of gathers for use, which may be lossy; ``gather`` is exact.
 
         Args:
             trainable: Whether they are trained from the start.
@@ -99,26 +100,26 @@ class BucketGroup:
 
     @cached_property
     def gradient_transport(self) -> Transport:
-        """Carries gradients between the ranks that share slices; it need not be exact."""
+        """Transport of gradients between the ranks that share slices; may be lossy."""
         return by_rows(self.reduce) if self.reduces_rows else coded(self.reduce, self.reduce_codec)
 
     @cached_property
     def early_gradient_transport(self) -> Transport:
-        """Carries gradients as :attr:`gradient_transport` does, in updates before those of ``reduce_codec``."""
+        """The same in updates before ``reduce_codec`` begins."""
         return by_rows(self.reduce) if self.reduces_rows else coded(self.reduce, self.early_codec)
 
     @cached_property
     def combine_transport(self) -> Transport | None:
-        """Carries sums between the ranks that hold the same slices; it need not be exact."""
+        """Transport of sums between the ranks that hold the same slices; may be lossy."""
         return self._between_copies(self.reduce_codec)
 
     @cached_property
     def early_combine_transport(self) -> Transport | None:
-        """Carries sums as :attr:`combine_transport` does, in updates before those of ``reduce_codec``."""
+        """The same in updates before ``reduce_codec`` begins."""
         return self._between_copies(self.early_codec)
 
     def _between_copies(self, codec: Codec | None) -> Transport | None:
-        # What ranks with other parts of the model have too is combined as it is: they need not share a layout.
+        # Sums with ranks that have other parts of the model are exact: their layouts may differ.
         return self.combine if self.combine is None or self.spans_stages else coded(self.combine, codec)
 
     @property
@@ -148,9 +149,9 @@ class BucketGroup:
         return SliceLayout(self.size, self.replicas)
 
     def place_of(self, peer: int) -> tuple[int, int]:
-        """Returns which of the ranks that hold the same slice, and which place among those that share, a peer has.
+        """Returns a peer's number among the ranks with the same slice, and its number among those that share.
 
-        Of a peer in another group of that name it is the place that it has there.
+        For a peer in another group of that name, both numbers are those in that group.
 
         Args:
             peer: Number of a rank among the peers.
@@ -185,8 +186,8 @@ class Groups:
         by_name: The group of every name that occurs.
         peers: The ranks with the same part of the model: they make the same calls.
         job: All ranks that decide about an update together.
-        other_parts: Torch process group of the ranks that hold other parts of the parameters in groups that are parts;
-            None if there are none, or a program's mpu does not have them.
+        other_parts: Torch process group of the ranks with the other parts, for groups with ``is_part``; None if there
+            are none, or the program's mpu does not know them.
         lease: The process groups that nothing else uses; see :meth:`give_back`.
     """
 
@@ -220,10 +221,10 @@ class Groups:
         """Returns the same groups with codecs; every rank must call it. Makes a number for the engine again.
 
         Args:
-            gather: How sharded parameters are sent to where they are used; None: as they are.
-            reduce: How gradients are sent; None: as they are.
-            early: The codec of gradients in earlier updates; None: they are sent as they are.
-            frozen: The same as ``gather`` of parameters that are frozen from the start; None: as others are.
+            gather: Codec of gathered parameters; None: uncompressed.
+            reduce: Codec of gradients; None: uncompressed.
+            early: Codec of gradients in earlier updates; None: uncompressed.
+            frozen: Codec of gathered parameters that are frozen from the start; None: as ``gather``.
         """
         codecs = {
             "gather_codec": gather,
@@ -239,7 +240,7 @@ class Groups:
         return replace(self, by_name=named)
 
     def give_back(self) -> None:
-        """Lets the next engine have the process groups of this one, which must not train any more."""
+        """Returns the process groups of this engine, which must not train any more, for reuse by the next one."""
         if self.lease is not None:
             self.lease.give_back()
 
@@ -286,7 +287,7 @@ class Groups:
 
     @property
     def gathering(self) -> Transport:
-        """The ranks that must gather in one order: all that any of them shares parameters with."""
+        """Transport over the ranks that must gather in one order: all that share parameters, directly or indirectly."""
         first, *others = self
         return first.gather if not others else self.peers
 
@@ -303,13 +304,13 @@ def create_groups(
     """Makes the groups. Every rank of the job must call it, in the same order.
 
     Args:
-        placement: The ZeRO row.
+        placement: Where model states live.
         ranks: Where this rank stands.
         device: Where the buffers live.
         by_nodes: Gather in two steps where the ranks span nodes.
-        divisor: What makes a mean of the sum of gradients; None: the number of data-parallel ranks.
-        copies: Names of further groups of all data-parallel ranks: of parameters that some tensor-parallel ranks, but
-            not all, have alike, and of frozen bases; and whether this rank counts among those that have them alike.
+        divisor: Divisor of summed gradients; None: the number of data-parallel ranks.
+        copies: Further groups over all data-parallel ranks, by name: parameters that some but not all tensor-parallel
+            ranks have alike, and frozen bases. The value is whether this rank counts among those that have them alike.
 
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
@@ -360,7 +361,7 @@ def _groups_over(
     if ranks.model_size == 1:
         groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own, lease=lease)
     else:
-        # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
+        # Parameters that are whole on tensor ranks count on the first of them; of cut ones every rank's part counts.
         whole, cut = replace(data, is_primary_replica=ranks.tensor_rank == 0), replace(data, name=CUT, is_part=True)
         shared = (
             replace(data, name=name, is_primary_replica=is_primary, is_part=True) for name, is_primary in copies.items()
@@ -382,7 +383,7 @@ def _named(group: str) -> str:
 
 
 def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
-    """Returns the group of weights that ranks with other parts of the model have too: the first of them counts."""
+    """Returns the group of weights tied to ranks with other parts of the model, of which the first counts."""
     combine = Job.current().declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
     if combine is None:
         return replace(data, name=defined.name)

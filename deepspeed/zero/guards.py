@@ -1,4 +1,4 @@
-"""Hooks on a model that keep programs from mistakes: state dicts that are not whole, gradients that no engine uses."""
+"""Hooks on a model against mistakes of programs: incomplete state dicts, and gradients that no engine uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:
     for module in model.modules():
         mark_module(module)
     handles = [model.register_state_dict_post_hook(_note_placeholders)]
-    # On every module, as loaders that gather module by module call each one's own part of load_state_dict.
+    # On every module, since loaders that gather module by module call load_state_dict of each.
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
@@ -57,7 +57,7 @@ def _note_parts(_module: nn.Module, _state: dict[str, Any], _prefix: str, _metad
 
 
 def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    """Torch's own complaint would be that every shape differs."""
+    """Raises before torch would report that every shape differs."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, ShardedParameter) and prefix + name in state:
             raise ShardedAccessError(
@@ -79,7 +79,7 @@ class UntrainedGradients:
         self._known: set[int] = set()
 
     def drop_those_of(self, buckets: Iterable[Bucket]) -> list[str]:
-        """Returns the names of such parameters that were not known yet; their gradients go from now on."""
+        """Registers hooks on such parameters of ``buckets``; returns the names of those that are new."""
         names = []
         for bucket in buckets:
             for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True):

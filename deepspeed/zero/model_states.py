@@ -1,7 +1,7 @@
 """The model states of one model on this rank: its parameters in buckets, and a master for every bucket that is trained.
 
-Making them cuts the model into units and moves its parameters into flat buffers (:func:`first_values`). What runs over
-them is ``zero.runtime``.
+Making them cuts the model into units and moves its parameters into flat buffers (:func:`first_values`).
+``zero.runtime`` drives them.
 
 A *unit* is what is gathered together: a repeated block, that is a child of a ``ModuleList`` or ``Sequential``.
 Parameters outside every block belong to the unit of the module that owns them. A block that is larger than the
@@ -66,7 +66,7 @@ def find_units(model: nn.Module, granularity: int) -> list[Unit]:
 
     Args:
         model: The model.
-        granularity: Elements up to which a block is never taken apart.
+        granularity: A block of at most this many elements is never split.
     """
     seen: set[int] = set()
     units = [_fill(unit, seen) for unit in _walk(model, "", granularity, inside_container=False)]
@@ -112,7 +112,7 @@ class ModelStates:
     """Buckets and masters of one model. Every rank must make it, with the same model.
 
     Attributes:
-        units: What is gathered together.
+        units: The units of the model.
         layout: Where every parameter lives.
         placed: Where the states of each bucket live, by index.
         buckets: In model order.
@@ -169,7 +169,7 @@ class ModelStates:
         )
 
     def _open_memories(self) -> None:
-        """Announces to each memory what it will hold; a lack of space on any rank is an error on all."""
+        """Reserves space in each memory; a lack of space on any rank is an error on all."""
         options = self._options
         formula = MemoryFormula(self.layout, options.placement, host_is_device=options.host_is_device)
         failure: OffloadError | None = None
@@ -232,7 +232,7 @@ class ModelStates:
                 self._make_master(bucket, original)
 
     def _own(self, bucket: Bucket) -> None:
-        """Gives parameters the address of their values from now on."""
+        """Gives the parameters of a bucket their addresses in it."""
         bucket.is_partitioned = self._options.placement.shard_params or bucket.is_sharded
         bucket.take_addresses()
         if bucket.is_partitioned:
@@ -291,7 +291,9 @@ class ModelStates:
         return found
 
     def gathering_modules(self, leaves: Mapping[nn.Module, list[Bucket]]) -> list[tuple[nn.Module, list[Bucket]]]:
-        """Returns modules with the buckets that their forward gathers; first those that may only be the outermost one.
+        """Returns modules with the buckets that their forward gathers.
+
+        First those that gather only as outermost module.
 
         Args:
             leaves: What :meth:`buckets_of_leaves` returned.
@@ -302,7 +304,7 @@ class ModelStates:
         return [*self._between_root_and_units(), *((module, needed) for module, needed in found.items() if needed)]
 
     def _between_root_and_units(self) -> list[tuple[nn.Module, list[Bucket]]]:
-        """Returns modules between the root and the units, such as an encoder: a program may call one by itself."""
+        """Returns modules between the root and the units, such as an encoder, which a program may call alone."""
         known = {unit.module for unit in self.units}
         for unit in self.units:
             if not unit.is_flat:
@@ -319,12 +321,12 @@ class ModelStates:
         return self._trained.get(bucket.index)
 
     def destination(self, bucket: Bucket) -> GradientDestination:
-        """Returns what brings the reduced gradients of a bucket to where the update reads them."""
+        """Returns the destination of a bucket's reduced gradients."""
         return self._options.destination(self.placed[bucket.index].gradient_tier, self.memory_tracker)
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the buffers between files and the rest."""
+        """Bytes of the staging buffers between files and memory."""
         memories = (*self._options.param_memories.values(), *self._options.master_memories.values())
         return sum(memory.staging_bytes for memory in memories)
 
@@ -338,17 +340,17 @@ def first_values(
     default_dtype: torch.dtype,
     cut: bool,
 ) -> torch.Tensor:
-    """Returns the first values of an engine's bucket, wherever they are now. Every rank of the group must call it.
+    """Returns the first values of an engine's bucket from their present places. Every rank of the group must call it.
 
-    A parameter is either whole on every rank, and then rank 0's values count, or sharded already, by ``zero.Init`` or
-    an earlier engine. Only parts that change their owner are sent, all of a bucket in one round; no
-    rank ever holds more of a sharded bucket than its slice.
+    A parameter is either whole on every rank, and then rank 0's values count, or already sharded by ``zero.Init`` or
+    an earlier engine. Only parts that change their owner are sent, all of a bucket in one round; no rank ever holds
+    more of a sharded bucket than its slice.
 
     Args:
         layout: The layout of the bucket to fill.
         params: Its parameters, in layout order.
         group: The ranks that share the bucket.
-        device: Where the result shall be.
+        device: Device of the result.
         default_dtype: For a bucket without parameters.
         cut: Whether this rank needs its slice only, or everything.
 
@@ -360,7 +362,8 @@ def first_values(
         DeepSpeedConfigError: ``zero.Init`` has sharded a parameter in another group.
     """
     dtypes = [p.dtype for p in params] or [default_dtype]
-    dtype = functools.reduce(torch.promote_types, dtypes)  # neither of fp16 and bf16 holds the other's values
+    # fp32 for a mix of fp16 and bf16, which cannot hold each other's values
+    dtype = functools.reduce(torch.promote_types, dtypes)
     transport = group.gather
     flat = torch.zeros(layout.slice_numel if cut else layout.numel, dtype=dtype, device=device)
     round_ = _SliceRound(layout, flat, transport) if cut else _WholeRound(layout, flat, transport)
@@ -395,7 +398,7 @@ def _gathered_elsewhere(parameter: torch.nn.Parameter, address: Address) -> torc
 
 
 class _Round:
-    """Moves the values of one bucket into ``flat``: planned tile by tile, moved at once."""
+    """Moves the values of one bucket into ``flat``: planned tile by tile, then moved in one round."""
 
     def __init__(self, layout: BucketLayout, flat: torch.Tensor, transport: Transport) -> None:
         self.layout = layout
@@ -476,12 +479,12 @@ class _WholeRound(_Round):
 
 @dataclass(frozen=True)
 class Move:
-    """An interval of a tile that changes its place.
+    """An interval of a tile that is moved.
 
     Attributes:
         source: The rank that has it.
         source_start: Where it begins in that rank's slice.
-        target: The rank that shall have it; may be the source.
+        target: The rank that gets it; may be the source.
         target_start: Where it begins in that rank's slice.
         numel: Length in elements.
     """
@@ -494,7 +497,7 @@ class Move:
 
 
 def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
-    """Returns what is sent when a tile that lies in the fragments ``old`` shall lie in the fragments ``new``.
+    """Returns the moves that turn a tile's fragments ``old`` into the fragments ``new``.
 
     Args:
         old: Fragments that cover the tile, in order.
@@ -522,7 +525,7 @@ def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
 
 @torch.no_grad()
 def spread_buffers(model: nn.Module, transport: Transport) -> None:
-    """Gives all ranks the buffers of rank 0, as bytes: backends support neither all dtypes nor strides."""
+    """Broadcasts rank 0's buffers, as bytes, since backends do not support all dtypes and strides."""
     for buffer in model.buffers():
         values = distinct(buffer)
         dense = values.contiguous()

@@ -1,1 +1,1 @@
-"""From ``.grad`` to the reduced gradient that the update reads."""
+"""Reduces gradients: from ``.grad`` to the reduced gradient that the update reads."""

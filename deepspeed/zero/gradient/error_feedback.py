@@ -1,8 +1,8 @@
-"""Error feedback: what reductions of a bucket lose of a rank's gradients is kept and added to the next ones.
+"""Error feedback: keeps what a bucket's reductions lose of a rank's gradients and adds it to the next ones.
 
-Reductions run while it is not known yet whether a gradient of this update overflows, here or on another rank: only the
-agreement before the update decides it. Where an update may be skipped the errors are therefore kept as they were before
-its first reduction, so that a skipped update leaves them as they were.
+Reductions run before the ranks know whether a gradient of this update overflows: only the agreement before the update
+shows it. If an update may be skipped, a copy of the errors from before its first reduction is kept, so that a skipped
+update can restore them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def feedback_numel(layout: BucketLayout, *, to_owner: bool, spread: bool = False
 
     Args:
         layout: The bucket's.
-        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything, and the owner keeps what is
-            lost of the sum that it sends on.
+        to_owner: The owner of a slice gets its sum; otherwise every rank gets the whole sum, and the owner also keeps
+            what is lost of the slice that it sends on.
         spread: Sums of slices over the ranks with the same ones are cut among these, too; else all of them get them.
     """
     numel = layout.numel if to_owner else layout.numel + layout.slice_numel
@@ -30,10 +30,10 @@ def feedback_numel(layout: BucketLayout, *, to_owner: bool, spread: bool = False
 
 
 class ErrorFeedback:
-    """The errors of one rank and one bucket, times the loss scale as gradients are.
+    """The errors of one rank and one bucket, scaled by the loss scale as gradients are.
 
     Attributes:
-        tensor: All of them, 1-D fp32.
+        tensor: All errors, 1-D fp32.
         reduction: Views of those of the sum over the ranks that share slices: of what this rank sends and, where all
             get the whole sum, of the slice that it sends on.
         combination: The same of the sum of slices over the ranks that hold the same ones; None where no others do.
@@ -78,13 +78,13 @@ class ErrorFeedback:
             self.combination = Residual(take(part), None if spread else take(part // layout.replicas))
 
     def begin_reduction(self) -> None:
-        """Keeps the errors as they are before the first reduction of an update."""
+        """Copies the errors before the first reduction of an update, if it may be skipped."""
         if self._before is not None and not self._is_kept:
             self._before.copy_(self.tensor)
             self._is_kept = True
 
     def scale(self, factor: float) -> None:
-        """Multiplies the errors: the unit of gradients changes."""
+        """Multiplies the errors by ``factor``, as the unit of gradients changes with the loss scale."""
         self.tensor.mul_(factor)
         if self._before is not None and self._is_kept:
             self._before.mul_(factor)

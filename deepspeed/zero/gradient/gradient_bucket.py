@@ -3,7 +3,7 @@
 Per backward a trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where the local sum
 took it). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived; one fused copy then
 packs them into the flat buffer, or adds them to the local sum where nothing is reduced yet, and ``.grad`` is dropped.
-What earlier backwards left is in ``zero.gradient.gradient_sum``.
+Sums of earlier backwards are in ``zero.gradient.gradient_sum``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 
 @dataclass(frozen=True)
 class ReductionPolicy:
-    """Holds the settings by which gradients are combined.
+    """Holds the settings of gradient reduction.
 
     Attributes:
         every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
@@ -34,7 +34,7 @@ class ReductionPolicy:
         reduce_dtype: Dtype in which gradients are sent, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
-        narrows: What the update reads has ``accumulate_dtype``, whatever it is a sum of; wider parameters keep theirs.
+        narrows: Round what the update reads to ``accumulate_dtype``; parameters with a wider dtype keep theirs.
         is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
         divides_first: Divide a gradient before it is sent (``prescale_gradients``).
         predivide: What a gradient is divided by before it is sent; the rest of the division follows
@@ -42,10 +42,10 @@ class ReductionPolicy:
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
         overlap: Start reducing during backward.
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
-        may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
-        codes_from: Updates before those whose gradients are sent with the codecs of their groups.
-        is_trial: From then on both ways take turns, and the faster one stays.
-        forget_every: Updates after which what codes have lost is forgotten, of all buckets at once; 0: never.
+        may_skip: An update may be skipped for a gradient that is not finite, and then must change nothing.
+        codes_from: Number of first updates whose gradients are sent without the groups' ``reduce_codec``.
+        is_trial: Then alternate between both ways and keep the faster one.
+        forget_every: Clear the error feedback of all buckets every this many updates; 0: never.
     """
 
     every_micro_batch: bool
@@ -95,7 +95,7 @@ class GradientState(Enum):
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A reduction on its way.
+    """A reduction in flight.
 
     Attributes:
         work: The transfer.
@@ -112,12 +112,11 @@ class GradientBucket:
     """The gradients of one trainable bucket.
 
     Attributes:
-        bucket: Whose gradients.
-        sum: What earlier backwards and this one have left since the last update.
+        bucket: The bucket of parameters.
+        sum: The sums of this backward and earlier ones since the last update.
         state: Where the gradients of this backward are.
-        repeats: Gradients arrive more than once in a backward.
-        feedback: What reductions have lost of this rank's gradients so far; None where they lose nothing, or it is not
-            kept.
+        repeats: Whether gradients arrive more than once in a backward.
+        feedback: The error feedback of reductions; None without a lossy codec or without error feedback.
         writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
         is_coded: Reductions use ``reduce_codec`` of their group; otherwise ``early_codec``.
     """
@@ -158,7 +157,7 @@ class GradientBucket:
         is_double = bucket.dtype == torch.float64
         self._sum_dtype = torch.float64 if is_double else torch.float32
         accumulate_dtype = policy.accumulate_dtype
-        if policy.narrows:  # modules that stay fp32 have fp32 masters, and gradients as exact as those
+        if policy.narrows:  # modules that stay fp32 have fp32 masters and keep fp32 gradients
             accumulate_dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
         self.sum = GradientSum(
             self._flat,
@@ -260,7 +259,7 @@ class GradientBucket:
             self.sum.used[index] = True
             grads[index] = grad.to_dense() if grad.layout is not torch.strided else grad
             parameter.grad = None
-        self.sum.squares = None  # of the result that may have been in the buffer
+        self.sum.squares = None  # they belong to the result that may have been in the buffer
         with torch.no_grad():
             if zeros:
                 torch._foreach_zero_(zeros)
@@ -282,7 +281,7 @@ class GradientBucket:
             if self._arrived[index] and parameter.grad is not None:
                 grads[index] = parameter.grad
         dtype = self._flat.tensor.dtype
-        takes_squares = self.sum.takes_squares and self._is_local  # otherwise the sum over ranks is what they are of
+        takes_squares = self.sum.takes_squares and self._is_local  # otherwise they are taken of the sum over ranks
         if takes_squares or any(g.dtype != dtype or g.layout is not torch.strided for g in grads.values()):
             self.pack()
             self.accumulate_locally()
@@ -296,7 +295,7 @@ class GradientBucket:
 
     @property
     def _will_be_result(self) -> bool:
-        """Returns whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
+        """Returns whether the update reads what is packed now: a group of one without earlier micro-batches."""
         waiting = self.sum.reduced is not None or self.sum.local is not None
         return self._is_local and not waiting and self._postscale * self._prescale == 1.0
 
@@ -306,10 +305,11 @@ class GradientBucket:
         return any(self._arrived)
 
     def begin_backward(self, *, is_last: bool = False) -> None:
-        """Forgets the arrivals of the last backward, and looks which parameters are frozen now.
+        """Clears the arrivals of the last backward, and checks which parameters are frozen now.
 
         Args:
-            is_last: The update follows, so that the squares of what this backward leaves are worth taking.
+            is_last: Whether the update follows, so that squares are computed while this backward's gradients are in
+                cache.
         """
         self.sum.takes_squares = is_last
         self._arrived = [False] * len(self._arrived)
@@ -322,7 +322,7 @@ class GradientBucket:
         """Returns whether this backward's gradient has been added to a sum that was there before it.
 
         Args:
-            reduced: The backward was one that reduces; the others touch nothing but this rank's own sum.
+            reduced: Whether the backward reduces; others change only this rank's own sum.
         """
         return self.sum.is_mixed_since(self._before, reduced=reduced)
 
@@ -330,8 +330,8 @@ class GradientBucket:
         """Throws away what a backward delivered, after an exception in it.
 
         Args:
-            reduced: The backward was one that reduces.
-            with_sum: Throw away the sum of earlier micro-batches that it was to be added to.
+            reduced: Whether the backward reduces.
+            with_sum: Discard the sum of earlier micro-batches too.
         """
         for parameter in self.bucket.params:
             parameter.grad = None
@@ -357,7 +357,7 @@ class GradientBucket:
             as_sum: Some rank may have a sum of earlier micro-batches; then what is sent has the dtype of sums on every
                 rank, also on one that has none in this bucket. Equal on all ranks.
         """
-        self.sum.begin_addition()  # from the start: when it is finished depends on the peers, and ranks must agree
+        self.sum.begin_addition()  # counted at the start, since ranks must agree: the end depends on the peers
         if as_sum and self.sum.local is None and not self._is_local:
             self.accumulate_locally()
         source = self._flat if self.sum.local is None else self._take_local_sum()
@@ -396,8 +396,8 @@ class GradientBucket:
     def _take_local_sum(self) -> FlatBuffer:
         """Returns the local sum, with a packed micro-batch added to it, in the dtype that is sent.
 
-        It is sent once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
-        names a dtype for messages.
+        It is sent once for many micro-batches, so it is sent in the dtype of the sum, unless the configuration sets a
+        dtype for communication.
         """
         if self.state is GradientState.FILLING:
             self.accumulate_locally()
@@ -439,7 +439,7 @@ class GradientBucket:
         self.state = GradientState.REDUCED
 
     def _receive(self) -> FlatBuffer:
-        """Waits for the transfer and frees what was sent; what has arrived."""
+        """Waits for the transfer, frees the sent buffer, and returns the received one."""
         assert self._transfer is not None
         transfer, self._transfer = self._transfer, None
         transfer.work.wait()
@@ -447,7 +447,7 @@ class GradientBucket:
         return transfer.incoming
 
     def start_combining(self) -> None:
-        """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
+        """Starts the sum over the ranks with the same slice; does nothing without a partial sum."""
         if self.sum.partial is None:
             return
         transport = self._group.combine_transport if self.is_coded else self._group.early_combine_transport
@@ -489,7 +489,7 @@ class GradientBucket:
         """Returns whether sums over ranks are rounded to the dtype of sums over micro-batches."""
         return self.sum.dtype != self._sum_dtype and (self._policy.every_micro_batch or self._policy.narrows)
 
-    # -- for updates that exchange something else than gradients -----------------------------------------------------
+    # -- for updates that do not exchange gradients ------------------------------------------------------------------
 
     def first_not_finite(self) -> int | None:
         """Returns the index of the first tile whose sum on this rank is not finite, or None."""
@@ -502,7 +502,7 @@ class GradientBucket:
         return None
 
     def take_own_sum(self) -> tuple[FlatBuffer | None, float]:
-        """Returns ``(own, factor)`` and gives the sum up.
+        """Returns ``(own, factor)`` and clears the sum.
 
         ``own`` (1-D, as long as the bucket) is the unreduced sum of this rank's micro-batches, or None without any.
         ``factor`` times the mean of ``own`` over the ranks is what a reduction would have given. Where other pipeline
@@ -546,7 +546,7 @@ class GradientBucket:
         return self.sum.takes_squares and self.sum.reduced is not None and is_alone
 
     def sum_of_squares(self) -> torch.Tensor | None:
-        """Returns the sum of squares of what waits for the update, 0-dim fp64 where that is; None for nothing.
+        """Returns the sum of squares of the accumulated gradient, 0-dim fp64 on its device; None without one.
 
         That is the reduced gradient or, where gradients are not reduced, this rank's own sum over micro-batches.
         """
@@ -567,7 +567,7 @@ class GradientBucket:
             self.writes.add(tile)
 
     def scale_feedback(self, factor: float) -> None:
-        """Multiplies what reductions have lost: the unit of gradients changes."""
+        """Multiplies the error feedback by ``factor``, as the unit of gradients changes with the loss scale."""
         if self.feedback is not None:
             self.feedback.scale(factor)
 
@@ -584,8 +584,8 @@ class GradientBucket:
     def clear(self) -> None:
         """Frees every gradient of the bucket, after the update or on ``zero_grad``.
 
-        In a group of one the packed buffer is the gradient, so all of them are alive together at every step; they stay
-        allocated in between, because giving them back to the system would cost a page fault per 4 KiB in each backward.
+        In a group of one the packed buffers are the gradients and all live together at every step. They stay allocated
+        in between, because freeing them would cost a page fault per 4 KiB in each backward.
         """
         if not (self._is_local and self.sum.is_packed):
             self._flat.free()

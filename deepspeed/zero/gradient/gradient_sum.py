@@ -1,9 +1,9 @@
-"""What has been added up of one bucket's gradients since the last update, as one value.
+"""The sums of one bucket's gradients since the last update.
 
 Up to three sums wait for the update: *local* (this rank's own micro-batches, the whole bucket), *partial* (over the
 ranks that share slices; not yet over those with the same slices) and *reduced* (over all ranks: what the
-update reads). With one micro-batch there is one, reduced. A backward is compared with the :class:`GradientSumState`
-that was taken when it began: so it is known what it has been added to, and what is left when it is taken out again.
+update reads). With one micro-batch there is only *reduced*. A :class:`GradientSumState` taken when a backward begins
+shows later which sums the backward was added to, and what remains when it is undone.
 A :class:`GradientDestination` brings a reduced gradient to where the update reads it, and adds further ones there.
 
 :func:`squared_norm` gives the same number on every layout, stage and world size. A buffer is read as blocks of
@@ -24,7 +24,7 @@ from deepspeed.zero.placement import Tier
 from deepspeed.zero.storage import FlatBuffer, MemoryTracker, StorageKind
 from deepspeed.zero.tiling.layout import BLOCK, BucketLayout
 
-#: Elements that are worked on while they are in the cache: whole blocks of 64.
+#: Elements that fit the cache: whole blocks of 64.
 CHUNK = 1 << 18
 
 _CHUNK_BLOCKS = 4096  # 1 MiB of fp32: the cast copy of a 16-bit buffer stays in cache
@@ -35,9 +35,9 @@ class GradientSumState:
     """Holds the state of a gradient sum at one moment.
 
     Attributes:
-        is_empty: Nothing was there.
-        has_local: A local sum was there.
-        additions: Backwards that had been added, or had started to be.
+        is_empty: Whether there was no sum.
+        has_local: Whether there was a local sum.
+        additions: Number of backwards whose addition had started.
         used: Per parameter, whether a gradient had arrived since the last update.
     """
 
@@ -57,14 +57,14 @@ class GradientSum:
         reduced: As ``partial``; it may lie in the buffer into which gradients are packed.
         used: Per parameter, whether a gradient arrived since the last update.
         squares: Sum of squares of ``reduced``, if it was computed with it; else None.
-        takes_squares: The update follows, so that the squares of what is made now are worth taking.
+        takes_squares: Whether the update follows, so that squares are computed while gradients are in cache.
 
     Args:
         packed: The buffer into which gradients are packed.
         starts: Where in the bucket each parameter begins.
         shapes: Shape of each parameter.
         dtype: See the attribute.
-        device: The device of sums that have not landed.
+        device: The device of sums that are not at their destination yet.
         destination: Brings reduced gradients to where the update reads them.
         memory_tracker: Counts the memory.
     """
@@ -95,11 +95,11 @@ class GradientSum:
         self._additions = 0
         self._cut: tuple[FlatBuffer, list[torch.Tensor]] | None = None  # a local sum, and each parameter's part of it
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- present state -----------------------------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether no sum waits."""
+        """Returns whether there is no sum."""
         return self.local is None and self.partial is None and self.reduced is None
 
     @property
@@ -108,19 +108,19 @@ class GradientSum:
         return self.reduced is self._packed
 
     def mark(self) -> GradientSumState:
-        """Returns what it is now."""
+        """Returns the present state."""
         return GradientSumState(self.is_empty, self.local is not None, self._additions, tuple(self.used))
 
     def has_grown_since(self, mark: GradientSumState) -> bool:
-        """Returns whether a backward has been added, or has begun to be: when it is finished depends on the peers."""
+        """Returns whether the addition of a backward has started since ``mark``; its end depends on the peers."""
         return self._additions > mark.additions
 
     def is_mixed_since(self, mark: GradientSumState, *, reduced: bool) -> bool:
         """Returns whether a backward has been added to a sum that was there before it.
 
         Args:
-            mark: Taken when it began.
-            reduced: It is one that reduces; the others touch nothing but the local sum.
+            mark: The state when the backward began.
+            reduced: Whether the backward reduces; others change only the local sum.
         """
         had = not mark.is_empty if reduced else mark.has_local
         return had and self.has_grown_since(mark)
@@ -128,11 +128,11 @@ class GradientSum:
     # -- adding ------------------------------------------------------------------------------------------------------
 
     def begin_addition(self) -> None:
-        """Counts what is about to be added."""
+        """Counts an addition that starts now."""
         self._additions += 1
 
     def fresh_squares(self, *, wanted: bool = True) -> Squares | None:
-        """Forgets the squares; new ones, if they are wanted and worth taking, are returned to be filled."""
+        """Drops the squares; returns new ones to be filled if ``wanted`` and :attr:`takes_squares`."""
         self.squares = Squares(self._device) if self.takes_squares and wanted else None
         return self.squares
 
@@ -140,7 +140,7 @@ class GradientSum:
         """Adds the packed gradient to the local sum and frees it.
 
         Args:
-            is_result: No other rank's is added to it: the local sum is what the update reads.
+            is_result: Whether the update reads the local sum, since no other rank's is added.
         """
         self.begin_addition()
         if self.local is None:
@@ -151,7 +151,7 @@ class GradientSum:
         self._packed.free()
 
     def add_apart(self, grads: dict[int, torch.Tensor]) -> None:
-        """Adds gradients that are not packed to the local sum.
+        """Adds unpacked gradients to the local sum.
 
         Args:
             grads: By the place of the parameter in the bucket, in the parameter's shape; those left out are zero.
@@ -166,12 +166,13 @@ class GradientSum:
         if self._cut is None or self._cut[0] is not self.local:
             self._cut = self.local, self.local.views(*self._tiles)
         targets = [self._cut[1][index] for index in grads]
-        added = [grad.detach() if grad.requires_grad else grad for grad in grads.values()]  # of backwards with a graph
+        # they have a graph after backward(create_graph=True)
+        added = [grad.detach() if grad.requires_grad else grad for grad in grads.values()]
         if added:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, added)
 
     def take_local(self) -> FlatBuffer:
-        """Returns the local sum, which is this value's no more."""
+        """Returns the local sum and hands over its ownership."""
         assert self.local is not None
         taken, self.local, self._cut = self.local, None, None
         return taken
@@ -185,7 +186,7 @@ class GradientSum:
             incoming.free()
 
     def take_partial(self) -> FlatBuffer:
-        """Returns the partial sum, which is this value's no more."""
+        """Returns the partial sum and hands over its ownership."""
         assert self.partial is not None
         taken, self.partial = self.partial, None
         return taken
@@ -194,11 +195,11 @@ class GradientSum:
         """Adds a sum over all ranks to what the update will read.
 
         Args:
-            incoming: The sum; it is given up. The squares of a first one are those that were taken as it was made.
+            incoming: The sum, owned by this object from now on. The first one keeps its squares.
             narrows: Round a first one to :attr:`dtype`.
         """
         if self.reduced is None:
-            # Where that is the packed buffer, the next pack moves it out of the way.
+            # If that is the packed buffer, leave_packed moves the sum before the next pack.
             self.reduced = self._destination.to_destination(self._narrowed(incoming) if narrows else incoming)
         else:
             self.squares = Squares(self.reduced.tensor.device) if self.takes_squares else None
@@ -234,7 +235,7 @@ class GradientSum:
     def of_squares(self) -> torch.Tensor | None:
         """Returns the sum of squares of the reduced gradient, 0-dim fp64 where that is; None without one.
 
-        The gradient is read only if this was not determined when it was made. The host waits for nothing.
+        The gradient is read only if its squares were not computed with it. Does not block the host.
         """
         result = self.read()
         if result is None:
@@ -242,7 +243,7 @@ class GradientSum:
         return squared_norm(result) if self.squares is None else self.squares.total
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        """Moves what waits for an update to other memory.
+        """Moves the sums to other memory.
 
         Args:
             copy: Makes the copy of a 1-D tensor there.
@@ -261,14 +262,14 @@ class GradientSum:
         if self.partial is not None:
             self.partial = moved(self.partial)
 
-    # -- taking out --------------------------------------------------------------------------------------------------
+    # -- undoing -----------------------------------------------------------------------------------------------------
 
     def undo_local(self, mark: GradientSumState, *, with_sum: bool) -> None:
-        """Takes a backward that began at ``mark`` out of the local sum, and what it used.
+        """Removes a backward that began at ``mark`` from the local sum and from the used flags.
 
         Args:
-            mark: Taken when it began.
-            with_sum: Take out what was there before it too.
+            mark: The state when the backward began.
+            with_sum: Remove the earlier sum too.
         """
         if self.local is not None and (with_sum or not mark.has_local):
             self.take_local().free()
@@ -290,11 +291,11 @@ def pack_and_square(
     grads: dict[int, torch.Tensor],
     squares: Squares,
 ) -> None:
-    """Copies part by part, and takes the squares of each while it is in the cache.
+    """Copies gradients into ``flat`` part by part, and computes the squares of each part while it is in the cache.
 
     Args:
         layout: The layout of the bucket.
-        flat: 1-D, the whole buffer; where no gradient goes, it is zero already.
+        flat: 1-D, the whole buffer; already zero where there is no gradient.
         views: A view of every tile in it.
         grads: By index of the tile, in its shape.
         squares: Receives the squares of all of ``flat``.
@@ -331,8 +332,8 @@ def _copy_in_chunks(target: torch.Tensor, source: torch.Tensor, squares: Squares
 class GradientDestination:
     """Brings reduced gradients to the memory in which the update reads them.
 
-    This class serves gradients that are reduced right there: on the device, and in host memory where that is what the
-    model computes in. ``deepspeed.offload`` has the one that copies them down from an accelerator.
+    This class keeps them where they are reduced: on the device, or in host memory if the model computes there.
+    ``deepspeed.offload`` has one that copies them from an accelerator to the host.
 
     Args:
         tier: The memory tier, for the count.
@@ -347,17 +348,17 @@ class GradientDestination:
         return self.tier
 
     def to_destination(self, reduced: FlatBuffer) -> FlatBuffer:
-        """Returns the reduced gradient in its memory; ``reduced`` is given up."""
+        """Returns the reduced gradient at its destination; takes ownership of ``reduced``."""
         return reduced
 
     def add(
         self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
     ) -> FlatBuffer:
-        """Adds a reduced gradient to one that has landed; both are given up.
+        """Adds a reduced gradient to one at its destination; takes ownership of both.
 
         Args:
             result: What :meth:`to_destination` or this method returned.
-            reduced: What is added.
+            reduced: The gradient to add.
             dtype: The dtype of the sum.
             squares: Receives the squares of the sum, once :meth:`wait` has returned.
 
@@ -369,7 +370,7 @@ class GradientDestination:
         return result
 
     def wait(self, result: FlatBuffer) -> None:
-        """Returns when ``result`` holds everything that was landed in it or added to it."""
+        """Waits until every copy into ``result`` and every addition to it is done."""
 
 
 def add_into(total: torch.Tensor, part: torch.Tensor, squares: Squares | None) -> None:
@@ -401,7 +402,7 @@ def squared_norm(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Squares:
-    """The sum of squares of a buffer, added up while its parts are in the cache anyway.
+    """The sum of squares of a buffer, computed part by part while each is in the cache.
 
     Args:
         device: The device of the buffer.

@@ -1,6 +1,6 @@
-"""Which gradients are reduced when: the buckets of an engine, in one order on all ranks.
+"""Schedules the reduction of all buckets of an engine, in one order on all ranks.
 
-What happens to one bucket is in ``zero.gradient.gradient_bucket``, with the policy by which gradients are combined.
+``zero.gradient.gradient_bucket`` handles one bucket, and has the policy of reduction.
 
 Where the sum over micro-batches is kept depends on the placement: sharded gradients are reduced after every micro-batch
 and added to the owner's accumulator; replicated ones are added up locally first and reduced once, at the boundary, as
@@ -8,9 +8,9 @@ DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no 
 used as it arrives.
 
 Where only some ranks share the parameters (``comm.job.grid``), the sum has two steps. The first, among those that
-share, is the one above; what it leaves is a *partial* sum. The second, over the ranks with the same slices, waits for
-the end of the backward (never in its midst: a rank of another group may be holding a bucket back, and no gather reports
-that) and, where they all keep the whole result, for the boundary.
+share, is the one above; its result is a *partial* sum. The second, over the ranks with the same slices, runs at the
+end of the backward (never inside it: a rank of another group may be holding a bucket back, and no gather reports that)
+or, if they all keep the whole result, at the boundary.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from deepspeed.zero.gradient.gradient_sum import GradientDestination
 from deepspeed.zero.gradient.trial import Trial
 from deepspeed.zero.storage import MemoryTracker
 
-_MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
-_SMALL = 2**23  # elements of reductions in flight for which the host need not wait for a device that lags behind,
-_MOST_SMALL = 16  # and how many such reductions there may be
+_MAX_IN_FLIGHT = 2  # reductions in flight, without the one being filled
+_SMALL = 2**23  # up to this many elements in flight the host does not wait for a device that lags behind,
+_MOST_SMALL = 16  # and up to this many such reductions
 _PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer may be holding back
 
 
@@ -47,13 +47,13 @@ class _Backward:
 
     Attributes:
         reaches: Positions of the buckets whose parameters it may reach.
-        reduces: Those whose gradients are reduced.
-        order: In which order; None until the ranks have agreed on it.
+        reduces: Positions of those whose gradients are reduced.
+        order: The order of reductions; None until the ranks have agreed on it.
         combines: Whether its end takes the second step of the sums.
-        completed: Buckets with all gradients, as they were completed on this rank.
-        packed: Those whose gradients have left the parameters.
-        cursor: How many of ``order`` have been sent.
-        is_patient: The host waits for a device that lags behind; False once a peer has held a bucket back.
+        completed: Buckets with all gradients, in the order of completion on this rank.
+        packed: Buckets whose gradients have left the parameters.
+        cursor: Number of entries of ``order`` that have been sent.
+        is_patient: Whether the host waits for a device that lags behind; False once a peer has held a bucket back.
     """
 
     reaches: Sequence[int]
@@ -67,7 +67,7 @@ class _Backward:
 
 
 def _nothing() -> None:
-    """Stands for a callback that is not set."""
+    """Does nothing: the default callback."""
 
 
 class GradientReader(Protocol):
@@ -87,9 +87,9 @@ class GradientReducer:
     buckets with repeated arrivals, everything is reduced at the end of the backward.
 
     Attributes:
-        keeps_own: Gradients of the next update are not reduced: each rank keeps its own sum of them until the update,
-            which exchanges something else.
-        on_clear: Called when all gradients are thrown away or were used.
+        keeps_own: Whether the next update exchanges something other than gradients, so that each rank keeps its own sum
+            unreduced.
+        on_clear: Called when all gradients are discarded or used.
 
     Args:
         buckets: Trainable buckets in model order.
@@ -138,10 +138,10 @@ class GradientReducer:
         self._combines_late = any(bucket.group.spans_stages for bucket in buckets)
         self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
         self._orders: dict[frozenset[int], list[int]] = {}  # by what a backward reduces
-        self._known: set[int] = set()  # in any of them, so that it is known whether gradients arrive more than once
+        self._known: set[int] = set()  # buckets in any order: known whether their gradients arrive more than once
         self._backward: _Backward | None = None
         self._in_flight: deque[GradientBucket] = deque()
-        # Buckets with sums of earlier backwards: equal on all ranks, unlike which of them have one.
+        # Buckets that may have sums of earlier backwards: equal on all ranks, unlike those that do have one.
         self._local_sums: set[int] = set()
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
         self._memory_tracker = memory_tracker
@@ -159,7 +159,7 @@ class GradientReducer:
             self._reader.offer(position)
 
     def stop_reading(self) -> None:
-        """Waits until no thread reads gradients, masters or states beside the program; what was read is read again."""
+        """Waits until no other thread reads gradients, masters or states; those readings are discarded."""
         if self._reader is not None:
             self._reader.withdraw()
 
@@ -236,7 +236,7 @@ class GradientReducer:
         if self.keeps_own:
             reduces = frozenset()
         is_last = len(closes) == len(self.buckets)
-        # Parts of a model do not reach their ends together, so what spans them waits for the update.
+        # Parts of a model end their backwards at different times, so sums that span them wait for the update.
         combines = (
             bool(reduces) and self._combines and not self._combines_late and (is_last or self._combines_to_owners)
         )
@@ -251,7 +251,7 @@ class GradientReducer:
         if position not in self._known or self.buckets[position].repeats or not self._overlaps:
             return
         if self._needs_one_order and backward_comm.is_uneven():
-            return  # exchanges of layers and reductions must come in one order, wherever which gradients are missing
+            return  # layers' exchanges and reductions must have one order, regardless of missing gradients
         if position in backward.reduces and backward.order is None:
             return
         self._pack(position, backward)
@@ -274,19 +274,19 @@ class GradientReducer:
             backward.cursor += 1
 
     def _send(self, position: int, *, is_over: bool = False) -> None:
-        """Starts a reduction and finishes older ones, but never by waiting for a peer that may wait for this rank.
+        """Starts a reduction and finishes older ones, without waiting for a peer that may be waiting for this rank.
 
-        A peer holds a bucket back in which it has unused parameters; until its backward is over it may need gathers
-        from this rank. So during backward only what all peers are known to have sent is waited for. If a device runs
-        the transfers, only their completion shows it, for which the host waits for a while.
+        A peer with unused parameters in a bucket sends it only at the end of its backward, and may need gathers from
+        this rank before. So during backward this waits only for reductions that all peers are known to have started. If
+        a device runs the transfers, only their completion shows that; the host waits a limited time for it.
 
         Args:
             position: Index of the bucket.
-            is_over: No backward of this rank is running, so peers need nothing of it but reductions.
+            is_over: Whether this rank's backward has ended, so that peers need only reductions from it.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             oldest = self._in_flight[0] if is_over or self._may_block() else None
-            # Of another group a reduction may be behind; it must not keep those of this one waiting.
+            # A late reduction of another group must not delay those of this group.
             requested = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
             ready = oldest or next((one for one in requested if one.will_arrive()), None)
             if ready is None:
@@ -300,11 +300,13 @@ class GradientReducer:
         self._offer(position)  # in a group of one it is complete
 
     def _outlast(self, position: int) -> GradientBucket | None:
-        """Returns the oldest reduction once the device has finished it; None where it has not, or need not have.
+        """Returns the oldest reduction once the device has finished it.
 
-        The host may be far ahead of its device, and every packed buffer stays allocated until its reduction is over.
-        The host waits, and not the stream: where a peer holds the bucket back, the transfer ends only after gathers
-        that this rank has yet to issue, so a stream that waited for it would wait for ever.
+        None if it has not in time, or few are in flight.
+
+        The host may be far ahead of its device, and every packed buffer stays allocated until its reduction ends. The
+        host waits, not the stream: if a peer holds the bucket back, the transfer ends only after gathers that this rank
+        has yet to issue, so a waiting stream would deadlock.
 
         Args:
             position: Index of the bucket that is about to be sent.
@@ -332,7 +334,7 @@ class GradientReducer:
         return None
 
     def end(self) -> None:
-        """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
+        """Reduces the remaining buckets of the backward in the agreed order, and waits for every reduction."""
         backward = self._opened
         reaches, reduces = backward.reaches, backward.reduces
         reduced: Sequence[int] = ()
@@ -342,7 +344,7 @@ class GradientReducer:
             if position not in backward.packed:
                 self.buckets[position].note_unannounced()
                 self._pack(position, backward)
-            if place >= backward.cursor:  # at once, so that few packed buffers are alive together
+            if place >= backward.cursor:  # immediately, so that few packed buffers are alive together
                 self._send(position, is_over=True)
         for position in reaches:
             if position not in reduces and position not in backward.packed:
@@ -434,8 +436,8 @@ class GradientReducer:
     def drop(self, *, with_sums: bool) -> None:
         """Throws away what a backward has delivered, after an exception in it.
 
-        A backward that reduces is dropped by all ranks together; any other by this rank alone, whose own sums are the
-        only ones it concerns.
+        All ranks together drop a backward that reduces; one that does not is dropped by this rank alone, since only its
+        own sums are involved.
 
         Args:
             with_sums: Throw away what earlier micro-batches of this update left, because a part of this backward has
@@ -457,7 +459,7 @@ class GradientReducer:
             self._has_partial_sums = any(gradients.sum.partial is not None for gradients in self.buckets)
             if with_sums:
                 self._local_sums -= backward.reduces
-        # Of the others, ranks on which this backward went well have sums.
+        # In the other buckets, ranks on which this backward succeeded have sums.
         self._local_sums.update(position for position in backward.reaches if position not in backward.reduces)
         self._backward = None
 
@@ -467,9 +469,9 @@ class GradientReducer:
             self._local_sums.update(range(len(self.buckets)))
 
     def note_uneven(self) -> None:
-        """Some ranks had no gradient of a parameter that others had one of. Every rank must call it.
+        """Called on every rank when some ranks lack a gradient that others have.
 
-        Such a rank holds a bucket back until its backward is over, while others have sent theirs between two gathers.
+        Such a rank sends the bucket only at the end of its backward, while others send theirs between two gathers.
         """
         if self._needs_one_order and self._overlaps:
             self._overlaps = False
@@ -486,7 +488,7 @@ class GradientReducer:
         Gradients that were put into ``.grad`` since the last backward are such sums too.
         """
         unannounced = [gradients for gradients in self.buckets if gradients.holds_unannounced]
-        if unannounced or self._local_sums:  # what has a partial sum is not read
+        if unannounced or self._local_sums:  # buckets with a partial sum are not read
             self.stop_reading()
         for gradients in unannounced:
             gradients.begin_backward(is_last=True)
@@ -571,7 +573,7 @@ class GradientReducer:
             self.scale_feedback(0.0)
 
     def zero_grad(self) -> None:
-        """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""
+        """Discards every gradient, including those that are only in ``.grad``."""
         self.clear()
         for gradients in self.buckets:
             for parameter in gradients.bucket.params:

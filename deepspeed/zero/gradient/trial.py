@@ -1,8 +1,8 @@
-"""Updates with plain gradients in turn with updates whose gradients are sent as codes: the faster way stays.
+"""Alternates updates with plain and with encoded gradients, and keeps the faster way.
 
-What a link can do, and what of the waiting the computation hides, is not known before training runs. So both ways are
-timed where they will be used: whole updates, in blocks that take turns, so that whatever else the machine does hits
-both. The first updates of all are not counted: they allocate.
+The speed of a link, and how much of the waiting overlaps with computation, are unknown before training. So both ways
+are timed in training: whole updates in alternating blocks, so that other load on the machine affects both. The first
+updates are not counted, since they allocate memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Trial:
         outcome: What was found, for the log; empty until it is decided.
 
     Args:
-        clock: Seconds, for tests.
+        clock: Returns seconds; replaced in tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

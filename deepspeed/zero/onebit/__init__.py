@@ -1,4 +1,4 @@
-"""Drives the optimizers of ``ops.onebit``: what is sent of them instead of gradients, and when."""
+"""Drives the optimizers of ``ops.onebit``, which exchange momenta instead of gradients."""
 
 from __future__ import annotations
 
