@@ -16,8 +16,8 @@ class Batches:
     Attributes:
         micro_steps: Micro-batches so far.
         has_run_backward: Whether a backward has run since the last update.
-        are_reduced: Whether backwards reduce gradients by the rules of the ZeRO stage; False inside ``no_sync`` and
-            ``coalesce_grad_reduction``.
+        defers_reduction: Whether a block of ``no_sync`` or ``coalesce_grad_reduction`` is open: backwards inside
+            reduce no gradients.
 
     Args:
         sizes: The configured sizes.
@@ -33,7 +33,7 @@ class Batches:
         self._is_counted = is_counted
         self.micro_steps = 0
         self.has_run_backward = False
-        self.are_reduced = True
+        self.defers_reduction = False
         self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
         self._override: bool | None = None
         self._current: MicroBatch | None = None  # given by a schedule, until the next backward or step
@@ -143,7 +143,7 @@ class Batches:
 
     @contextmanager
     def unreduced(self, call: str = "engine.no_sync") -> Iterator[None]:
-        """Keeps micro-batches inside the block from being reduced; see :attr:`are_reduced`.
+        """Keeps backwards inside the block from reducing gradients; see :attr:`defers_reduction`.
 
         Args:
             call: Name of the method that the program called, for the message.
@@ -151,12 +151,12 @@ class Batches:
         Raises:
             CallOrderError: Such a block is open already.
         """
-        if not self.are_reduced:
+        if self.defers_reduction:
             raise CallOrderError(
                 f"{call}: a block of no_sync or coalesce_grad_reduction is already open; do not nest them"
             )
-        self.are_reduced = False
+        self.defers_reduction = True
         try:
             yield
         finally:
-            self.are_reduced = True
+            self.defers_reduction = False

@@ -84,6 +84,9 @@ class LossScaling:
 class TrainStep:
     """Runs the forwards, backwards and updates of one model under ZeRO.
 
+    ``forward``, ``backward`` and ``step`` of ``DeepSpeedEngine`` call :meth:`forward`, :meth:`backward_of_loss` and
+    :meth:`update`; for a stage of a pipeline ``PipelineCompute`` does.
+
     Args:
         runtime: The ZeRO runtime of the model.
         updater: The ZeRO optimizer, or None where nothing is trained.
@@ -380,9 +383,10 @@ class TrainStep:
             return
         batches = self._batches
         # a driver or schedule that decides about steps handles the reminders
-        if batches.are_reduced and not batches.is_decided_outside:
+        if not batches.defers_reduction and not batches.is_decided_outside:
             self._missing_step.backward()
-        self._runtime.begin_backward(batches.current(), sync=batches.are_reduced and self.reduces_gradients)
+        reduces = self.reduces_gradients and not batches.defers_reduction
+        self._runtime.begin_backward(batches.current(), sync=reduces)
         batches.has_run_backward = True
         if self._runs_backward:
             return
@@ -440,7 +444,7 @@ class TrainStep:
         if self._updater is None:
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
         batches = self._batches
-        if not batches.are_reduced:
+        if batches.defers_reduction:
             raise CallOrderError(
                 "engine.step: called inside no_sync or coalesce_grad_reduction; leave the block before the update"
             )
