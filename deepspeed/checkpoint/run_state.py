@@ -75,7 +75,7 @@ class RunState:
 
         Ranks whose weights differ come together; every rank must call it.
         """
-        self.runtime.places.restore()
+        self.runtime.originals.restore()
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
             self.optimizer.driver.synchronise()

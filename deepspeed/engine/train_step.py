@@ -178,7 +178,7 @@ class TrainStep:
             return self._forward_in_transform(fn, inputs, named)
         if not runtime.backward_is_running:  # it is running if this forward is a recomputation
             runtime.drop_open_work()
-        runtime.places.restore()
+        runtime.originals.restore()
         if has_data and is_training:
             self._progress.inputs(tuple(inputs), named)
         if has_data and is_training and not self._row_check.is_done and self._updater is not None:
@@ -274,7 +274,7 @@ class TrainStep:
             )
         tokens = None if count is None else checked_count(count)
         parts = self.counts.begin(tokens, steps)
-        self._begin_backward(micro_batch)
+        self._prepare_backward(micro_batch)
         loss, root = self.loss_and_root(loss, divides=divides, count=tokens, parts=parts)
         if self._features.needs_graph and self._batches.current().is_last:
             scale = self._scaling.factor / parts
@@ -298,13 +298,13 @@ class TrainStep:
         self._refuse_backward()
         tensors, given = paired_roots(roots, gradients)
         self.counts.begin_gradients()
-        self._begin_backward(micro_batch)
+        self._prepare_backward(micro_batch)
         self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
 
     def run_backward(self, compute: Callable[[], _Computed], micro_batch: MicroBatch) -> _Computed:
         """Runs ``compute``, which contains a backward, and returns its result. Every rank must call it."""
         self._refuse_backward()
-        self._begin_backward(micro_batch)
+        self._prepare_backward(micro_batch)
         return self._run_backward(compute)
 
     def loss_and_root(
@@ -349,7 +349,7 @@ class TrainStep:
             )
         self._runtime.refuse_offloaded("engine.backward", "lp_params", "lp_grads")
 
-    def _begin_backward(self, micro_batch: MicroBatch | None) -> None:
+    def _prepare_backward(self, micro_batch: MicroBatch | None) -> None:
         if self._in_forward:
             self._runtime.hooks.pause()
         self._runtime.leave_backward("engine.backward")

@@ -237,7 +237,7 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         reduce_dtype=precision.reduce_dtype,
         accumulate_dtype=precision.accumulate_dtype,
         narrows=placement.narrow_masters,
-        sums_travel_as_gradients=precision.communication_dtype is not None,
+        reduces_sums_narrow=precision.communication_dtype is not None,
         is_mean=root.gradient_allreduce_op != "sum",
         divides_first=root.prescale_gradients,
         predivide=root.gradient_predivide_factor,

@@ -77,12 +77,12 @@ class _Storage(weakref.ref[Any]):
 class _TierTotals:
     """Counts the live bytes of one tier, and their peak, at all and by moment."""
 
-    __slots__ = ("booked", "tier", "kinds", "other", "peak", "tops")
+    __slots__ = ("counted", "tier", "kinds", "other", "peak", "tops")
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.kinds: dict[StorageKind, int] = defaultdict(int)
-        self.booked = self.other = 0  # sum of kinds; bytes of no kind
+        self.counted = self.other = 0  # sum of kinds; bytes of no kind
         self.peak = Peak()
         self.tops: dict[Moment, int] = {}
 
@@ -168,7 +168,7 @@ class MemoryCount(TorchDispatchMode):
 
     def live(self, tier: Tier) -> int:
         """Returns the bytes that are alive."""
-        return self._totals[tier].booked + self._totals[tier].other
+        return self._totals[tier].counted + self._totals[tier].other
 
     def other(self, tier: Tier) -> int:
         """Returns the bytes that are alive and of no kind."""
@@ -182,7 +182,7 @@ class MemoryCount(TorchDispatchMode):
         """
         moment = self._moment_of_last_change
         for totals in self._compared:
-            total = totals.booked + totals.other
+            total = totals.counted + totals.other
             if total > totals.tops.get(moment, 0):
                 totals.tops[moment] = total
             if total > totals.peak.nbytes:
@@ -190,17 +190,17 @@ class MemoryCount(TorchDispatchMode):
 
     # -- entries of the memory trackers ------------------------------------------------------------------------------
 
-    def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
-        """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
+    def counted(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
+        """Called when ``nbytes`` were added to the count (below zero: taken out)."""
         if nbytes < 0:
             self.look()
         self._moment_of_last_change = self.moment
         totals = self._totals[tier]
         totals.kinds[kind] += nbytes
-        totals.booked += nbytes
+        totals.counted += nbytes
 
     def claimed(self, tensor: torch.Tensor) -> None:
-        """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
+        """Called when the whole storage of ``tensor`` (any shape) has been counted."""
         found = self._alive.get(storage_key(tensor))
         if found is None:
             self._register(tensor.untyped_storage(), self._on_device, 0)

@@ -44,7 +44,8 @@ class State(Enum):
 
 
 Gatherer = Callable[[torch.nn.Parameter, Sequence[torch.Tensor]], bool]
-"""Gets a sharded parameter and all that the operation needs with it."""
+"""Called with a sharded parameter that an operation reads, and with all sharded parameters of the operation. Makes
+the parameter full and returns True where it may: inside the engine's forward and backward."""
 
 
 @dataclass

@@ -137,7 +137,7 @@ class ZeroRuntime:
         backward_tracker: How a backward of this model shows itself.
         handles: Hooks on the model that go with this runtime.
         optimizer: The ZeRO optimizer, see :meth:`attach`; None before, and where nothing is trained.
-        places: The parameters as the model had them.
+        originals: The parameter objects that are trained, to bring back those that a program replaces.
         offloaded: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
         is_retired: Whether another engine has taken the model over.
@@ -171,7 +171,7 @@ class ZeroRuntime:
         self.hooks = hooks
         self.reducer = reducer
         self.backward_tracker = backward_tracker
-        self.places = Places(model)
+        self.originals = OriginalParameters(model)
         self.handles: list[RemovableHandle] = []
         self.optimizer: Any = None
         self.offloaded: set[str] = set()
@@ -534,7 +534,7 @@ def _make_reducer(
     )
 
 
-class Places:
+class OriginalParameters:
     """The parameters of a model by module and name, as they were when the engine was made.
 
     Args:

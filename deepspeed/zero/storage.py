@@ -42,11 +42,11 @@ class StorageKind(Enum):
 class MemoryObserver(Protocol):
     """Follows the counts of every memory tracker as they change, beside counts of its own."""
 
-    def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
-        """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
+    def counted(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
+        """Called when ``nbytes`` were added to the count (below zero: taken out)."""
 
     def claimed(self, tensor: torch.Tensor) -> None:
-        """Called when the whole storage of ``tensor`` (any shape) is accounted for."""
+        """Called when the whole storage of ``tensor`` (any shape) has been counted."""
 
 
 class MemoryTracker:
@@ -68,7 +68,7 @@ class MemoryTracker:
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
         if self.observer is not None:
-            self.observer.booked(kind, tier, nbytes)
+            self.observer.counted(kind, tier, nbytes)
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Records that an entry stands for the memory of ``tensor`` (any shape)."""

@@ -34,7 +34,7 @@ class FakeRuntime:
         )
         self.backward_tracker = SimpleNamespace(watch=lambda outputs: self.calls.append("watch outputs"))
         self.hooks = SimpleNamespace(sees_forwards=False, pause=lambda: self.calls.append("pause hooks"))
-        self.places = SimpleNamespace(restore=lambda: None)
+        self.originals = SimpleNamespace(restore=lambda: None)
         self.optimizer: Any = None
 
     def attach(self, optimizer: Any, open_backward: Any) -> None:

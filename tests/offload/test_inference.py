@@ -80,7 +80,7 @@ class Budget:
     def __exit__(self, *_error: object) -> None:
         MemoryTracker.observer = None
 
-    def booked(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
+    def counted(self, kind: StorageKind, tier: Tier, nbytes: int) -> None:
         if tier is Tier.DEVICE:
             self.live += nbytes
             if self.live > self.nbytes:

@@ -81,7 +81,7 @@ def policy_of(stage: int, **settings: Any) -> ReductionPolicy:
         "to_owner": stage >= 1,
         "reduce_dtype": lambda dtype: dtype,
         "accumulate_dtype": torch.float32,
-        "sums_travel_as_gradients": False,
+        "reduces_sums_narrow": False,
     }
     return ReductionPolicy(**{**defaults, **settings})
 

@@ -290,13 +290,13 @@ class _ToExperts(torch.autograd.Function):
         def fill(routes: slice, out: torch.Tensor) -> None:
             torch.index_select(x, 0, plan.tokens[routes], out=out)
 
-        rows = _there(plan, x, fill)
+        rows = _send_to_experts(plan, x, fill)
         return rows.split(plan.load) if per_expert else rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        rows = _back(ctx.plan, gradients, gradients[0].dtype)
+        rows = _send_back(ctx.plan, gradients, gradients[0].dtype)
         ctx.pending = None  # the exchange has run
         return _summed(rows, None, ctx.plan), None, None, None
 
@@ -316,7 +316,7 @@ class _FromExperts(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         results, gather_first = tensors[:num_results], tensors[num_results:]
-        rows = _back(plan, results, dtype)
+        rows = _send_back(plan, results, dtype)
         ctx.pending = backward_comm.note(module, uneven=True) if ctx.needs_input_grad[3] else None
         ctx.plan, ctx.dtypes, ctx.num_gathered = plan, [result.dtype for result in results], len(gather_first)
         ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *gather_first)
@@ -338,7 +338,7 @@ class _FromExperts(torch.autograd.Function):
             if factors is not None:
                 out.mul_(factors[routes])
 
-        rows = _there(plan, gradient, fill)
+        rows = _send_to_experts(plan, gradient, fill)
         ctx.pending = None  # the exchange has run
         for_weights = None
         if results is not None:
@@ -353,7 +353,7 @@ class _FromExperts(torch.autograd.Function):
 # -- rows in the order of routes and of experts ------------------------------------------------------------------------
 
 
-def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
+def _send_to_experts(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
     """Takes rows in the order of ``plan`` to their experts.
 
     Args:
@@ -371,7 +371,7 @@ def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor
         return rows
     label = "tokens sent to experts"
     if plan.is_coded:
-        return _there_coded(plan, x, fill, rows)
+        return _send_to_experts_coded(plan, x, fill, rows)
     leaving = transport.staging_buffer(sum(plan.sent) * width, x, label=label).view(-1, width)
     fill(slice(num_own, None), leaving)
     places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
@@ -386,10 +386,10 @@ def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor
     return rows
 
 
-def _there_coded(
+def _send_to_experts_coded(
     plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None], rows: torch.Tensor
 ) -> torch.Tensor:
-    """Does what :func:`_there` does, into ``rows``, with 8 bits for an element on the way; own rows stay exact."""
+    """As :func:`_send_to_experts`, into ``rows``, with 8 bits for an element on the way. Own rows are exact."""
     width, num_own, transport = x.shape[1], plan.num_own, plan.transport
     exact = x.new_empty(sum(plan.sent), width)
     fill(slice(num_own, None), exact)
@@ -411,7 +411,7 @@ def _there_coded(
     return rows
 
 
-def _back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _send_back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Takes rows of this rank's experts, sorted as they came, to the routes they belong to.
 
     Args:

@@ -231,7 +231,7 @@ def registered(module: nn.Module) -> SequenceParallelContext:
     Raises:
         DeepSpeedConfigError: It was not registered.
     """
-    return _there(_by_module.get(module))
+    return _checked(_by_module.get(module))
 
 
 def registered_by(config: Any) -> SequenceParallelContext:
@@ -241,10 +241,10 @@ def registered_by(config: Any) -> SequenceParallelContext:
         DeepSpeedConfigError: No model with this configuration was registered.
     """
     known, found = _by_config.get(id(config), (None, None))
-    return _there(found if known is config else None)
+    return _checked(found if known is config else None)
 
 
-def _there(found: SequenceParallelContext | None) -> SequenceParallelContext:
+def _checked(found: SequenceParallelContext | None) -> SequenceParallelContext:
     if found is None:
         raise DeepSpeedConfigError(
             f'sequence parallel: a model has attn_implementation "{NAME}" and was not registered (a copy of one that '

@@ -154,7 +154,7 @@ def attention(
         return call_attention(sharing.core, module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
     _refuse_unsupported(module, query, key, kwargs)
     seen = _seen_by(attention_mask, query.size(2), module, is_causal)
-    position_ids = _two_axes(seen.positions if position_ids is None else position_ids, module)
+    position_ids = _checked_positions(seen.positions if position_ids is None else position_ids, module)
     positions, padding = sharing.whole(position_ids), sharing.whole(seen.padding)
     call = AttentionCall(sharing, module, query, key, value, seen, positions, padding, scaling, dropout, kwargs)
     if sharing.exchange.heads_group is None:
@@ -195,7 +195,7 @@ def _seen_by(attention_mask: Any, tokens: int, module: nn.Module, is_causal: boo
     return Visible(is_causal) if seen is None else replace(seen, is_causal=is_causal)
 
 
-def _two_axes(position_ids: torch.Tensor | None, module: nn.Module) -> torch.Tensor | None:
+def _checked_positions(position_ids: torch.Tensor | None, module: nn.Module) -> torch.Tensor | None:
     if position_ids is not None and position_ids.dim() != 2:
         raise DeepSpeedConfigError(
             f"sequence parallel: {type(module).__name__} got position_ids of shape {tuple(position_ids.shape)}; "

@@ -97,7 +97,7 @@ class GatherSchedule:
         self._demanded_leaves: set[tuple[int, ...]] = set()  # in this backward
         self._agreement = agreement
         self._limits = limits
-        self._max_live = self._room(limits)
+        self._max_live = self._limit_of_live(limits)
         self._orders: dict[Situation, LearnedOrder] = {}
         self._skipped: frozenset[int] = frozenset()
         self._situation: Situation | None = None
@@ -108,7 +108,7 @@ class GatherSchedule:
         self._is_learned = False  # whether the open segment is recorded and will be followed later
         self._kept_after_forward = self._near_their_backward(buckets)
 
-    def _room(self, limits: GatherLimits) -> int:
+    def _limit_of_live(self, limits: GatherLimits) -> int:
         """Returns how many elements may be gathered at once; warns where the next unit never fits beside another."""
         units = sorted(set(self._units.values()))
         sizes = [sum(self._buckets[index].layout.numel for index in unit) for unit in units]

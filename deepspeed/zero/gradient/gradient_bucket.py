@@ -33,7 +33,7 @@ class ReductionPolicy:
         to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
         reduce_dtype: Dtype in which gradients are sent, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
-        sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
+        reduces_sums_narrow: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
         narrows: Round what the update reads to ``accumulate_dtype``; parameters with a wider dtype keep theirs.
         is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
         divides_first: Divide a gradient before it is sent (``prescale_gradients``).
@@ -52,7 +52,7 @@ class ReductionPolicy:
     to_owner: bool
     reduce_dtype: Callable[[torch.dtype], torch.dtype]
     accumulate_dtype: torch.dtype
-    sums_travel_as_gradients: bool
+    reduces_sums_narrow: bool
     narrows: bool = False
     is_mean: bool = True
     divides_first: bool = False
@@ -402,7 +402,7 @@ class GradientBucket:
         if self.state is GradientState.FILLING:
             self.accumulate_locally()
         total = self.sum.take_local()
-        if self._is_local or not self._policy.sums_travel_as_gradients:
+        if self._is_local or not self._policy.reduces_sums_narrow:
             return total
         if total.tensor.dtype == self._flat.tensor.dtype:
             return total

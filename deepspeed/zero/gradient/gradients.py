@@ -290,7 +290,7 @@ class GradientReducer:
             requested = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
             ready = oldest or next((one for one in requested if one.will_arrive()), None)
             if ready is None:
-                ready = self._outlast(position)
+                ready = self._wait_for_device(position)
             if ready is None:
                 break
             self._in_flight.remove(ready)
@@ -299,7 +299,7 @@ class GradientReducer:
         self._in_flight.append(self.buckets[position])
         self._offer(position)  # in a group of one it is complete
 
-    def _outlast(self, position: int) -> GradientBucket | None:
+    def _wait_for_device(self, position: int) -> GradientBucket | None:
         """Returns the oldest reduction once the device has finished it.
 
         None if it has not in time, or few are in flight.
@@ -532,7 +532,7 @@ class GradientReducer:
         if is_coded and self._trial is not None and self._has_codecs:
             is_coded = self._trial.next(self._peers)
             if not self._trial.outcome:
-                self._travel(is_coded)
+                self._set_coded(is_coded)
                 return
             why = f": {self._trial.outcome}"
             self._trial = None
@@ -540,7 +540,7 @@ class GradientReducer:
                 self.scale_feedback(0.0)
         elif is_coded is self.is_coded or self._was_tried:
             return
-        self._travel(is_coded)
+        self._set_coded(is_coded)
         if self._has_codecs:
             way = "as codes" if is_coded else "uncompressed"
             log_dist(f"update {before + 1}: gradients are sent {way} from now on{why}")
@@ -549,7 +549,7 @@ class GradientReducer:
     def _was_tried(self) -> bool:
         return self.policy.is_trial and self._trial is None
 
-    def _travel(self, is_coded: bool) -> None:
+    def _set_coded(self, is_coded: bool) -> None:
         self.is_coded = is_coded
         for gradients in self.buckets:
             gradients.is_coded = is_coded
