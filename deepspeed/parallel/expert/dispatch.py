@@ -389,7 +389,7 @@ def _send_to_experts(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, to
 def _send_to_experts_coded(
     plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None], rows: torch.Tensor
 ) -> torch.Tensor:
-    """As :func:`_send_to_experts`, into ``rows``, with 8 bits for an element on the way. Own rows are exact."""
+    """Sends rows as :func:`_send_to_experts` does, into ``rows``, with 8 bits for an element. Own rows are exact."""
     width, num_own, transport = x.shape[1], plan.num_own, plan.transport
     exact = x.new_empty(sum(plan.sent), width)
     fill(slice(num_own, None), exact)
