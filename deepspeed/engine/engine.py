@@ -29,6 +29,7 @@ from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, run_state_of
 from deepspeed.engine.train_step import LossScaling, TrainStep
+from deepspeed.engine.zero_settings import updater_for
 from deepspeed.engine_feature import StepInfo
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import PlainAttributes
@@ -96,9 +97,18 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
         compression = self._hooks.get("deepspeed.compression.feature")
         self.compression_scheduler = None if compression is None else compression.schedule
-        self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(
-            lambda loss, **options: self.backward(loss, **options), lambda: self._train_step.free_for_update()
-        )
+        self._updater: DeepSpeedZeroOptimizer | None = None
+        if parts.torch_optimizer is not None:
+            self._updater = updater_for(
+                parts.torch_optimizer,
+                parts.runtime,
+                self._root,
+                self._precision,
+                parts.tiers,
+                parts.driver,
+                backward=lambda loss, **options: self.backward(loss, **options),
+                before_update=lambda: self._train_step.free_for_update(),
+            )
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
         self.client_optimizer = parts.client.optimizer

@@ -21,21 +21,14 @@ from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.tiers import OffloadTiers
-from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
-from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
+from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.update.driver import UpdateDriver
-from deepspeed.zero.update.optimizer import (
-    BF16_Optimizer,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
-    FP16_Optimizer,
-    FP16_UnfusedOptimizer,
-)
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 DeepSpeedOptimizerCallable: TypeAlias = Callable[[Iterable[nn.Parameter] | dict[str, Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
@@ -104,45 +97,6 @@ class EngineParts:
     def local_rank(self) -> int:
         """The number of this process on its host."""
         return local_rank_of(self.client.args)
-
-    def make_optimizer(
-        self, backward: Callable[..., Any], before_update: Callable[[], None]
-    ) -> DeepSpeedZeroOptimizer | None:
-        """Returns the ZeRO optimizer, or None without a torch optimizer."""
-        if self.torch_optimizer is None:
-            return None
-        root = self.parsed.root
-        kind = self._optimizer_class(self.torch_optimizer)
-        assert self.runtime.reducer is not None
-        return kind(
-            self.torch_optimizer,
-            self.runtime.masters,
-            self.runtime.reducer,
-            placement=self.placement,
-            groups=self.groups,
-            agreement=self.runtime.agreement,
-            ledger=self.runtime.memory_tracker,
-            loss_scaler=create_loss_scaler(root, self.precision),
-            clip_grad=root.gradient_clipping,
-            max_skipped=root.max_consecutive_skipped_steps,
-            skip_non_finite=self.precision.skip_non_finite,
-            leave_backward=self.runtime.leave_backward,
-            before_update=before_update,
-            backward=backward,
-            strategies=self.tiers.strategies,
-            driver=self.driver,
-        )
-
-    def _optimizer_class(self, optimizer: torch.optim.Optimizer) -> type[DeepSpeedZeroOptimizer]:
-        """Returns the optimizer class under the name that upstream uses at this stage; all behave the same."""
-        if self.placement.shard_params:
-            return DeepSpeedZeroOptimizer_Stage3
-        if self.placement.shard_master or self.precision.name not in ("fp16", "bf16"):
-            return DeepSpeedZeroOptimizer
-        if self.precision.name == "bf16":
-            return BF16_Optimizer
-        is_whole = is_elementwise(optimizer).kind is not OptimizerKind.ELEMENTWISE
-        return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
 
     def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
         """Returns the optimizer for ``initialize`` to return; at stage 3 it has the runtime of sharded parameters."""

@@ -1,10 +1,14 @@
-"""Derives ZeRO's settings from the configuration: dtypes, placement, groups, memory and limits; builds the runtime."""
+"""Derives ZeRO's settings from the configuration, and builds the runtime and the ZeRO optimizer with them.
+
+The settings are dtypes, placement, groups of ranks, memory and limits.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,7 +23,14 @@ from deepspeed.engine.optimizers import group_indices, needs_whole_tensors
 from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.tiers import OffloadTiers, open_tiers
-from deepspeed.precision.policy import PrecisionPolicy, check_device, dtype_of_name, has_narrow_masters
+from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
+from deepspeed.precision.policy import (
+    PrecisionPolicy,
+    check_device,
+    create_loss_scaler,
+    dtype_of_name,
+    has_narrow_masters,
+)
 from deepspeed.zero.gather.leaf_modules import mark_configured_leaves
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.gradient_bucket import ReductionPolicy
@@ -30,8 +41,16 @@ from deepspeed.zero.runtime import ZeroRuntime, build_runtime
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.tiling.describe import OFFLOADED
 from deepspeed.zero.tiling.layout import Limits
+from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.loop import state_itemsizes
 from deepspeed.zero.update.masters import move_to_runs
+from deepspeed.zero.update.optimizer import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+)
 
 
 def precision_for(setup: EngineSetup) -> PrecisionPolicy:
@@ -177,8 +196,66 @@ def runtime_for(
     precision.cast_buffers(model, setup.device)
     spread_buffers(model, groups.peers)
     if optimizer is not None:
-        move_to_runs(optimizer, runtime.masters, lambda parameter: optimizer.state.pop(parameter, None))
+        move_to_runs(optimizer, runtime.masters)
     return runtime
+
+
+def updater_for(
+    optimizer: torch.optim.Optimizer,
+    runtime: ZeroRuntime,
+    root: Root,
+    precision: PrecisionPolicy,
+    tiers: OffloadTiers,
+    driver: UpdateDriver,
+    *,
+    backward: Callable[..., Any],
+    before_update: Callable[[], None],
+) -> DeepSpeedZeroOptimizer:
+    """Returns the ZeRO optimizer, which updates the masters of a runtime.
+
+    Args:
+        optimizer: The torch optimizer; :func:`runtime_for` has put the runs of the masters into its groups.
+        runtime: The sharded model.
+        root: The configuration.
+        precision: Dtypes of the model states.
+        tiers: The memory away from the device.
+        driver: Exchanges what an update needs of other ranks.
+        backward: The engine's, for ``optimizer.backward(loss)``.
+        before_update: Frees what must not be gathered while parameters change.
+    """
+    assert runtime.reducer is not None
+    return _optimizer_class(optimizer, runtime.placement, precision)(
+        optimizer,
+        runtime.masters,
+        runtime.reducer,
+        placement=runtime.placement,
+        groups=runtime.groups,
+        agreement=runtime.agreement,
+        ledger=runtime.memory_tracker,
+        loss_scaler=create_loss_scaler(root, precision),
+        clip_grad=root.gradient_clipping,
+        max_skipped=root.max_consecutive_skipped_steps,
+        skip_non_finite=precision.skip_non_finite,
+        leave_backward=runtime.leave_backward,
+        before_update=before_update,
+        backward=backward,
+        strategies=tiers.strategies,
+        driver=driver,
+    )
+
+
+def _optimizer_class(
+    optimizer: torch.optim.Optimizer, placement: Placement, precision: PrecisionPolicy
+) -> type[DeepSpeedZeroOptimizer]:
+    """Returns the optimizer class under the name that upstream uses at this stage; all behave the same."""
+    if placement.shard_params:
+        return DeepSpeedZeroOptimizer_Stage3
+    if placement.shard_master or precision.name not in ("fp16", "bf16"):
+        return DeepSpeedZeroOptimizer
+    if precision.name == "bf16":
+        return BF16_Optimizer
+    is_whole = is_elementwise(optimizer).kind is not OptimizerKind.ELEMENTWISE
+    return FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
 
 
 def runtime_options(

@@ -214,7 +214,7 @@ def rank_of(
         destination=lambda tier, _memory_tracker: GradientDestination(tier),
     )
     runtime = build_runtime(model, options, groups, group_indices(torch_optimizer))
-    move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
+    move_to_runs(torch_optimizer, runtime.masters)
     assert runtime.reducer is not None
     defaults: dict[str, Any] = {"loss_scaler": None, "clip_grad": 0.0, "max_skipped": 0, "skip_non_finite": False}
     optimizer = DeepSpeedZeroOptimizer(

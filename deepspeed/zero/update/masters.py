@@ -416,9 +416,7 @@ def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
             yield SharedTensor(tile.name, first + number, tile.shape, tile.param_group, start, bounds)
 
 
-def move_to_runs(
-    optimizer: torch.optim.Optimizer, masters: list[MasterBucket], take_state: Callable[[torch.Tensor], Any]
-) -> None:
+def move_to_runs(optimizer: torch.optim.Optimizer, masters: list[MasterBucket]) -> None:
     """Replaces the parameters in the optimizer's groups by this rank's runs (1-D), and cuts existing state alike.
 
     The optimizer and its group dicts stay the same objects, so that schedulers built on them keep working; only the
@@ -427,9 +425,9 @@ def move_to_runs(
     Args:
         optimizer: The torch optimizer; its groups still list the model's parameters.
         masters: This rank's masters.
-        take_state: Removes and returns the state of a parameter, or None.
     """
-    states = {id(parameter): take_state(parameter) for master in masters for parameter in master.bucket.params}
+    parameters = [parameter for master in masters for parameter in master.bucket.params]
+    states = {id(parameter): optimizer.state.pop(parameter, None) for parameter in parameters}
     for group in optimizer.param_groups:
         group["params"] = []
     for master in masters:
