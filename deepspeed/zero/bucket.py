@@ -11,8 +11,8 @@ GATHERING     the same                                    the shard and the full
 FULL          views of the full buffer, plain Parameter   the shard and the full buffer
 ============  ==========================================  =======================================
 
-Only the methods below change the state; each asserts the state that it starts from. The full buffer is one tensor object
-for the life of the bucket; its memory is freed and allocated again under it. So a gather writes where the views lie.
+Only the methods below change the state; each asserts the state that it starts from. The full buffer is one tensor
+object for the life of the bucket; its memory is freed and allocated again under it. So a gather fills the views.
 
 ``mark_sharded`` and ``mark_full`` (``zero.address``) change the class of a parameter. An operation that reads a
 ``ShardedParameter`` calls the ``gatherer`` of its bucket, which makes it full inside the engine's forward and backward;
