@@ -216,7 +216,10 @@ class DeepSpeedCheckpoint:
         self._key(0)
         inner = self.layer_keys[1 : self._final_norm]
         if len(inner) < self.pp_degree:
-            raise CheckpointError(f"{self.dir}: pp_degree={self.pp_degree}, expected at most {len(inner)} (its layers)")
+            raise CheckpointError(
+                f"{self.dir}: pp_degree={self.pp_degree}: expected at most {len(inner)}, the number of layers in the "
+                "checkpoint; choose a smaller pp_degree"
+            )
         share, rest = divmod(len(inner), self.pp_degree)
         start = pp_index * share + min(pp_index, rest)
         return inner[start : start + share + (pp_index < rest)]

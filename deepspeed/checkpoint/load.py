@@ -473,7 +473,10 @@ def _mesh(training: dict[str, Any]) -> dict[str, int]:
 def _load(reader: CheckpointReader, name: str) -> dict[str, Any]:
     data = reader.read_file(name)
     if data is None:
-        raise CheckpointError(f"{reader.folder}: {name} is missing; the checkpoint is damaged")
+        raise CheckpointError(
+            f"{reader.folder}: {name} is missing; the checkpoint is damaged. Use another tag, or copy it again from "
+            "where it was written"
+        )
     value = restricted.loads(data, str(reader.folder / name))
     if not isinstance(value, dict):
         raise CheckpointError(

@@ -84,7 +84,8 @@ class LayerWeights:
             if columns % heads:
                 raise DeepSpeedConfigError(
                     f"compression_training.head_pruning.shared_parameters.num_heads: {heads} does not divide the "
-                    f"{columns} input features of {name}, which should be the layer after the heads"
+                    f"{columns} input features of {name}, which must be the layer behind the heads. Set num_heads to "
+                    "that of the attention, or name another layer in modules"
                 )
 
     def _check_related(self, selection: Selection) -> None:

@@ -44,7 +44,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         if self.lora_r < 1:
-            raise DeepSpeedConfigError(f"LoRAConfig(lora_r={self.lora_r}): the rank of adapters is 1 or more")
+            raise DeepSpeedConfigError(
+                f"LoRAConfig(lora_r={self.lora_r}): expected a rank of 1 or more; without adapters, give no LoRAConfig"
+            )
         if self.base_weight_sharding < 1:
             raise DeepSpeedConfigError(
                 f"LoRAConfig(base_weight_sharding={self.base_weight_sharding}): expected a number of ranks, 1 or more"

@@ -118,7 +118,7 @@ class QuantizedLinear(nn.Module):
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(
                 f"QuantizedLinear.pack: expected a weight of shape {(self.out_features, self.in_features)}, "
-                f"found {tuple(weight.shape)}"
+                f"found {tuple(weight.shape)}. Build the layer with in_features and out_features of the weight"
             )
         if not bool(weight.isfinite().all()):
             raise ValueError(

@@ -498,7 +498,8 @@ def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor |
             )
         if tensor.device != master.device or not tensor.is_floating_point():
             raise ValueError(
-                f"{name} must be floating point on {master.device}, but is {tensor.dtype} on {tensor.device}"
+                f"{name}: expected floating point on {master.device}, where master is, found {tensor.dtype} on "
+                f"{tensor.device}; convert it first"
             )
 
 

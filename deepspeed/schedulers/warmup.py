@@ -50,7 +50,8 @@ class _RisingSchedule(LrSchedule):
         if total_num_steps < self.warmup_num_steps:
             log_dist(
                 f"{type(self).__name__}: total_num_steps {total_num_steps} is less than warmup_num_steps "
-                f"{self.warmup_num_steps}, so the learning rate never reaches its maximum",
+                f"{self.warmup_num_steps}, so the learning rate never reaches its maximum. Raise total_num_steps, or "
+                "lower warmup_num_steps",
                 level=logging.WARNING,
             )
 

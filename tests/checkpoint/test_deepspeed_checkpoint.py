@@ -66,7 +66,7 @@ def test_a_pipeline(unpack):
         (lambda: DeepSpeedCheckpoint(folder, tp_degree=2), r"tp_degree=2\): expected 1.*engine\.load_checkpoint"),
         (
             lambda: DeepSpeedCheckpoint(folder, pp_degree=4).get_transformer_state(0, 0),
-            "pp_degree=4, expected at most 2",
+            "pp_degree=4: expected at most 2",
         ),
         (lambda: found.get_2d_parallel_state(0, 2), "pp_index=2, expected 0 to 1"),
         (lambda: found.get_zero_files(0, 0, 2), "dp_index=2, expected 0 to 1"),

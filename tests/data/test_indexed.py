@@ -101,7 +101,7 @@ def test_types():
 
 
 def test_what_is_wrong_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cannot hold float32; its types are int16"):
+    with pytest.raises(ValueError, match="cannot hold float32; expected one of int16"):
         MMapIndexedDatasetBuilder(tmp_path / "x.bin", numpy.float32)
     builder = MMapIndexedDatasetBuilder(tmp_path / "x.bin", numpy.uint8)
     with pytest.raises(ValueError, match="values from 0 to 256 do not fit uint8"):

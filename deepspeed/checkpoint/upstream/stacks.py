@@ -72,7 +72,10 @@ def _fuse(
         name = f"{experts}.{target}"
         numbers = sorted(numbered.get(parts[0], ()))
         if numbers != list(range(len(numbers))) or any(sorted(numbered.get(part, ())) != numbers for part in parts):
-            raise CheckpointError(f"{where}: some of the experts {experts!r} are missing; found the numbers {numbers}")
+            raise CheckpointError(
+                f"{where}: expected all experts of {experts!r}, found those with the numbers {numbers}. Copy the files "
+                "of the missing experts into the folder too"
+            )
         first = tuple(content.shapes[numbered[parts[0]][0]])
         local, rows, columns = first if len(first) == 3 else (1, *first)
         content.shapes[name] = (local * len(numbers), len(parts) * rows, columns)

@@ -74,7 +74,7 @@ def coordinates(mpu: Any) -> RankCoordinates:
         raise DeepSpeedConfigError(
             f"mpu: {missing} is missing or returns None, with {sequence_size} rank(s) per sequence; expected "
             "the torch process group of the ranks that hold the same part of the model, over which ZeRO "
-            "shards"
+            "shards. Return that group from the method"
         )
     zero_size, zero_rank = size_of(zero_group), rank_in(zero_group)
     found = RankCoordinates(
@@ -140,7 +140,7 @@ def _check(found: RankCoordinates) -> None:
         raise DeepSpeedConfigError(
             f"mpu: {found.model_size} model-parallel ranks x {found.zero_size} ranks that hold the same part are "
             f"{found.model_size * found.zero_size}, but the job has {size_of()}; all ranks of the job decide "
-            "about an update together, so its sizes must make up the job"
+            "about an update together. Give the mpu groups that together hold all ranks of the job"
         )
 
 

@@ -335,7 +335,8 @@ class _Host:
 
     def _refuse(self, number: int, joining: JoiningProcess) -> None:
         logger.warning(
-            f"{self._where}: refused {joining.name}: it belongs to another run than this one, {self._me.name}"
+            f"{self._where}: refused {joining.name}: it belongs to another run than this one, {self._me.name}. "
+            "Nothing needs to be done here; the other run needs a port of its own"
         )
         self._answer(number, error=_refusal(joining, self._me, self._where))
 

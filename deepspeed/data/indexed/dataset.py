@@ -61,7 +61,10 @@ class MMapIndexedDataset(Dataset[Any]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise ValueError(f"MMapIndexedDataset[{index}]: slices must be without step")
+                raise ValueError(
+                    f"MMapIndexedDataset[{index}]: expected a slice without step, found the step {step}; take every "
+                    f"{step}th of the list that the slice without step returns"
+                )
             first = self._position(start) if start < stop else 0
             sizes = self._index.sizes[start:stop]
             whole = self._values[first : first + int(sizes.sum(dtype=numpy.int64))]

@@ -57,7 +57,9 @@ def code_of(dtype: Any, *, for_megatron: bool = False) -> int:
         if numpy.dtype(known) == numpy.dtype(dtype):
             return code
     names = ", ".join(sorted({numpy.dtype(known).name for known in codes.values()}))
-    raise ValueError(f"an indexed dataset cannot hold {numpy.dtype(dtype).name}; its types are {names}")
+    raise ValueError(
+        f"an indexed dataset cannot hold {numpy.dtype(dtype).name}; expected one of {names}. Convert the values first"
+    )
 
 
 def type_of(code: int, count: int, nbytes: int) -> numpy.dtype[Any] | None:

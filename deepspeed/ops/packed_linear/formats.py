@@ -84,7 +84,9 @@ class PackedFormat(ABC):
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns some output features, ``[len(index), in_features]``: what an embedding looks up."""
-        raise NotImplementedError(f"{type(self).__name__} has no order in which single rows can be read")
+        raise NotImplementedError(
+            f"{type(self).__name__}: single rows of these codes cannot be read; keep embeddings in another format"
+        )
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the whole weight ``[out_features, in_features]`` in ``dtype``."""

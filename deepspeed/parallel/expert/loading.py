@@ -199,7 +199,7 @@ class _ModelFiller:
         if tuple(value.shape) != shape:
             raise CheckpointError(
                 f"expert loading: {name!r} has shape {list(value.shape)} in the files of {self._files[0].parent}, and "
-                f"the model expects {list(shape)}; is config.json that of these weights?"
+                f"the model expects {list(shape)}. Build the model with the config.json of these weights"
             )
         value = value.to(old_dtype) if value.is_floating_point() else value
         place, _, leaf = name.rpartition(".")

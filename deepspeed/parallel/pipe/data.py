@@ -138,8 +138,9 @@ def _agreement(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: s
     others = [other for other, (number, *_) in enumerate(rows) if number != count]
     if others:
         raise DataError(
-            f"{call}: rank {rank} has {count} micro-batches, rank {others[0]} {rows[others[0]][0]}; all ranks of a "
-            "pipeline need the same number (gradient_accumulation_steps, set_train_batch_size, num_micro_batches)"
+            f"{call}: expected the same number of micro-batches on all ranks of a pipeline, found {count} on rank "
+            f"{rank} and {rows[others[0]][0]} on rank {others[0]}. Set gradient_accumulation_steps, "
+            "set_train_batch_size or num_micro_batches alike on all of them"
         )
     last = mesh.size(PIPE) - 1
     stages = [mesh.position(other, PIPE) for other in range(len(rows))]

@@ -113,7 +113,7 @@ class DistributedAttention(nn.Module):
         if query.dim() != 4 or batch_axis not in (0, 1):
             raise DeepSpeedConfigError(
                 f"DistributedAttention: expected 4-D tensors and batch_dim_idx 0 or 1, found {query.dim()}-D and "
-                f"{batch_axis}"
+                f"{batch_axis}. Pass [batch, tokens, heads, head_dim] with 0, [tokens, batch, heads, head_dim] with 1"
             )
         return 1 - batch_axis
 

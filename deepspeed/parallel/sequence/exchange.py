@@ -197,7 +197,7 @@ def _check(x: torch.Tensor, move: _Move) -> None:
         raise DeepSpeedConfigError(
             f"sequence parallel: a tensor of shape {tuple(x.shape)} was to be cut along axis {cut} and gathered "
             f"along axis {gathered} among {ranks} ranks; expected {expected[0]} and {expected[1]} elements "
-            f"there, found {found[0]} and {found[1]}"
+            f"there, found {found[0]} and {found[1]}. Pass each rank its own part of the sequence, with all heads"
         )
 
 

@@ -118,7 +118,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         if (gather_idx, scatter_idx) != (0, 2):
             raise DeepSpeedConfigError(
                 f"FPDT_Attention: gather_idx {gather_idx} and scatter_idx {scatter_idx}; expected 0 and 2, as its "
-                "input is [tokens, batch, hidden]"
+                "input is [tokens, batch, hidden]. Leave both out"
             )
         if config.attention_dropout:
             raise DeepSpeedConfigError(

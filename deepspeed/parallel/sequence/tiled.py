@@ -185,7 +185,7 @@ def sequence_tiled_compute(
     if grad_requiring_tensor_key not in {**kwargs_to_shard, **kwargs_to_pass}:
         raise DeepSpeedConfigError(
             f"sequence_tiled_compute: grad_requiring_tensor_key {grad_requiring_tensor_key!r} is none of the arguments "
-            f"{', '.join([*kwargs_to_shard, *kwargs_to_pass])}"
+            f"{', '.join([*kwargs_to_shard, *kwargs_to_pass])}; name one of them"
         )
     for name, value in kwargs_to_shard.items():
         if value is not None and value.size(1) != seqlen:

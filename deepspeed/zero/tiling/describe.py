@@ -72,8 +72,8 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
         group = getattr(parameter, "group_name", None)
         if group is None:
             raise DeepSpeedConfigError(
-                f"the parameter {name!r} has allreduce = False and no group_name; expected both, as the ranks that "
-                "share it are not all data-parallel ones"
+                f"the parameter {name!r} has allreduce = False and no group_name, which names the ranks that share it. "
+                "Set group_name to a group of deepspeed.comm.define_group, or leave allreduce out"
             )
     marks = (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "model_parallel", False))
     if group is None or group == _ALONE:

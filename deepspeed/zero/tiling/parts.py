@@ -140,7 +140,8 @@ def part_of_placements(
             continue
         if not placement.is_shard() or hasattr(placement, "split_factor"):
             raise NotYetSupportedError(
-                f"the parameter {name!r} is placed as {placement}; expected Shard or Replicate along every axis"
+                f"the parameter {name!r} is placed as {placement}; expected Shard or Replicate along every axis. "
+                "Redistribute it so before initialize"
             )
         dim = placement.dim % len(global_shape)
         chunk = -(-extents[dim] // size)

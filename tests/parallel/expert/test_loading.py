@@ -112,7 +112,7 @@ def _loaded(folder: str, cells: list[tuple[str, int]]) -> None:
         from_pretrained(Path(folder, "mixtral"), {"train_micro_batch_size_per_gpu": 1})
     with pytest.raises(CheckpointError, match=r"weights of MixtralForCausalLM are in none of the 1 files"):
         from_pretrained(Path(folder, "torn"), config(1))
-    with pytest.raises(CheckpointError, match="has shape .* is config.json that of these weights"):
+    with pytest.raises(CheckpointError, match="has shape .* with the config.json of these weights"):
         from_pretrained(Path(folder, "other"), config(1))
 
 

@@ -199,7 +199,7 @@ def test_a_buffer_holds_one_micro_batch_at_a_time():
     [
         ("1f1d", 2, None, f"schedule='1f1d' is not known; choose one of {', '.join(map(repr, TRAIN_SCHEDULES))}"),
         ("1f1b", 2, 2, "schedule='1f1b' has one chunk per stage and num_chunks is 2"),
-        ("interleaved", 2, 1, "needs 2 chunks per stage or more and num_chunks is 1"),
+        ("interleaved", 2, 1, "num_chunks=1 .*expected 2 chunks per stage or more"),
         ("zb-h1", 2, 0, "schedule='zb-h1' has one chunk per stage and num_chunks is 0"),
         ("zbv", 2, 3, "lays two chunks per stage in a V, so num_chunks=3 is not possible"),
         ("dualpipev", 2, 1, "lays two chunks per stage in a V, so num_chunks=1 is not possible"),

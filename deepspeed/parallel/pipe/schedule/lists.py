@@ -355,8 +355,8 @@ def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple
     if name == "interleaved":
         if num_chunks is not None and num_chunks < 2:
             raise ValueError(
-                f"schedule='interleaved' needs 2 chunks per stage or more and num_chunks is {num_chunks}; with one "
-                "chunk it is schedule='1f1b'"
+                f"num_chunks={num_chunks} with schedule='interleaved': expected 2 chunks per stage or more. Raise "
+                "num_chunks, or choose schedule='1f1b', which has one"
             )
         return tuple(range(stages)) * (num_chunks or 2)
     if name == "zb-h1" and num_chunks is not None and num_chunks > 1:
