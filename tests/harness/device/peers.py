@@ -3,7 +3,8 @@
 - A transfer is queued on a stream of its communicator, behind what the current stream has queued; the call returns at
   once, and so does ``wait``, which puts the current stream behind the transfer.
 - One communicator carries its transfers in one order. Ranks that queue different ones wait for each other until the
-  communicator is aborted; then the transfers end without an error, and their buffers are as they were.
+  communicator is aborted; then the transfers end without an error, and their buffers are as they were. ``abort``
+  returns when nothing runs on the device any more, also no transfer of another communicator.
 - ``send`` and ``recv`` use a communicator of the two ranks, with one stream for both directions. It is made by the
   first of them, which blocks the host until the other rank has made its first one too.
 
@@ -198,6 +199,9 @@ class SimulatedGroup(dist.ProcessGroup):
     def abort(self) -> None:
         for line in (self._line, *self.pairs.values()):
             line.queue.abort()
+        for stream in list(self._line.clocks.streams):  # NCCL frees memory, which waits for all that the device does
+            for job in stream.jobs:
+                job.wait()
 
     def shutdown(self) -> None:
         for line in (self._line, *self.pairs.values()):
