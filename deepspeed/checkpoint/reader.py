@@ -192,6 +192,9 @@ class CheckpointReader:
 
     Attributes:
         manifest: What the folder should hold.
+
+    Raises:
+        CheckpointError: Another checkpoint engine stored the tensors.
     """
 
     def __init__(

@@ -80,7 +80,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def size_of(text: str) -> int:
-    """Returns a number of bytes as command lines write it: ``1048576``, ``512M``, ``1G``."""
+    """Returns a number of bytes as command lines write it: ``1048576``, ``512M``, ``1G``.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is no such number.
+    """
     match = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 1048576, 512M or 1G")
@@ -88,7 +92,11 @@ def size_of(text: str) -> int:
 
 
 def count_of(text: str) -> int:
-    """Returns a number from 1."""
+    """Returns a number from 1.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is no such number.
+    """
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; expected 1 or more")
     return int(text)

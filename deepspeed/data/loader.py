@@ -48,6 +48,9 @@ class DeepSpeedDataLoader:
         data_sampler: The sampler in use; None for an iterable dataset.
         epoch: How many passes were started, which seeds the shuffling; :meth:`set_epoch` sets it.
         post_process_func: Called with each batch and the state of a sampler that has one; what it returns is the batch.
+
+    Raises:
+        ValueError: ``data_sampler`` is given together with an iterable dataset.
     """
 
     def __init__(

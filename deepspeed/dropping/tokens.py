@@ -72,7 +72,11 @@ class RandomLayerTokenDrop(nn.Module):
         self._token_drop = _ConfiguredSchedule(scheduler, config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the layer's result for all tokens."""
+        """Returns the layer's result for all tokens.
+
+        Raises:
+            ValueError: No argument has the hidden states.
+        """
         drop = self._token_drop
         if drop is None or drop.kept is None or not self.training:
             return super().__call__(*args, **kwargs)

@@ -130,7 +130,11 @@ class ElasticRun:
 
 
 def first_members(transport: Transport, parts: int) -> RunMembership:
-    """Links the ranks of a run that begins, whose model has this many parts. Every rank must call it."""
+    """Links the ranks of a run that begins, whose model has this many parts. Every rank must call it.
+
+    Raises:
+        CommunicationError: There is no route to MASTER_ADDR.
+    """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     own = address_towards(address)
     if own is None:

@@ -241,6 +241,9 @@ class ElasticSteps:
         Args:
             step: The step.
             error: What was raised inside it; None: nothing.
+
+        Raises:
+            CallOrderError: The engine has made another number of updates than steps have ended.
         """
         self._continuation.end_step()
         try:

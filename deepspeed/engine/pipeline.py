@@ -71,6 +71,9 @@ class PipelineEngine(EngineBase):
         has_attention_mask: Accepted; masks of any dtype cross between stages as they are.
         dynamic_shape: Accepted; shapes may always differ.
         first_output_send: Kept for programs that read it.
+
+    Raises:
+        DeepSpeedConfigError: An mpu is given, although the module has laid out the ranks.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -254,6 +257,7 @@ class PipelineEngine(EngineBase):
 
         Raises:
             PipelineError: Data or micro-batches are missing, or a stage failed; on every rank, with the first cause.
+            RuntimeError: It is called under ``torch.no_grad()``.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch: called under torch.no_grad(); use eval_batch() for evaluation")

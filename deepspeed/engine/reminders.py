@@ -120,6 +120,9 @@ def check_loss(loss: Any, gradient: Any) -> None:
     Args:
         loss: What ``engine.backward`` was given.
         gradient: The argument of ``Tensor.backward``, or None.
+
+    Raises:
+        CallOrderError: It is no tensor of one element that requires a gradient, or gradients are off.
     """
     if not isinstance(loss, torch.Tensor):
         raise CallOrderError(

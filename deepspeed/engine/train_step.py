@@ -71,7 +71,11 @@ class LossScaling:
         return self._saw_unscaled
 
     def refuse_unscaled(self) -> None:
-        """Raises if :attr:`saw_unscaled`, and resets it. The caller must have discarded the gradients."""
+        """Raises if :attr:`saw_unscaled`, and resets it. The caller must have discarded the gradients.
+
+        Raises:
+            CallOrderError: A backward of this update began at a loss that was not scaled.
+        """
         if self._saw_unscaled:
             self._saw_unscaled = False
             raise CallOrderError(
@@ -263,6 +267,9 @@ class TrainStep:
         Returns:
             The loss divided by the accumulation steps, without the loss scale; with ``count``, the mean over its
             tokens.
+
+        Raises:
+            CallOrderError: ``count`` is given to a run whose ranks may change.
         """
         self._refuse_backward()
         check_loss(loss, gradient)

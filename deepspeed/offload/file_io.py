@@ -205,7 +205,11 @@ def free_bytes(path: Path) -> int:
 
 
 def check_space(path: Path, nbytes: int) -> None:
-    """Raises if ``nbytes`` do not fit beside ``path``."""
+    """Raises if ``nbytes`` do not fit beside ``path``.
+
+    Raises:
+        OffloadError: The file system has fewer free bytes.
+    """
     free = free_bytes(path.parent)
     if free < nbytes:
         raise OffloadError(

@@ -35,6 +35,9 @@ class LossScalerBase:
         cur_scale: The scale now.
         dtype: The dtype of the gradients it protects.
         dynamic: Whether ``update_scale`` changes the scale.
+
+    Raises:
+        ValueError: The scale is not positive and finite.
     """
 
     dynamic = False
@@ -120,6 +123,9 @@ class DynamicLossScaler(LossScalerBase):
         last_overflow_iter: The last of them that overflowed; -1 before any.
         cur_hysteresis: Overflows until the scale is halved.
         scale_factor: Factor of growth, and divisor after an overflow.
+
+    Raises:
+        ValueError: A number is out of range.
     """
 
     dynamic = True

@@ -70,6 +70,9 @@ class BlockCodec(Codec):
     Args:
         block: Elements with one scale, a multiple of 8 that divides ``CHUNK``.
         feeds_back: Whether reductions keep what is lost for the next one (error feedback).
+
+    Raises:
+        ValueError: ``block`` is no such multiple.
     """
 
     def __init__(self, block: int = BLOCK, *, feeds_back: bool = True) -> None:

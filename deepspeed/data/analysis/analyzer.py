@@ -52,6 +52,7 @@ class DataAnalyzer:
 
     Raises:
         ValueError: The lists of metrics have different lengths, or a type is unknown.
+        NotYetSupportedError: A function is given that would replace a step of the analysis.
     """
 
     def __init__(
@@ -252,6 +253,9 @@ class DistributedDataAnalyzer:
         device: Accepted for programs of old: batches stay where the dataset made them.
         comm_group: Process group; None: all ranks.
         sample_indices: The number of each sample in the dataset that is trained on; None: as here.
+
+    Raises:
+        ValueError: ``num_workers`` is not the number of ranks, or ``worker_id`` not this rank.
     """
 
     def __init__(

@@ -68,7 +68,11 @@ def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def refuse_step(optimizer: object) -> None:
-    """Raises, since these optimizers cannot step without an engine, which has the ranks."""
+    """Raises, since these optimizers cannot step without an engine, which has the ranks.
+
+    Raises:
+        CallOrderError: Always.
+    """
     raise CallOrderError(
         f"{type(optimizer).__name__}.step: this optimizer exchanges momenta between ranks, which the engine does; give "
         "it to deepspeed.initialize and call engine.step()"

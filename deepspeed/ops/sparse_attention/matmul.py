@@ -20,6 +20,9 @@ class MatMul:
         trans_a: The left factor is given transposed.
         trans_b: The right factor is given transposed.
         bench: Accepted for old programs; nothing is timed.
+
+    Raises:
+        ValueError: The layout has another number of dimensions.
     """
 
     def __init__(

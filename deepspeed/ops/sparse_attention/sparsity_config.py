@@ -29,6 +29,9 @@ class SparsityConfig:
         num_heads: Attention heads.
         block: Tokens of a block's side.
         different_layout_per_head: A layout for each head; otherwise all heads have that of the first.
+
+    Raises:
+        ValueError: A number is not positive.
     """
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
@@ -143,6 +146,9 @@ class FixedSparsityConfig(SparsityConfig):
         attention: ``bidirectional`` or ``unidirectional``.
         horizontal_global_attention: The representatives also see everything.
         num_different_global_patterns: Heads take turns with this many choices of representatives.
+
+    Raises:
+        ValueError: The numbers of blocks or of patterns do not go together.
     """
 
     def __init__(

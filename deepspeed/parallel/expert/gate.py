@@ -73,6 +73,9 @@ class TopKGate(nn.Module):
         use_rts: Random token selection (k = 1): whom an expert turns away is drawn, not the last tokens.
         ep_group: Accepted; the gate needs no other rank.
         top2_2nd_expert_sampling: The second of two experts is drawn with Gumbel noise; in training only.
+
+    Raises:
+        DeepSpeedConfigError: ``k`` is less than 1, or more than the experts.
     """
 
     def __init__(

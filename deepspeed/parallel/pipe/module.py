@@ -55,8 +55,7 @@ class PipelineModule(PlainAttributes, nn.Module):
     ``tied_modules.{key}``. Initial values do not depend on it either: every layer is built under a seed of its own.
 
     Args:
-        layers: Modules, :class:`LayerSpec`, :class:`TiedLayerSpec` and functions. A rank builds the specs of its stage
-            only.
+        layers: Modules, :class:`LayerSpec`, :class:`TiedLayerSpec` and functions. Each rank builds its stage's specs.
         num_stages: Stages; the other ranks are copies of the model.
         topology: How the ranks are laid out, in place of ``num_stages``.
         loss_fn: ``loss_fn(outputs, labels)`` gives the loss of a micro-batch, ``(loss, metrics)``, or, for a mean over
@@ -92,6 +91,7 @@ class PipelineModule(PlainAttributes, nn.Module):
 
     Raises:
         DeepSpeedConfigError: The layers cannot be cut as requested, or the ranks do not make up the stages.
+        RuntimeError: There is no process group yet.
     """
 
     is_pipeline = True
@@ -566,8 +566,10 @@ class DualPipeVModule(PipelineModule):
 
     Args:
         layers: Layers or layer specs, as :class:`~deepspeed.parallel.pipe.module.PipelineModule` takes them.
-        *args: Further arguments of ``PipelineModule``.
-        **kwargs: Keyword arguments of ``PipelineModule``.
+        *args: Further arguments of ``PipelineModule``, and ``**kwargs``.
+
+    Raises:
+        DeepSpeedConfigError: Another schedule is given.
     """
 
     def __init__(self, layers: Iterable[Any], *args: Any, **kwargs: Any) -> None:

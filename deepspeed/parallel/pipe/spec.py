@@ -28,6 +28,9 @@ class LayerSpec:
         module_args: As given.
         module_kwargs: As given.
         global_rank: None; programs set it.
+
+    Raises:
+        DeepSpeedConfigError: ``typename`` is no class of modules.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:

@@ -28,6 +28,9 @@ class ProcessTopology:
         axes: As given.
         dims: As given.
         mapping: Coordinate (a named tuple with the axes as fields) to rank.
+
+    Raises:
+        ValueError: Names occur twice, or are not as many as the sizes.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -194,6 +197,9 @@ class PipelineParallelGrid:
         ds_model_rank: Its place among all ranks with parts of this rank's copy.
         ds_model_world_size: Their number.
         p2p_groups: Every rank with the rank of the next stage; the last stage with the first.
+
+    Raises:
+        DeepSpeedConfigError: ``process_group`` does not have all ranks of the job.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:

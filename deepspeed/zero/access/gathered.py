@@ -138,6 +138,9 @@ class GatheredBlock:
     Args:
         entries: Parameters of one group and addresses, in the same order on all ranks; at least one.
         modifier: Rank whose values count, among all that train the parameters; or None.
+
+    Raises:
+        DeepSpeedConfigError: ``modifier`` is no rank of the group.
     """
 
     def __init__(self, entries: list[Entry], modifier: int | None) -> None:

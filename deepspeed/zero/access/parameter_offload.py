@@ -71,6 +71,9 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
 
     Attributes:
         module: The model.
+
+    Raises:
+        NotYetSupportedError: An argument is given that is not supported.
     """
 
     _lease: Lease | None = None  # None for an engine's model: the engine has it

@@ -34,7 +34,11 @@ class DeepSpeedOptimizer:
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises; see :func:`refuse_changed_groups`."""
+        """Raises; see :func:`refuse_changed_groups`.
+
+        Raises:
+            CallOrderError: Always.
+        """
         raise CallOrderError(f"optimizer.add_param_group: {_REMEDY}")
 
 

@@ -420,7 +420,11 @@ class StepAgreement:
         return used
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
-        """Raises on every rank, or on none."""
+        """Raises on every rank, or on none.
+
+        Raises:
+            CallOrderError: Some parameter got no gradient on any rank, and the configuration forbids that.
+        """
         names = [
             tile.name
             for master, flags in zip(self._masters, used, strict=True)

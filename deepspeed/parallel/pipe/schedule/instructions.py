@@ -159,6 +159,9 @@ class PipeSchedule(ABC):
         micro_batches: Micro-batches of the step.
         stages: Stages of the pipeline.
         stage_id: The stage that runs the instructions, from 0.
+
+    Raises:
+        ValueError: There is no micro-batch, or no such stage.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
