@@ -1,7 +1,7 @@
 """Block-sparse attention as one kernel, on GPUs: torch's ``flex_attention``, compiled for the device.
 
 The kernel works on tiles of 128 x 128 scores. It skips a tile that the layout hides, computes one that the layout shows
-whole without a mask, and masks each score of the others, whatever the layout's own block size is.
+whole without a mask, and masks each score of the others. The blocks of the layout may have any size.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,11 +38,11 @@ def fits(query: torch.Tensor) -> bool:
 
 @functools.cache
 def _can_compile() -> bool:
-    compiler = os.environ.get("CC") or "cc or gcc or clang"
+    compilers = shlex.split(os.environ.get("CC", ""))[:1] or ["cc", "gcc", "clang"]
     if importlib.util.find_spec("triton") is None:
         missing = "the package triton is not installed"
-    elif not any(shutil.which(name) for name in compiler.split(" or ")):
-        missing = f"there is no C compiler ({compiler}), which Triton needs"
+    elif not any(map(shutil.which, compilers)):
+        missing = f"there is no C compiler ({' or '.join(compilers)}), which Triton needs"
     elif torch.cuda.get_device_capability() < (7, 0):
         missing = "this GPU is older than those that Triton supports (compute capability 7.0)"
     else:

@@ -67,3 +67,21 @@ def test_an_unfilled_last_tile_is_masked():
     mask = fused.block_mask(plan, is_causal=False)
     assert mask.full_kv_num_blocks.flatten().tolist() == [1, 0]
     assert mask.kv_num_blocks.flatten().tolist() == [1, 2]
+
+
+def test_what_is_missing_for_a_kernel_is_named(monkeypatch):
+    lines = []
+    monkeypatch.setattr(fused, "warn_once", lambda _key, line: lines.append(line))
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    assert not fused._can_compile.__wrapped__()
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert not fused._can_compile.__wrapped__()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(fused.shutil, "which", lambda name: name == "gcc" or None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert not fused._can_compile.__wrapped__()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert fused._can_compile.__wrapped__()
+    assert ["triton is not" in lines[0], "(no-such-compiler)" in lines[1], "older" in lines[2]] == [True] * 3
+    assert len(lines) == 3
