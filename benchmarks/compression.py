@@ -35,12 +35,13 @@ sys.path.insert(0, str(HERE / "contest"))
 import links  # noqa: E402 - lies beside the ranks, which import it too
 
 from deepspeed.accelerator.cpu import keep_freed_memory  # noqa: E402
+from deepspeed.comm.codecs import table  # noqa: E402
 from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode  # noqa: E402
-from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec  # noqa: E402
+from deepspeed.config.codec_names import GRADIENT_CODECS  # noqa: E402
 from deepspeed.plan.codes import CodecCost, NetworkLink, bits_of, exchange_seconds, plain_bits_sent  # noqa: E402
 
 RANK = HERE / "contest" / "compression_rank.py"
-CODECS = {"sign": SignCodec(2048), "int8": Int8Codec(256), "int4": Int4Codec(256)}
+CODECS = {name: table.CODECS[name].codec() for name in GRADIENT_CODECS}
 LINKS = {"100 Mbit": 100.0, "1 Gbit": 1_000.0, "10 Gbit": 10_000.0, "loopback": None}
 
 
@@ -53,7 +54,7 @@ def codec_times(millions: float = 4.0, rounds: int = 6) -> dict[str, tuple[float
         values = torch.randn(int(millions * 2**20))
         error, out = torch.zeros_like(values), torch.zeros_like(values)
         codes = torch.empty(coded_nbytes(codec, values.numel()), dtype=torch.uint8)
-        kept = None if name == "int8" else error  # as communication_compression has it by default
+        kept = error if codec.feeds_back else None
         best = [float("inf"), float("inf")]
         for _ in range(rounds):
             marks = [time.process_time()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.codecs.codec import Codec
+from deepspeed.engine import zero_settings
 
 
 class Rounding(Codec):
@@ -36,14 +36,13 @@ class Rounding(Codec):
 @contextmanager
 def rounded_transfers(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
-    initialize = importlib.import_module("deepspeed.engine.initialize")
-    original = initialize.create_groups
+    original = zero_settings.create_groups
 
     def create(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs).coded(gather, reduce)
 
-    initialize.create_groups = create
+    zero_settings.create_groups = create
     try:
         yield
     finally:
-        initialize.create_groups = original
+        zero_settings.create_groups = original
