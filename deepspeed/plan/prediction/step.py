@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from deepspeed.accelerator.devices import Device
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.pipe.schedule import splits_backward
 from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.machine import Machine, unknown_rates
@@ -22,7 +23,7 @@ from deepspeed.plan.prediction.block import BlockCost, BlockTimes, WorkTimes
 from deepspeed.plan.prediction.device_model import DeviceModel
 from deepspeed.plan.prediction.layout import ParallelLayout
 from deepspeed.plan.prediction.network_model import NetworkModel
-from deepspeed.plan.prediction.step_memory import SPLIT_BACKWARD, MemoryParts, StageState, StepMemory
+from deepspeed.plan.prediction.step_memory import MemoryParts, StageState, StepMemory
 from deepspeed.plan.prediction.step_times import StepTimes
 
 ERROR = 0.10
@@ -427,7 +428,7 @@ class StepModel:
         if self._is_quick or layout.pipe * layout.chunks * min(count, 8 * layout.pipe) > _MOST_COMPUTATIONS:
             mean = sum(busy) / len(busy)
             hops = 2 * (layout.pipe - 1) * self._transfer
-            if layout.schedule in SPLIT_BACKWARD:
+            if splits_backward(layout.schedule):
                 mean /= 3
             return (layout.pipe - 1) / layout.chunks * mean + hops
         times = dict(enumerate(self.schedule_times(chunks)))

@@ -25,8 +25,6 @@ _REUSED = 0.5e9  # elements before the loss that are still gathered after it: ha
 _CONTEXT = 512 * 2**20  # bytes of a CUDA context with torch's kernels and a workspace of cuBLAS: a rough value
 _CHANNELS = 16  # of a communicator of NCCL between the devices of a node with NVSwitch
 _CHANNEL_BYTES = 2 * 5 * 2**20  # ring and tree: 4 MiB (NCCL_BUFFSIZE) and 1 MiB of the two low-latency protocols
-SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
-"""Schedules that compute gradients of weights where stages would wait."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,7 @@ class StepMemory:
             return 1
         if layout.schedule == "gpipe":
             return count * chunks
-        if layout.schedule in SPLIT_BACKWARD:
+        if layout.schedule not in ("1f1b", "interleaved"):
             return self._pipeline.in_flight(stage, min(count, 8 * pipe))
         if chunks > 1:
             return min((pipe - stage - 1) * 2 + (chunks - 1) * pipe + 1, count * chunks)

@@ -16,6 +16,7 @@ from deepspeed.parallel.pipe.schedule.lists import (
     make_inference,
     make_schedule,
     place_chunks,
+    splits_backward,
     training_steps,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "make_inference",
     "make_schedule",
     "place_chunks",
+    "splits_backward",
     "training_steps",
 ]

@@ -395,6 +395,13 @@ def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | 
     )
 
 
+@lru_cache
+def splits_backward(name: str) -> bool:
+    """Returns whether a schedule computes the gradients of inputs and those of weights apart."""
+    lists = make_schedule(name, 2, 4).actions
+    return any(action.kind is Kind.BACKWARD_INPUT for actions in lists for action in actions)
+
+
 def make_inference(stage_of: tuple[int, ...], micro_batches: int) -> Schedule:
     """Forwards only, with the chunks where training has them.
 
